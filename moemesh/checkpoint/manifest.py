@@ -1,0 +1,212 @@
+"""What a checkpoint says about itself: names, slices, files, state, and whether they are complete.
+
+The manifest is canonical JSON (sorted keys, no spaces) with a digest of itself, so that any change
+of the file is seen, and its slices cover every logical tensor exactly: no hole, no overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moemesh.checkpoint.files import CheckpointError, digest_text, new_digest
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+#: Upper bound of a manifest that will be parsed, in bytes (about 2 million slices).
+MANIFEST_LIMIT = 256 << 20
+#: Tensors larger than this in elements do not exist; keeps offsets in int64.
+MAX_ELEMENTS = 1 << 60
+
+Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
+FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,7}\.safetensors$")]
+Digest = Annotated[str, Field(pattern=r"^blake2b-128:[0-9a-f]{32}$")]
+#: torch's names of the dtypes that a checkpoint may hold -> safetensors' names.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Slice(_Strict):
+    """The rectangle ``offset .. offset + shape`` of a logical tensor, under `key` in `file`."""
+
+    file: FileName
+    key: str
+    offset: tuple[Size, ...]
+    shape: tuple[Size, ...]
+
+
+class Entry(_Strict):
+    """One logical tensor."""
+
+    shape: tuple[Size, ...]
+    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
+    slices: tuple[Slice, ...]
+
+
+class File(_Strict):
+    """One file of the checkpoint: size in bytes and digest of its content."""
+
+    size: Size
+    digest: Digest
+
+
+class Manifest(_Strict):
+    """All of a checkpoint but the tensors' bytes; `state` is the caller's JSON."""
+
+    format: Literal[1]
+    step: Size
+    world_size: Annotated[int, Field(strict=True, ge=1)]
+    tensors: dict[str, Entry]
+    files: dict[FileName, File]
+    state: dict[str, Any]
+
+    def check(self) -> None:
+        """Raises CheckpointError unless the slices cover every tensor and use every file."""
+        used: set[tuple[str, str]] = set()
+        for name, entry in self.tensors.items():
+            check_cover(name, entry.shape, entry.slices)
+            for piece in entry.slices:
+                if piece.file not in self.files:
+                    raise CheckpointError(f"{MANIFEST}: {name} is in {piece.file}, not a file here")
+                if (piece.file, piece.key) in used:
+                    raise CheckpointError(f"{MANIFEST}: {piece.file} {piece.key} is used twice")
+                used.add((piece.file, piece.key))
+
+
+def encode_json(value: object) -> bytes:
+    """Canonical JSON bytes; CheckpointError for what JSON cannot carry and give back unchanged."""
+    try:
+        text = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
+        )
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the state is not plain JSON: {error}") from error
+    return text.encode()
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json: canonical JSON with the digest of itself without it."""
+    content = manifest.model_dump(mode="json")
+    return encode_json({**content, "digest": _digest(content)})
+
+
+def decode(raw: bytes) -> Manifest:
+    """Reads and checks manifest.json: size, own digest, schema, completeness.
+
+    Raises CheckpointError (without the folder's name; the caller adds it).
+    """
+    if len(raw) > MANIFEST_LIMIT:
+        raise CheckpointError(f"{MANIFEST}: larger than the limit of {MANIFEST_LIMIT} bytes")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{MANIFEST}: not a JSON object")
+    said = content.pop("digest", None)
+    actual = _digest(content)
+    # The bytes too: a change that parses to the same content (spaces, a doubled key) is still one.
+    if said != actual or raw != encode_json({**content, "digest": actual}):
+        raise CheckpointError(
+            f"{MANIFEST}: its digest is {actual}, expected {said}: it was changed"
+        )
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{MANIFEST}: format {content.get('format')}; this version reads format {FORMAT}"
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{MANIFEST}: {place}: {first['msg']}") from error
+    manifest.check()
+    return manifest
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Raises CheckpointError unless `state` comes back from JSON exactly as it went in."""
+    if json.loads(encode_json(state)) != state:
+        raise CheckpointError(
+            "the state does not survive JSON: use text keys, and lists rather than tuples"
+        )
+
+
+def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
+    """Raises CheckpointError unless `slices` cover the logical tensor exactly."""
+    if prod(shape) > MAX_ELEMENTS:
+        raise CheckpointError(f"{name} {list(shape)}: more than {MAX_ELEMENTS} elements")
+    for piece in slices:
+        if len(piece.offset) != len(shape) or len(piece.shape) != len(shape):
+            raise CheckpointError(f"{name}: slice {_words(piece)} of a tensor {list(shape)}")
+        ends = [start + size for start, size in zip(piece.offset, piece.shape, strict=True)]
+        if 0 in piece.shape or any(e > s for e, s in zip(ends, shape, strict=True)):
+            raise CheckpointError(f"{name}: slice {_words(piece)} lies outside {list(shape)}")
+    ordered = sorted(slices, key=lambda piece: piece.offset)
+    for index, first in enumerate(ordered):
+        for second in ordered[index + 1 :]:
+            if shape and second.offset[0] >= first.offset[0] + first.shape[0]:
+                break  # sorted by row: nothing further on can meet `first`
+            if _meet(first, second):
+                raise CheckpointError(
+                    f"{name} {list(shape)}: {_words(first)} and {_words(second)} overlap"
+                )
+    # Inside, disjoint and of the full volume: together they are the tensor.
+    covered = sum(prod(piece.shape) for piece in slices)
+    if covered != prod(shape):
+        raise CheckpointError(
+            f"{name} {list(shape)}: no rank holds {prod(shape) - covered} of its {prod(shape)} "
+            f"elements{_missing_rows(shape, ordered)}"
+        )
+
+
+def _meet(first: Slice, second: Slice) -> bool:
+    """Whether two rectangles share an element (0-dimensional ones always do)."""
+    return all(
+        a < b + size_b and b < a + size_a
+        for a, size_a, b, size_b in zip(
+            first.offset, first.shape, second.offset, second.shape, strict=True
+        )
+    )
+
+
+def _missing_rows(shape: tuple[int, ...], ordered: Sequence[Slice]) -> str:
+    """Words for the first rows (indices along dimension 0; experts, if stacked) nobody holds."""
+    reached = 0
+    for piece in ordered:
+        if not shape or piece.offset[0] > reached:
+            break
+        reached = max(reached, piece.offset[0] + piece.shape[0])
+    return f": row {reached} is the first missing one" if shape and reached < shape[0] else ""
+
+
+def _words(piece: Slice) -> str:
+    ends = [start + size for start, size in zip(piece.offset, piece.shape, strict=True)]
+    ranges = ", ".join(f"{a}:{b}" for a, b in zip(piece.offset, ends, strict=True))
+    return f"[{ranges}] in {piece.file}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    digest = new_digest()
+    digest.update(encode_json(content))
+    return digest_text(digest)

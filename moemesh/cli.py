@@ -1,0 +1,267 @@
+"""The verbs of the command, one short function each; what a verb needs is imported inside it."""
+
+# No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
+# be imported at the top, or `moemesh --help` becomes slow.
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemesh import __version__
+
+if TYPE_CHECKING:
+    from moemesh.config.load import Resolved
+
+#: Exit code of every mistake in what the user gave.
+USER_ERROR = 2
+
+_PLAIN = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+app = typer.Typer(
+    name="moemesh",
+    help="Train mixture-of-experts transformers over a mesh of devices.",
+    no_args_is_help=True,
+    **_PLAIN,
+)
+config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
+bench_app = typer.Typer(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG.toml", help="TOML file of the run; every key has a default."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Set one key, over the file and the environment. May be repeated.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class Shape(StrEnum):
+    """The MoE layers that `bench layer` knows."""
+
+    A = "A"
+    B = "B"
+    ALL = "all"
+
+
+class Dtype(StrEnum):
+    """Number types that can be measured."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moemesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Train mixture-of-experts transformers over a mesh of devices."""
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run.")
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-change", metavar="KEY", help="On resume, accept another value of this key."
+        ),
+    ] = None,
+) -> None:
+    """Train a model: starts the ranks itself, or joins those that torchrun started.
+
+    Without a file it trains the preset "tiny" on Python's own library sources. Example:
+
+        moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
+    """
+    # Checked first: a mistake must be told before torch, which takes seconds, is imported.
+    _load(config, overrides)
+    from moemesh.train import command
+
+    raise typer.Exit(command.train(config, overrides or [], out, allow_change or []))
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    origin: Annotated[
+        bool, typer.Option("--origin/--no-origin", help="Say where each value came from.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Print every key with its value and where it came from."""
+    resolved = _load(config, overrides)
+    if as_json:
+        _show_json(resolved, origin)
+    elif sys.stdout.isatty():
+        _show_table(resolved, origin)
+    else:
+        _show_plain(resolved, origin)
+
+
+@config_app.command("check")
+def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Check a configuration; exit code 2 and every problem when it is wrong."""
+    plan = _load(config, overrides).config.plan
+    degrees = " ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    typer.echo(f"ok: {ranks} ({degrees}, ep={plan.ep} etp={plan.etp} edp={plan.edp})")
+
+
+@bench_app.command("layer")
+def bench_layer(
+    shape: Annotated[Shape, typer.Option(help="Which MoE layer.")] = Shape.ALL,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Number type.")] = Dtype.FLOAT32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Time one MoE layer against the obvious way to write it."""
+    from moemesh.bench import layer
+
+    layer.command(shape=shape.value, ranks=ranks, dtype=dtype.value, rounds=rounds, json=as_json)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+) -> None:
+    """Write report.html into the folder of a run and print its path."""
+    from moemesh.report import page
+
+    typer.echo(str(page.write(run)))
+
+
+def main() -> None:
+    """Run the command. Mistakes of the user end in one message on stderr and exit code 2."""
+    try:
+        code = app(prog_name="moemesh", standalone_mode=False)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output left (`moemesh ... | head`): nobody is there to be told.
+        sys.stderr.close()
+        code = 1
+    except Exception as error:
+        code = _fail(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: Exception) -> int:
+    """Print a user's mistake and return its exit code; anything else is ours and goes on."""
+    if type(error).__name__ == "Abort":
+        return 130
+    # typer carries its own copy of click, whose exceptions have no public name: they are known by
+    # what they can do.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        error.show()
+        if hint := _option_hint(getattr(error, "option_name", "")):
+            print(hint, file=sys.stderr)
+        return USER_ERROR
+    from moemesh.config.errors import is_user_error
+
+    if not is_user_error(error):
+        raise error
+    # A stray byte of the command line must not turn the message into another error.
+    message = str(error).encode(errors="backslashreplace").decode()
+    print(f"moemesh: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _option_hint(option: str) -> str:
+    """For an unknown option that names a key: how keys are set."""
+    if not option:
+        return ""
+    from moemesh.config.schema import sections_with
+    from moemesh.config.suggest import FOREIGN_NAMES
+
+    name = option.lstrip("-").replace("-", "_")
+    keys = [name] if "." in name else [f"{section}.{name}" for section in sections_with(name)]
+    if name in FOREIGN_NAMES:
+        keys = [FOREIGN_NAMES[name]]
+    return f"Keys of the configuration are set with --set {keys[0]}=VALUE" if keys else ""
+
+
+def _load(config: Path | None, overrides: list[str] | None) -> "Resolved":
+    from moemesh.config.load import load_run
+
+    return load_run([config] if config else [], overrides or [])
+
+
+def _rows(resolved: "Resolved") -> list[tuple[str, str, str]]:
+    """(key, value as TOML, origin) of every key."""
+    from moemesh.config.load import config_values
+    from moemesh.config.toml import format_value
+
+    return [
+        (
+            f"{section}.{key}",
+            "(not set)" if value is None else format_value(value),
+            resolved.origins[f"{section}.{key}"],
+        )
+        for section, fields in config_values(resolved.config).items()
+        for key, value in fields.items()
+    ]
+
+
+def _show_plain(resolved: "Resolved", origin: bool) -> None:
+    rows = _rows(resolved)
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    for key, value, source in rows:
+        line = f"{key:{key_width}} = {value:{value_width}}  # {source}" if origin else ""
+        typer.echo(line or f"{key:{key_width}} = {value}")
+
+
+def _show_table(resolved: "Resolved", origin: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("key", "value", *(["origin"] if origin else []))
+    for key, value, source in _rows(resolved):
+        # Text, because a value such as "[red]" is no markup of ours.
+        cells = [Text(key), Text(value), *([Text(source)] if origin else [])]
+        table.add_row(*cells, style="dim" if source == "default" else "")
+    Console().print(table)
+
+
+def _show_json(resolved: "Resolved", origin: bool) -> None:
+    import json
+
+    from moemesh.config.load import config_values
+
+    shown: dict[str, object] = {"config": config_values(resolved.config)}
+    if origin:
+        shown["origins"] = resolved.origins
+    typer.echo(json.dumps(shown, indent=2))
+
+
+if __name__ == "__main__":
+    main()

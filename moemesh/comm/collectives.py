@@ -1,0 +1,228 @@
+"""Collectives as autograd pairs: each names its axis, states its pair, and enters the ledger.
+
+dim 0 of every tensor is rows, any dtype and any further shape. Entries get the phase "forward"
+from the forward and "backward" from the backward. Over an axis of size 1 every function is the
+identity and enters nothing. Ranks may hold zero rows: they still take part, forward and backward;
+for the backward to run everywhere, every rank's output must reach its loss, and `x` must require a
+gradient on all ranks or on none.
+
+The sum convention (no function averages):
+
+| function | forward | backward |
+|---|---|---|
+| all_gather | all_gather | reduce_scatter |
+| reduce_scatter | reduce_scatter | all_gather |
+| all_reduce | all_reduce | identity |
+| replicate | identity | all_reduce |
+| take_shard | own rows | all_gather |
+| all_to_all | all_to_all | all_to_all, transposed |
+| broadcast | broadcast | reduce |
+| reduce | reduce | broadcast |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moemesh.comm import transfers
+from moemesh.comm.mesh import Axis
+from moemesh.comm.transfers import all_reduce_
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "all_to_all_two_phase",
+    "barrier",
+    "broadcast",
+    "exchange_counts",
+    "gather_json",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "take_shard",
+]
+
+
+def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
+    """all_gather along axis; backward: reduce_scatter. [own rows, ...] to [all rows, ...].
+
+    `sizes` are the rows of each rank, None when all ranks hold the same number.
+    """
+    run = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
+    pair = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
+    return _pair(x, axis, run, pair)
+
+
+def reduce_scatter(
+    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str
+) -> Tensor:
+    """reduce_scatter along axis; backward: all_gather. [all rows, ...] to [own rows, ...], summed.
+
+    `sizes` are the rows that each rank keeps, None when all keep the same number.
+    """
+    run = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
+    pair = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
+    return _pair(x, axis, run, pair)
+
+
+def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
+    """all_reduce (sum) along axis; backward: identity.
+
+    For consumers that are the same on every rank and so hold the same full gradient (g in
+    M. Shoeybi et al., "Megatron-LM", 2019); `replicate` is its conjugate.
+    """
+    run = partial(transfers.all_reduce, axis=axis, caller=caller)
+    return _pair(x, axis, run, _identity)
+
+
+def replicate(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
+    """identity; backward: all_reduce (sum) along axis.
+
+    For a tensor that is the same on every rank and feeds different shards of a layer (f in
+    M. Shoeybi et al., "Megatron-LM", 2019).
+    """
+    pair = partial(transfers.all_reduce, axis=axis, caller=caller)
+    return _pair(x, axis, _identity, pair)
+
+
+def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
+    """own rows of a tensor that is the same on every rank; backward: all_gather along axis.
+
+    `sizes` are the rows that each rank takes, None when all take the same number. The result is a
+    copy, so that the full tensor can be freed.
+    """
+    if axis.size == 1:
+        return x
+    blocks = list(sizes) if sizes is not None else transfers.equal_blocks(x.shape[0], axis)
+    if len(blocks) != axis.size or sum(blocks) != x.shape[0]:
+        raise ValueError(f"{caller}: sizes {blocks} do not cut {x.shape[0]} rows for {axis.name}")
+
+    def run(x: Tensor, phase: str) -> Tensor:
+        return x.narrow(0, sum(blocks[: axis.index]), blocks[axis.index]).clone()
+
+    pair = partial(transfers.all_gather, axis=axis, sizes=blocks, caller=caller)
+    return _pair(x, axis, run, pair)
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    *,
+    caller: str,
+) -> Tensor:
+    """all_to_all along axis; backward: all_to_all with the splits exchanged.
+
+    `input_splits[i]` rows go to rank i and `output_splits[i]` rows come from it, in rank order;
+    None for equal splits.
+    """
+    run = partial(
+        transfers.all_to_all,
+        axis=axis,
+        input_splits=input_splits,
+        output_splits=output_splits,
+        caller=caller,
+    )
+    pair = partial(
+        transfers.all_to_all,
+        axis=axis,
+        input_splits=output_splits,
+        output_splits=input_splits,
+        caller=caller,
+    )
+    return _pair(x, axis, run, pair)
+
+
+def exchange_counts(counts: Tensor, axis: Axis, *, caller: str) -> Tensor:
+    """all_to_all of row i to rank i; no gradient. counts [n, ...] int64 to the same shape.
+
+    Row i of the result is what rank i wrote in its row for this rank.
+    """
+    assert counts.dtype == torch.int64 and counts.shape[0] == axis.size
+    return transfers.all_to_all(counts, axis, phase="forward", caller=caller)
+
+
+def all_to_all_two_phase(
+    x: Tensor, axis: Axis, input_splits: Sequence[int], *, caller: str
+) -> tuple[Tensor, list[int]]:
+    """all_to_all whose receivers do not know what comes; backward: all_to_all, transposed.
+
+    First an even exchange of counts (entered as ``caller + ".counts"``), then the rows. Returns the
+    rows received and how many came from each rank.
+    """
+    counts = torch.tensor(input_splits, dtype=torch.int64, device=axis.device)
+    output_splits = exchange_counts(counts, axis, caller=f"{caller}.counts").tolist()
+    return all_to_all(x, axis, input_splits, output_splits, caller=caller), output_splits
+
+
+def broadcast(x: Tensor, axis: Axis, source_index: int, *, caller: str) -> Tensor:
+    """broadcast from rank `source_index` of axis; backward: reduce to it, zeros on the others.
+
+    `x` must have the same shape and dtype on every rank.
+    """
+    run = partial(transfers.broadcast, axis=axis, source_index=source_index, caller=caller)
+    pair = partial(transfers.reduce, axis=axis, destination_index=source_index, caller=caller)
+    return _pair(x, axis, run, pair)
+
+
+def reduce(x: Tensor, axis: Axis, destination_index: int, *, caller: str) -> Tensor:
+    """reduce (sum) to rank `destination_index` of axis, zeros elsewhere; backward: broadcast."""
+    run = partial(transfers.reduce, axis=axis, destination_index=destination_index, caller=caller)
+    pair = partial(transfers.broadcast, axis=axis, source_index=destination_index, caller=caller)
+    return _pair(x, axis, run, pair)
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of axis is here. Not entered: it carries no data."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def gather_json(value: Any, axis: Axis) -> list[Any]:
+    """`value` of every rank of axis, in rank order, on every rank.
+
+    Travels as JSON, never as pickle: tuples come back as lists and keys as strings, also over an
+    axis of size 1. Not entered in the ledger: control messages are no part of what a plan predicts.
+    """
+    text = json.dumps(value).encode()
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
+    size = torch.tensor([len(text)], dtype=torch.int64, device=axis.device)
+    with axis.ledger.paused():
+        sizes = transfers.all_gather(size, axis, phase="control", caller="gather_json").tolist()
+        data = transfers.all_gather(own, axis, sizes, phase="control", caller="gather_json")
+    return [json.loads(part.cpu().numpy().tobytes()) for part in data.split(sizes)]
+
+
+class _Pair(torch.autograd.Function):
+    """A transfer and the transfer that carries its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: Callable[..., Tensor], pair: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.pair = pair
+        return run(x, phase="forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.pair(gradient, phase="backward"), None, None
+
+
+def _pair(x: Tensor, axis: Axis, run: Callable[..., Tensor], pair: Callable[..., Tensor]) -> Tensor:
+    return x if axis.size == 1 else _Pair.apply(x, run, pair)
+
+
+def _identity(x: Tensor, phase: str) -> Tensor:
+    return x.view_as(x)

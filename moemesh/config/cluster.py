@@ -1,0 +1,122 @@
+"""The machine a plan is made for: nodes, memory, arithmetic, links."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ValidationError
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section
+from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.suggest import nearest_choice
+
+
+class Cluster(Section):
+    """Equal nodes of equal devices. Bandwidths are bytes/s in one direction for one device,
+    latencies seconds, `peak_flops` dense operations/s by dtype ("bfloat16", "float8", ...).
+    """
+
+    section: ClassVar[str] = "cluster"
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    #: Memory of one device.
+    memory_bytes: int
+    memory_bandwidth: float
+    peak_flops: dict[str, float]
+    intra_node_bandwidth: float
+    intra_node_latency: float
+    inter_node_bandwidth: float
+    inter_node_latency: float
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "nodes": SIZE,
+        "gpus_per_node": SIZE,
+        "memory_bytes": Range(1),
+        "memory_bandwidth": POSITIVE,
+        "intra_node_bandwidth": POSITIVE,
+        "intra_node_latency": NOT_NEGATIVE,
+        "inter_node_bandwidth": POSITIVE,
+        "inter_node_latency": NOT_NEGATIVE,
+    }
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def check(self) -> list[Problem]:
+        """Every rule of a cluster description; an empty list is a good one."""
+        problems = self.range_problems()
+        for dtype, flops in self.peak_flops.items():
+            if flops <= 0:
+                key = f"cluster.peak_flops.{dtype}"
+                message = f"peak_flops of {dtype} must be above 0, not {flops}"
+                fix = f"the dense peak in operations/s, or leave {dtype} out"
+                problems.append(
+                    Problem(code="out-of-range", key=key, value=flops, message=message, fix=fix)
+                )
+        return problems
+
+
+def load_cluster(source: str) -> Cluster:
+    """The preset of that name, or the TOML file at that path.
+
+    Raises ConfigError with every problem found.
+    """
+    if source in preset_names("clusters"):
+        return _build(read_preset_table(source, "clusters"), f"preset {source}")
+    path = Path(source)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError:
+        message = "neither a cluster preset nor a readable TOML file"
+        fix = nearest_choice(source, preset_names("clusters"))
+        raise ConfigError(
+            [Problem(code="no-file", key="cluster", value=source, message=message, fix=fix)]
+        ) from None
+    except (ValueError, RecursionError) as error:
+        message = f"not valid TOML: {error}"
+        raise ConfigError(
+            [Problem(code="syntax", key="cluster", value=source, message=message)]
+        ) from None
+    return _build(table, source)
+
+
+def _build(table: dict[str, object], origin: str) -> Cluster:
+    """The checked cluster of one table."""
+    try:
+        cluster = Cluster.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_detail_problems(error, origin)) from None
+    if problems := cluster.check():
+        raise ConfigError(problems)
+    return cluster
+
+
+def _detail_problems(error: ValidationError, origin: str) -> list[Problem]:
+    problems: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        name = ".".join(str(part) for part in detail["loc"])
+        value = None if detail["type"] == "missing" else detail["input"]
+        message, fix = detail["msg"], ""
+        if detail["type"] == "extra_forbidden":
+            message, fix = (
+                f"a cluster has no key `{name}`",
+                nearest_choice(name, tuple(Cluster.model_fields)),
+            )
+        problems.append(
+            Problem(
+                code="cluster",
+                key=f"cluster.{name}",
+                value=value,
+                origin=origin,
+                message=message,
+                fix=fix,
+            )
+        )
+    return problems

@@ -1,0 +1,86 @@
+"""What is wrong with a configuration, said so that the reader can repair it at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from moemesh.config.toml import format_value
+
+#: Longer values are cut in messages: a pasted file must not hide the sentence about it.
+LONGEST_VALUE = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: where, what the numbers are, and the nearest legal choice.
+
+    `code` names the kind (see docs), `key` is dotted ("plan.ep"), `value` is what was given (None
+    when there is none to show), `origin` where it came from, `related` the other keys the broken
+    rule read, so that a rule over a value that is itself broken can be left out.
+    """
+
+    code: str
+    key: str
+    value: object = None
+    origin: str = ""
+    message: str
+    fix: str = ""
+    related: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = self.key
+        if self.value is not None:
+            shown = f"{self.key} = {format_value(self.value)}".lstrip(" =")
+            limit = len(self.key) + LONGEST_VALUE
+            head = shown if len(shown) <= limit else shown[: limit - 3] + "..."
+        lines = [head + (f"   ({self.origin})" if self.origin else "")]
+        lines.append(f"    {self.message} [{self.code}]")
+        if self.fix:
+            lines.append(f"    fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class UserError(ValueError):
+    """The user asked for something that cannot be done: one message, exit code 2, no traceback."""
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether `error` is a message for the user rather than a fault of ours.
+
+    True for UserError and for every kind of ValueError that a package of ours defines; a bare
+    ValueError from a library says nothing the user could act on.
+    """
+    ours = type(error).__module__.partition(".")[0] == "moemesh"
+    return isinstance(error, ValueError) and ours
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration at once; ``str()`` is ready for a terminal."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=_place))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        title = "1 problem" if count == 1 else f"{count} problems"
+        body = "\n".join(f"{index}. {item}" for index, item in enumerate(self.problems, 1))
+        return f"{title} in the configuration\n{body}"
+
+
+def independent(problems: Iterable[Problem], broken: Collection[str]) -> list[Problem]:
+    """The problems that do not rest on a key which is itself broken (its value means nothing)."""
+    return [
+        problem
+        for problem in problems
+        if problem.key not in broken and not any(key in broken for key in problem.related)
+    ]
+
+
+def _place(problem: Problem) -> tuple[list[tuple[int, str]], str, str]:
+    """Sort by file and line (numbers as numbers), then by key."""
+    parts = re.split(r"(\d{1,18})", problem.origin)
+    natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    return natural, problem.key, problem.message

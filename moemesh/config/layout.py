@@ -1,0 +1,107 @@
+"""Which rank sits where: the two meshes over the same ranks, and how sizes are cut into shards.
+
+The attention mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is outermost
+and shared, tp and etp are innermost:
+
+    rank = ((pp * DP  + dp ) * CP + cp) * TP  + tp
+         = ((pp * EDP + edp) * EP + ep) * ETP + etp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+#: Axis name -> (view, the dimensions of that view that the axis spans).
+#: The combined axes exist because gradients are summed over them: dense parameters over ``dp_cp``,
+#: parameters in front of token-sharded activations over the whole ``stage``.
+AXES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pp": ("dense", ("pp",)),
+    "dp": ("dense", ("dp",)),
+    "cp": ("dense", ("cp",)),
+    "tp": ("dense", ("tp",)),
+    "dp_cp": ("dense", ("dp", "cp")),
+    "stage": ("dense", ("dp", "cp", "tp")),
+    "edp": ("expert", ("edp",)),
+    "ep": ("expert", ("ep",)),
+    "etp": ("expert", ("etp",)),
+    "ep_etp": ("expert", ("ep", "etp")),
+    "world": ("dense", ("pp", "dp", "cp", "tp")),
+}
+
+
+def shard_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Balanced contiguous split of `size` items: the first ``size % parts`` shards are one larger."""
+    base, extra = divmod(size, parts)
+    return tuple(base + (index < extra) for index in range(parts))
+
+
+def shard_range(size: int, parts: int, index: int) -> range:
+    """The items of shard `index` under :func:`shard_sizes`."""
+    base, extra = divmod(size, parts)
+    start = index * base + min(index, extra)
+    return range(start, start + base + (index < extra))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        stage = self.dp * self.cp * self.tp
+        if stage % (self.ep * self.etp):
+            raise ValueError(
+                f"ep*etp ({self.ep}*{self.etp}) must divide dp*cp*tp ({self.dp}*{self.cp}*{self.tp})"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Expert replicas: the degree that follows from the others."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def dimensions(self, view: str) -> dict[str, int]:
+        """Degrees of one view ("dense" or "expert"), outermost first."""
+        names = ("pp", "dp", "cp", "tp") if view == "dense" else ("pp", "edp", "ep", "etp")
+        return {name: int(getattr(self, name)) for name in names}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Every coordinate of `rank` in both views."""
+        found: dict[str, int] = {}
+        for view in ("dense", "expert"):
+            rest = rank
+            for name, degree in reversed(self.dimensions(view).items()):
+                rest, found[name] = divmod(rest, degree)
+        return found
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axis`, each a tuple of ascending ranks; groups ordered by first rank."""
+        view, spanned = AXES[axis]
+        dimensions = self.dimensions(view)
+        fixed = [name for name in dimensions if name not in spanned]
+        groups: list[tuple[int, ...]] = []
+        for outer in product(*(range(dimensions[name]) for name in fixed)):
+            at = dict(zip(fixed, outer, strict=True))
+            members: list[int] = []
+            for inner in product(*(range(dimensions[name]) for name in spanned)):
+                at.update(zip(spanned, inner, strict=True))
+                rank = 0
+                for name, degree in dimensions.items():
+                    rank = rank * degree + at[name]
+                members.append(rank)
+            groups.append(tuple(members))
+        return tuple(sorted(groups))
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The group of `axis` that holds `rank`."""
+        return next(group for group in self.groups(axis) if rank in group)

@@ -1,0 +1,247 @@
+"""Reading a configuration: every source merged, every problem found at once, every origin kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from moemesh.config.data import DataConfig
+from moemesh.config.errors import ConfigError, Problem, independent
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.run import DEFAULT_PRESET, RunConfig
+from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
+from moemesh.config.section import Section
+from moemesh.config.sources import (
+    Leaf,
+    Source,
+    merge,
+    preset_names,
+    read_environment,
+    read_file,
+    read_overrides,
+    read_preset,
+)
+from moemesh.config.suggest import choices_of, explain_unknown_key, nearest_choice
+from moemesh.config.toml import format_value
+from moemesh.config.train import TrainConfig
+
+#: What pydantic expected -> the words for it.
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "text in quotes",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "tuple_type": "a list of numbers",
+    "missing": "a list of 2 numbers",
+    "too_long": "a list of 2 numbers",
+    "dict_type": "a table",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A configuration that passed every check, and where each leaf ("plan.ep") came from."""
+
+    config: RunConfig
+    origins: dict[str, str]
+
+
+def load_run(
+    files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge defaults, preset, `files`, environment and `overrides` (weakest first) and check all.
+
+    `environ` None reads the process environment. Raises ConfigError with every problem found.
+    """
+    given = [
+        *(read_file(path) for path in files),
+        # The one place where the configuration reads the environment.
+        read_environment(os.environ if environ is None else environ),
+        read_overrides(overrides),
+    ]
+    problems = [problem for source in given for problem in source.problems]
+    problems += _unknown_keys(given)
+    chosen = merge(given)
+    preset, path, broken, choice_problems = _choose_model(chosen)
+    problems += choice_problems
+    leaves = merge([read_preset(preset), *given])
+    if PRESET_KEY in broken:
+        # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
+        broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
+
+    sections: dict[str, Section] = {}
+    for name in SECTIONS:
+        sections[name], section_problems = _build_section(name, leaves)
+        problems += section_problems
+        broken |= {problem.key for problem in section_problems}
+    config = RunConfig(
+        model=cast("ModelConfig", sections["model"]),
+        plan=cast("Plan", sections["plan"]),
+        data=cast("DataConfig", sections["data"]),
+        train=cast("TrainConfig", sections["train"]),
+        model_preset=preset,
+        model_path=path,
+    )
+    origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
+    problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
+    if problems:
+        raise ConfigError(problems)
+    return Resolved(config=config, origins=origins)
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """`config` as TOML: every key that has a value. It loads back to an equal configuration."""
+    lines: list[str] = []
+    for section, fields in config_values(config).items():
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        lines += [
+            f"{key} = {format_value(value)}" for key, value in fields.items() if value is not None
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
+    """section -> key -> value, with `model.preset` or `model.path` first."""
+    source: dict[str, object] = {"preset": config.model_preset, "path": config.model_path}
+    if config.model_path is not None:
+        source["preset"] = None
+    found: dict[str, dict[str, object]] = {}
+    for name in SECTIONS:
+        section = cast("Section", getattr(config, name))
+        fields: dict[str, object] = {
+            key: getattr(section, key) for key in SECTIONS[name].model_fields
+        }
+        found[name] = {**source, **fields} if name == "model" else fields
+    return found
+
+
+def _unknown_keys(sources: Sequence[Source]) -> list[Problem]:
+    """One problem for every leaf of any source that is no key."""
+    known = set(all_keys())
+    problems: list[Problem] = []
+    for source in sources:
+        for key, leaf in source.leaves.items():
+            if key in known:
+                continue
+            message, fix = explain_unknown_key(key)
+            value = None if isinstance(leaf.value, dict) else leaf.value
+            problems.append(
+                Problem(
+                    code="unknown-key",
+                    key=key,
+                    value=value,
+                    origin=leaf.origin,
+                    message=message,
+                    fix=fix,
+                )
+            )
+    return problems
+
+
+def _choose_model(
+    chosen: Mapping[str, Leaf],
+) -> tuple[str, str | None, set[str], list[Problem]]:
+    """(preset, path, broken keys, problems) from `model.preset` and `model.path`."""
+    problems: list[Problem] = []
+    names: dict[str, str] = {}
+    for key in (PRESET_KEY, PATH_KEY):
+        leaf = chosen.get(key)
+        if leaf is None:
+            continue
+        if isinstance(leaf.value, str) and leaf.value:
+            names[key] = leaf.value
+        else:
+            given = "is empty" if leaf.value == "" else "must be text in quotes"
+            message = f"{key} {given}"
+            problems.append(_at(leaf, "wrong-type", key, message, "the name, in quotes"))
+    preset, path = names.get(PRESET_KEY, DEFAULT_PRESET), names.get(PATH_KEY)
+    if PRESET_KEY in names and path is not None:
+        message = f"model.preset and model.path both choose the model ({chosen[PATH_KEY].origin})"
+        problems.append(_at(chosen[PRESET_KEY], "conflict", PRESET_KEY, message, "keep one"))
+    if preset not in preset_names():
+        message = f"there is no preset {format_value(preset)}"
+        fix = nearest_choice(preset.replace("_", "-"), preset_names())
+        problems.append(_at(chosen[PRESET_KEY], "not-a-choice", PRESET_KEY, message, fix))
+        preset = DEFAULT_PRESET
+    return preset, path, {problem.key for problem in problems}, problems
+
+
+def _build_section(name: str, leaves: Mapping[str, Leaf]) -> tuple[Section, list[Problem]]:
+    """The section, with defaults in place of values of a wrong type, and those as problems."""
+    kind = SECTIONS[name]
+    values: dict[str, Any] = {
+        field: leaves[f"{name}.{field}"].value
+        for field in kind.model_fields
+        if f"{name}.{field}" in leaves
+    }
+    try:
+        return kind.model_validate(values), []
+    except ValidationError as error:
+        problems: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False):
+            field = str(detail["loc"][0])
+            if field not in problems:
+                leaf = leaves[f"{name}.{field}"]
+                problems[field] = _type_problem(kind, field, leaf, detail["type"], detail["msg"])
+        rest = {field: value for field, value in values.items() if field not in problems}
+        return kind.model_validate(rest), list(problems.values())
+
+
+def _type_problem(kind: type[Section], field: str, leaf: Leaf, reason: str, words: str) -> Problem:
+    """One value of a wrong type or outside a list of names."""
+    key = f"{kind.section}.{field}"
+    shown = format_value(leaf.value)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    if reason == "literal_error":
+        choices = choices_of(kind.model_fields[field].annotation)
+        message = f"{field} cannot be {shown}"
+        return _at(leaf, "not-a-choice", key, message, nearest_choice(str(leaf.value), choices))
+    expected = _EXPECTED.get(reason)
+    message = f"{field} must be {expected}, not {shown}" if expected else f"{field}: {words}"
+    return _at(leaf, "wrong-type", key, message, _rewritten(field, leaf.value, reason))
+
+
+def _rewritten(field: str, value: object, reason: str) -> str:
+    """How a value of a wrong type would have to be written, where that can be told."""
+    if reason == "string_type":
+        return f"{field} = {format_value(format_value(value))}"
+    if reason == "bool_type":
+        is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
+        return f"{field} = {'false' if is_off else 'true'}"
+    if reason in ("int_type", "float_type") and isinstance(value, (str, float)):
+        try:
+            number = float(value)
+        except ValueError:
+            return ""
+        if reason == "float_type":
+            return f"{field} = {number}"
+        if number.is_integer():
+            return f"{field} = {int(number)}"
+    return ""
+
+
+def _at(leaf: Leaf, code: str, key: str, message: str, fix: str) -> Problem:
+    return Problem(
+        code=code, key=key, value=leaf.value, origin=leaf.origin, message=message, fix=fix
+    )
+
+
+def _with_origins(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """The origin of the key itself, then those of the other keys of the rule that were given."""
+    others = [
+        f"{key}: {origins[key]}"
+        for key in problem.related
+        if key != problem.key and origins.get(key, "default") != "default"
+    ]
+    origin = "; ".join([origins.get(problem.key, "default"), *others])
+    return replace(problem, origin=origin)

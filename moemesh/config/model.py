@@ -1,0 +1,275 @@
+"""The shape of a model: every size, and how its router chooses experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from moemesh.config.errors import Problem, independent
+from moemesh.config.section import (
+    COUNT,
+    LARGEST_SIZE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Range,
+    Section,
+    nearest_divisors,
+)
+
+RouterScore = Literal["softmax", "sigmoid"]
+RouterWhen = Literal["before", "after"]
+GroupScore = Literal["top2", "max"]
+Attention = Literal["gqa", "mla"]
+
+_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
+
+    section: ClassVar[str] = "model"
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 16
+    #: Width of a dense MLP.
+    intermediate_size: int = 384
+    #: The first layers, which have a dense MLP in place of experts.
+    first_dense_layers: int = 1
+    #: 0 makes the model dense.
+    num_experts: int = 8
+    experts_per_token: int = 2
+    #: Width of one expert.
+    expert_intermediate_size: int = 128
+    num_shared_experts: int = 1
+    #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
+    shared_intermediate_size: int | None = None
+    tied_embeddings: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    #: RMSNorm over each query and key head, before RoPE.
+    qk_norm: bool = False
+    #: Standard deviation of the initial weights.
+    init_std: float = 0.02
+
+    #: Logits become gates by softmax or sigmoid, before or after the top-k is taken.
+    router_score: RouterScore = "softmax"
+    router_when: RouterWhen = "before"
+    #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
+    router_selection_bias: bool = False
+    router_bias_rate: float = 1e-3
+    #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
+    router_groups: int = 1
+    router_groups_kept: int = 1
+    #: A group counts by the sum of its two best scores, or by its best.
+    router_group_score: GroupScore = "top2"
+    #: Divide the gates of a token by (their sum + eps), then multiply them by the scale.
+    router_normalize: bool = True
+    router_normalize_eps: float = 0.0
+    router_scale: float = 1.0
+    aux_loss_coefficient: float = 0.01
+    z_loss_coefficient: float = 0.0
+
+    #: Multi-head latent attention (arXiv:2405.04434) has its own sizes; 0 means unused.
+    attention: Attention = "gqa"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rotary_head_dim: int = 0
+    v_head_dim: int = 0
+
+    #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
+    num_mtp_layers: int = 0
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "vocab_size": Range(2, LARGEST_SIZE),
+        "hidden_size": SIZE,
+        "num_layers": SIZE,
+        "num_heads": SIZE,
+        "num_kv_heads": SIZE,
+        "head_dim": SIZE,
+        "intermediate_size": SIZE,
+        "first_dense_layers": COUNT,
+        "num_experts": COUNT,
+        "experts_per_token": SIZE,
+        "expert_intermediate_size": SIZE,
+        "num_shared_experts": COUNT,
+        "shared_intermediate_size": SIZE,
+        "rope_theta": POSITIVE,
+        "norm_eps": POSITIVE,
+        "init_std": POSITIVE,
+        "router_bias_rate": NOT_NEGATIVE,
+        "router_groups": SIZE,
+        "router_groups_kept": SIZE,
+        "router_normalize_eps": NOT_NEGATIVE,
+        "router_scale": POSITIVE,
+        "aux_loss_coefficient": NOT_NEGATIVE,
+        "z_loss_coefficient": NOT_NEGATIVE,
+        "q_lora_rank": COUNT,
+        "kv_lora_rank": COUNT,
+        "qk_nope_head_dim": COUNT,
+        "qk_rotary_head_dim": COUNT,
+        "v_head_dim": COUNT,
+        "num_mtp_layers": COUNT,
+    }
+
+    @property
+    def shared_width(self) -> int:
+        """Width of all shared experts of a layer together; 0 when there are none."""
+        if self.num_shared_experts == 0:
+            return 0
+        if self.shared_intermediate_size is not None:
+            return self.shared_intermediate_size
+        return self.num_shared_experts * self.expert_intermediate_size
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with a dense MLP."""
+        if self.num_experts == 0:
+            return self.num_layers
+        return min(self.first_dense_layers, self.num_layers)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` (from 0) routes its tokens to experts."""
+        return index >= self.num_dense_layers
+
+    def check(self) -> list[Problem]:
+        """Every rule that one model must keep by itself; an empty list is a good model."""
+        ranges = self.range_problems()
+        rules = self._attention_rules()
+        if self.num_experts > 0:
+            rules += self._expert_rules() + self._group_rules()
+        return ranges + independent(rules, {problem.key for problem in ranges})
+
+    def _attention_rules(self) -> list[Problem]:
+        if self.attention == "mla":
+            return self._latent_attention_rules()
+        problems: list[Problem] = []
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            legal = nearest_divisors(max(self.num_heads, 1), self.num_kv_heads)
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "num_kv_heads",
+                    f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})",
+                    f"num_kv_heads = {legal}",
+                    "num_heads",
+                )
+            )
+        return problems + self._even("head_dim", self.head_dim)
+
+    def _latent_attention_rules(self) -> list[Problem]:
+        problems = [
+            self._problem(
+                "missing",
+                name,
+                f'attention = "mla" needs {name} of at least 1, not 0',
+                f'{name} = {self.head_dim}, or attention = "gqa"',
+                "attention",
+            )
+            for name in _MLA_SIZES
+            if getattr(self, name) == 0
+        ]
+        return problems + self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
+
+    def _even(self, name: str, size: int) -> list[Problem]:
+        if size % 2 == 0:
+            return []
+        return [
+            self._problem(
+                "not-divisible",
+                name,
+                f"{name} ({size}) must be even: RoPE rotates pairs of channels",
+                f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}",
+            )
+        ]
+
+    def _expert_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        if self.first_dense_layers > self.num_layers:
+            problems.append(
+                self._problem(
+                    "too-large",
+                    "first_dense_layers",
+                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
+                    f"num_layers ({self.num_layers})",
+                    f"first_dense_layers = {self.num_layers}",
+                    "num_layers",
+                )
+            )
+        if self.experts_per_token > self.num_experts:
+            problems.append(
+                self._problem(
+                    "too-large",
+                    "experts_per_token",
+                    f"experts_per_token ({self.experts_per_token}) exceeds "
+                    f"num_experts ({self.num_experts})",
+                    f"experts_per_token = {self.num_experts}",
+                    "num_experts",
+                )
+            )
+        if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            problems.append(
+                self._problem(
+                    "conflict",
+                    "shared_intermediate_size",
+                    f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
+                    "num_shared_experts is 0",
+                    "num_shared_experts = 1, or leave shared_intermediate_size out",
+                    "num_shared_experts",
+                )
+            )
+        return problems
+
+    def _group_rules(self) -> list[Problem]:
+        groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
+        if groups <= 0:
+            return []
+        if experts % groups:
+            message = f"router_groups ({groups}) must divide num_experts ({experts})"
+            fix = f"router_groups = {nearest_divisors(experts, groups)}"
+            return [self._problem("not-divisible", "router_groups", message, fix, "num_experts")]
+        problems: list[Problem] = []
+        size = experts // groups
+        if kept > groups:
+            message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
+            fix = f"router_groups_kept = {groups}"
+            problems.append(
+                self._problem("too-large", "router_groups_kept", message, fix, "router_groups")
+            )
+        elif kept * size < self.experts_per_token <= experts:
+            needed = -(-self.experts_per_token // size)
+            message = (
+                f"experts_per_token ({self.experts_per_token}) exceeds the {kept * size} experts "
+                f"of the kept groups ({kept} of {groups} groups of {size})"
+            )
+            fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
+            related = ("router_groups_kept", "router_groups", "num_experts")
+            problems.append(self._problem("too-large", "experts_per_token", message, fix, *related))
+        if groups > 1 and self.router_group_score == "top2" and size < 2:
+            message = (
+                f'router_group_score = "top2" needs groups of at least 2 experts; '
+                f"num_experts ({experts}) / router_groups ({groups}) is {size}"
+            )
+            fix = 'router_group_score = "max"'
+            related = ("router_groups", "num_experts")
+            problems.append(self._problem("conflict", "router_group_score", message, fix, *related))
+        return problems
+
+    def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
+        return Problem(
+            code=code,
+            key=f"model.{name}",
+            value=getattr(self, name),
+            message=message,
+            fix=fix,
+            related=tuple(f"model.{other}" for other in related),
+        )

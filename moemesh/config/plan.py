@@ -1,0 +1,305 @@
+"""The plan: how a model is spread over ranks, and every rule that a plan must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import ClassVar, Literal
+
+from moemesh.config.errors import Problem, independent
+from moemesh.config.layout import Layout
+from moemesh.config.model import ModelConfig
+from moemesh.config.section import COUNT, SIZE, Range, Section, nearest_divisors
+
+AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
+Context = Literal["ring", "all_gather", "all_to_all"]
+Dispatcher = Literal["all_to_all", "all_gather", "hierarchical", "low_latency", "deepep", "auto"]
+Combine = Literal["fast", "exact"]
+Payload = Literal["same", "fp8"]
+ScheduleName = Literal[
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "terapipe",
+    "chimera",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "dualpipe",
+    "dualpipe_v",
+    "pipedream",
+    "pipedream_2bw",
+    "ampnet",
+]
+DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
+Recompute = Literal["none", "selective", "full"]
+
+DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
+
+#: More ranks than any machine has; keeps products of degrees from growing without bound.
+LARGEST_DEGREE = 2**20
+_DEGREE = Range(1, LARGEST_DEGREE)
+
+
+class Plan(Section):
+    """Degrees of the two meshes and the strategy on each axis."""
+
+    section: ClassVar[str] = "plan"
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    attention_exit: AttentionExit = "reduce_scatter"
+    context: Context = "ring"
+    dispatcher: Dispatcher = "all_to_all"
+    combine: Combine = "fast"
+    payload: Payload = "same"
+    dispatch_chunks: int = 1
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    microbatches: int = 1
+    data: DataStrategy = "replicate"
+    recompute: Recompute = "none"
+    spare_slots: int = 0
+    #: Where node borders lie; None takes them from the launcher.
+    ranks_per_node: int | None = None
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        **dict.fromkeys(DEGREES, _DEGREE),
+        "dispatch_chunks": SIZE,
+        "stages_per_rank": SIZE,
+        "microbatches": SIZE,
+        "spare_slots": COUNT,
+        "ranks_per_node": SIZE,
+    }
+
+    @property
+    def layout(self) -> Layout:
+        """The two meshes. Raises ValueError when ``check`` would report the degrees."""
+        return Layout(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Expert replicas, the degree that follows from the others."""
+        return self.layout.edp
+
+    def check(
+        self,
+        model: ModelConfig | None = None,
+        *,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+    ) -> list[Problem]:
+        """Every rule between degrees, model and batch; an empty list is a legal plan.
+
+        Without a model only the rules among the degrees are checked. Vocabulary, batch, sequence
+        and token counts need not divide anything: shards may be uneven.
+        """
+        ranges = self.range_problems()
+        if any(problem.key.removeprefix("plan.") in DEGREES for problem in ranges):
+            # The other rules divide by degrees or multiply them: they would only echo this.
+            return ranges
+        rules = self._mesh_rules(model) + self._batch_rules(seq_len, global_batch)
+        if model is not None:
+            rules += self._tensor_rules(model) + self._expert_rules(model)
+            rules += self._stage_rules(model)
+        return ranges + independent(rules, {problem.key for problem in ranges})
+
+    def _mesh_rules(self, model: ModelConfig | None) -> list[Problem]:
+        """The two meshes must cover the same ranks, nodes must cut them evenly."""
+        problems: list[Problem] = []
+        ranks = self.dp * self.cp * self.tp
+        if ranks % (self.ep * self.etp):
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "ep" if self.ep > 1 else "etp",
+                    f"ep*etp ({self.ep * self.etp}) must divide dp*cp*tp ({ranks})",
+                    self._mesh_fix(model),
+                    *(f"plan.{name}" for name in ("ep", "etp", "dp", "cp", "tp")),
+                )
+            )
+        node = self.ranks_per_node
+        if node is not None and node > 0 and self.world_size % node:
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "ranks_per_node",
+                    f"ranks_per_node ({node}) must divide the number of ranks "
+                    f"pp*dp*cp*tp ({self.world_size})",
+                    f"ranks_per_node = {nearest_divisors(self.world_size, node)}",
+                    *(f"plan.{name}" for name in ("pp", "dp", "cp", "tp")),
+                )
+            )
+        return problems
+
+    def _mesh_fix(self, model: ModelConfig | None) -> str:
+        """The nearest degrees with which the two meshes cover the same ranks."""
+        ranks = self.dp * self.cp * self.tp
+        num_experts = 0 if model is None else max(model.num_experts, 0)  # 0 divides by any ep
+        if ranks % self.etp == 0:
+            legal = gcd(ranks // self.etp, num_experts)
+            fix = f"ep = {nearest_divisors(legal, self.ep)}"
+        elif ranks % self.ep == 0:
+            fix = f"etp = {nearest_divisors(ranks // self.ep, self.etp)}"
+        else:
+            fix = f"ep*etp = {nearest_divisors(ranks, self.ep * self.etp)}"
+        if num_experts % self.ep == 0:
+            # Then more replicas help, too.
+            step = self.ep * self.etp // gcd(self.ep * self.etp, self.cp * self.tp)
+            fix += f", or dp = {-(-self.dp // step) * step}"
+        return fix
+
+    def _batch_rules(self, seq_len: int | None, global_batch: int | None) -> list[Problem]:
+        """Nothing must divide, but a plan may not ask for parts that hold nothing at all."""
+        problems: list[Problem] = []
+        if global_batch is not None and self.microbatches > global_batch > 0:
+            problems.append(
+                self._problem(
+                    "too-large",
+                    "microbatches",
+                    f"microbatches ({self.microbatches}) exceeds data.global_batch "
+                    f"({global_batch} sequences): some would be empty",
+                    f"microbatches = {global_batch}",
+                    "data.global_batch",
+                )
+            )
+        if seq_len is not None and self.cp > seq_len > 0:
+            problems.append(
+                self._problem(
+                    "too-large",
+                    "cp",
+                    f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
+                    "never hold a token",
+                    f"cp = {nearest_divisors(self.cp, seq_len)}",
+                    "data.seq_len",
+                )
+            )
+        return problems
+
+    def _tensor_rules(self, model: ModelConfig) -> list[Problem]:
+        """What tensor parallelism cuts: heads, dense widths, shared experts."""
+        cut = {"num_heads": model.num_heads}
+        if model.attention == "gqa":
+            cut["num_kv_heads"] = model.num_kv_heads
+        if model.num_dense_layers > 0:
+            cut["intermediate_size"] = model.intermediate_size
+        shared_keys = ("num_shared_experts", "shared_intermediate_size", "expert_intermediate_size")
+        if model.num_moe_layers > 0 and model.shared_width > 0:
+            cut["shared width"] = model.shared_width
+        common = gcd(*cut.values())
+        problems: list[Problem] = []
+        for name, size in cut.items():
+            if size % self.tp == 0:
+                continue
+            keys = shared_keys if name == "shared width" else (name,)
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "tp",
+                    f"tp ({self.tp}) must divide {name} ({size})",
+                    f"tp = {nearest_divisors(abs(common), self.tp)}",
+                    *(f"model.{key}" for key in keys),
+                )
+            )
+        heads = model.num_heads
+        if self.context == "all_to_all" and heads % self.tp == 0 and heads % (self.cp * self.tp):
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "cp",
+                    f'context = "all_to_all" moves heads: cp*tp ({self.cp * self.tp}) must divide '
+                    f"num_heads ({heads})",
+                    f'cp = {nearest_divisors(heads // self.tp, self.cp)}, or context = "ring"',
+                    "plan.context",
+                    "plan.tp",
+                    "model.num_heads",
+                )
+            )
+        return problems
+
+    def _expert_rules(self, model: ModelConfig) -> list[Problem]:
+        """What expert parallelism cuts: experts over ep, the width of each over etp."""
+        problems: list[Problem] = []
+        if model.num_moe_layers <= 0:
+            for name in ("ep", "etp"):
+                degree: int = getattr(self, name)
+                if degree > 1:
+                    why = "num_experts is 0" if model.num_experts == 0 else "all layers are dense"
+                    problems.append(
+                        self._problem(
+                            "conflict",
+                            name,
+                            f"{name} ({degree}) spreads experts, but the model has none: {why}",
+                            f"{name} = 1",
+                            "model.num_experts",
+                            "model.first_dense_layers",
+                            "model.num_layers",
+                        )
+                    )
+            return problems
+        ranks = self.dp * self.cp * self.tp
+        if model.num_experts % self.ep:
+            legal = gcd(abs(model.num_experts), ranks)
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "ep",
+                    f"ep ({self.ep}) must divide num_experts ({model.num_experts})",
+                    f"ep = {nearest_divisors(legal, self.ep)}",
+                    "model.num_experts",
+                )
+            )
+        width = model.expert_intermediate_size
+        if width % self.etp:
+            problems.append(
+                self._problem(
+                    "not-divisible",
+                    "etp",
+                    f"etp ({self.etp}) must divide expert_intermediate_size ({width})",
+                    f"etp = {nearest_divisors(gcd(abs(width), ranks), self.etp)}",
+                    "model.expert_intermediate_size",
+                )
+            )
+        return problems
+
+    def _stage_rules(self, model: ModelConfig) -> list[Problem]:
+        stages = self.pp * self.stages_per_rank
+        layers = model.num_layers
+        if stages <= layers or layers < 1:
+            return []
+        if self.pp <= layers:
+            key, fix = "stages_per_rank", f"stages_per_rank = {layers // self.pp}"
+        else:
+            key, fix = "pp", f"pp = {max(layers // self.stages_per_rank, 1)}"
+            if self.stages_per_rank > layers:
+                fix += ", stages_per_rank = 1"
+        return [
+            self._problem(
+                "too-large",
+                key,
+                f"pp*stages_per_rank ({self.pp}*{self.stages_per_rank} = {stages}) stages need at "
+                f"least as many layers; num_layers is {layers}",
+                fix,
+                "plan.pp",
+                "plan.stages_per_rank",
+                "model.num_layers",
+            )
+        ]
+
+    def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
+        return Problem(
+            code=code,
+            key=f"plan.{name}",
+            value=getattr(self, name),
+            message=message,
+            fix=fix,
+            related=related,
+        )

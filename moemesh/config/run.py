@@ -1,0 +1,55 @@
+"""A whole run: model, plan, data and training together, and the rules between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moemesh.config.data import NUM_BYTES, DataConfig
+from moemesh.config.errors import Problem, independent
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told. Fields of `model` already include those of the preset.
+
+    `model_path` is the Hugging Face folder as given; while it is set, the sizes in `model` are not
+    the model's, and the rules that read them wait until the folder has been read.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    plan: Plan = field(default_factory=Plan)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model_preset: str = DEFAULT_PRESET
+    model_path: str | None = None
+
+    def check(self) -> list[Problem]:
+        """Every problem inside the sections and between them; an empty list is a good run."""
+        own = self.model.check() + self.data.check() + self.train.check()
+        model = None if self.model_path is not None else self.model
+        rules = self.plan.check(
+            model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
+        )
+        if model is not None:
+            rules += self._vocabulary_rules(model)
+        return own + independent(rules, {problem.key for problem in own})
+
+    def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:
+        if self.data.tokenizer != "bytes" or model.vocab_size >= NUM_BYTES:
+            return []
+        return [
+            Problem(
+                code="too-small",
+                key="model.vocab_size",
+                value=model.vocab_size,
+                message=f"vocab_size ({model.vocab_size}) is below the {NUM_BYTES} ids of the "
+                'tokenizer "bytes"',
+                fix=f"vocab_size = {NUM_BYTES}",
+                related=("data.tokenizer",),
+            )
+        ]

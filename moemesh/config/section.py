@@ -1,0 +1,105 @@
+"""What every section of a configuration shares: strict frozen fields, ranges, legal values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from moemesh.config.errors import Problem
+from moemesh.config.toml import format_value
+
+#: The largest size a 32-bit index can name; beyond it every product overflows somewhere.
+LARGEST_SIZE = 2**31 - 1
+
+
+class Range(NamedTuple):
+    """The legal values of a number, ends included unless `open`."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        if value < self.low or (self.open_low and value == self.low):
+            return False
+        return self.high is None or value < self.high or (value == self.high and not self.open_high)
+
+    def describe(self, value: float) -> str:
+        """The end of the range that `value` lies beyond, in words."""
+        if value <= self.low:
+            return f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        # Sizes are exact integers: `:g` would round 2147483647.
+        high = self.high if isinstance(self.high, int) else f"{self.high:g}"
+        return f"{'below' if self.open_high else 'at most'} {high}"
+
+
+COUNT = Range(0, LARGEST_SIZE)
+SIZE = Range(1, LARGEST_SIZE)
+POSITIVE = Range(0.0, open_low=True)
+NOT_NEGATIVE = Range(0.0)
+SHARE = Range(0.0, 1.0, open_high=True)
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, no unknown field, no silent conversion, no nan or inf."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    #: The name of the section in a file, the first part of its keys.
+    section: ClassVar[str] = ""
+    ranges: ClassVar[Mapping[str, Range]] = {}
+
+    def range_problems(self) -> list[Problem]:
+        """One problem for every number outside its range."""
+        problems: list[Problem] = []
+        for name, legal in self.ranges.items():
+            value = cast("float | tuple[float, ...] | None", getattr(self, name))
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is None or legal.holds(number):
+                    continue
+                default = cast("float | tuple[float, ...]", type(self).model_fields[name].default)
+                problems.append(
+                    Problem(
+                        code="out-of-range",
+                        key=f"{self.section}.{name}",
+                        value=value,
+                        message=f"{name} must be {legal.describe(number)}, not {_short(number)}",
+                        fix=f"{name} = {format_value(_nearest(number, legal, default))}",
+                    )
+                )
+                break
+        return problems
+
+
+def _short(number: float) -> str:
+    digits = 30
+    if isinstance(number, int) and abs(number) >= 10**digits:
+        return f"an integer of more than {digits} digits"
+    return str(number)
+
+
+def _nearest(number: float, legal: Range, default: float | tuple[float, ...]) -> object:
+    """The end of the range next to `number`; the default where the end itself is not legal."""
+    if number <= legal.low:
+        end, is_open = legal.low, legal.open_low
+    else:
+        assert legal.high is not None
+        end, is_open = legal.high, legal.open_high
+    return default if is_open or isinstance(default, tuple) else end
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive integer, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of `number` next to `wanted`, below and above: "2 or 4"."""
+    legal = divisors(number)
+    below = [d for d in legal if d <= wanted][-1:]
+    above = [d for d in legal if d > wanted][:1]
+    return " or ".join(str(d) for d in below + above)

@@ -1,0 +1,215 @@
+"""Where values come from: files, presets, environment and --set, each as leaves with an origin."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import cast
+
+from moemesh.config.errors import Problem
+from moemesh.config.schema import SECTIONS
+from moemesh.config.toml import format_value, key_lines
+
+ENVIRONMENT_PREFIX = "MOEMESH__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One value as it was given, and where."""
+
+    value: object
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What one source gave: dotted key -> leaf, and what could not be read."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    problems: tuple[Problem, ...] = ()
+
+
+def read_file(path: Path) -> Source:
+    """A TOML file of sections. Unreadable or malformed files give one problem each."""
+    name = str(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return _failed("no-file", name, f"cannot read the file: {reason}", _similar_files(path))
+    except UnicodeDecodeError as error:
+        return _failed("syntax", name, f"the file is not UTF-8 text: {error.reason}", "")
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _malformed(name, text, error)
+    lines = key_lines(text)
+
+    def origin(*key: str) -> str:
+        while key and key not in lines:
+            key = key[:-1]
+        return f"{name}:{lines.get(key, 1)}"
+
+    leaves: dict[str, Leaf] = {}
+    problems: list[Problem] = []
+    for section, content in document.items():
+        if section not in SECTIONS:
+            leaves[section] = Leaf(value=content, origin=origin(section))
+        elif isinstance(content, dict):
+            for key, value in cast("dict[str, object]", content).items():
+                leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
+        else:
+            problems.append(_not_a_section(section, content, origin(section)))
+    return Source(leaves=leaves, problems=tuple(problems))
+
+
+def read_environment(environ: Mapping[str, str]) -> Source:
+    """Variables such as ``MOEMESH__plan__ep=8``; parts are joined by dots, case counts."""
+    leaves: dict[str, Leaf] = {}
+    problems: list[Problem] = []
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        key = variable.removeprefix(ENVIRONMENT_PREFIX).replace("__", ".")
+        origin = f"environment {variable}"
+        if key in SECTIONS:
+            problems.append(_not_a_section(key, environ[variable], origin))
+        elif isinstance(value := parse_value(environ[variable], key, origin), Problem):
+            problems.append(value)
+        else:
+            leaves[key] = Leaf(value=value, origin=origin)
+    return Source(leaves=leaves, problems=tuple(problems))
+
+
+def read_overrides(overrides: Sequence[str]) -> Source:
+    """The ``a.b=value`` of every --set; the same key twice is an error."""
+    leaves: dict[str, Leaf] = {}
+    problems: list[Problem] = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        key = key.strip()
+        origin = f"--set {text}" if len(text) <= 80 else f"--set {text[:77]}..."
+        if not equals or not key:
+            message = "an override has the form section.key=value"
+            fix = f"--set {key or 'plan.ep'}=VALUE"
+            problems.append(
+                Problem(code="syntax", key=key or "--set", origin=origin, message=message, fix=fix)
+            )
+        elif key in leaves:
+            message = f"{key} is given twice, first as {leaves[key].origin}"
+            fix = "keep one of them"
+            problems.append(
+                Problem(code="duplicate", key=key, origin=origin, message=message, fix=fix)
+            )
+        elif key in SECTIONS:
+            problems.append(_not_a_section(key, raw, origin))
+        elif isinstance(value := parse_value(raw.strip(), key, origin), Problem):
+            problems.append(value)
+        else:
+            leaves[key] = Leaf(value=value, origin=origin)
+    return Source(leaves=leaves, problems=tuple(problems))
+
+
+def parse_value(text: str, key: str, origin: str) -> object:
+    """`text` as a TOML value, else as plain text; a Problem when it is broken TOML."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = "the value is not UTF-8 text"
+        return Problem(code="syntax", key=key, value=text, origin=origin, message=message)
+    if "\n" not in text:
+        try:
+            return cast("object", tomllib.loads(f"value = {text}")["value"])
+        except (ValueError, RecursionError) as error:
+            if text[:1] in ("[", "{", '"', "'"):
+                message = f"not a TOML value: {error}"
+                fix = f"close every quote and bracket, or quote the text: {key}={format_value(text)!r}"
+                return Problem(
+                    code="syntax", key=key, value=text, origin=origin, message=message, fix=fix
+                )
+    return text
+
+
+@cache
+def preset_names(folder: str = "") -> tuple[str, ...]:
+    """Names of the packaged presets (`folder` "clusters" for clusters)."""
+    home = files("moemesh.config") / "presets" / folder
+    return tuple(
+        sorted(
+            item.name.removesuffix(".toml")
+            for item in home.iterdir()
+            if item.name.endswith(".toml")
+        )
+    )
+
+
+def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
+    """The table of one packaged preset; `name` must be one of :func:`preset_names`."""
+    home = files("moemesh.config") / "presets" / folder
+    return tomllib.loads((home / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_preset(name: str) -> Source:
+    """The fields of [model] that a packaged preset sets."""
+    table = read_preset_table(name)
+    origin = f"preset {name}"
+    return Source(
+        leaves={f"model.{key}": Leaf(value=value, origin=origin) for key, value in table.items()}
+    )
+
+
+def merge(sources: Iterable[Source]) -> dict[str, Leaf]:
+    """All leaves; later sources win."""
+    merged: dict[str, Leaf] = {}
+    for source in sources:
+        merged.update(source.leaves)
+    return merged
+
+
+def _failed(code: str, name: str, message: str, fix: str) -> Source:
+    return Source(problems=(Problem(code=code, key=name, message=message, fix=fix),))
+
+
+def _similar_files(path: Path) -> str:
+    """The fix for a missing file: a TOML file of that folder with a similar name."""
+    try:
+        names = [item.name for item in path.parent.iterdir() if item.suffix == ".toml"]
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _malformed(name: str, text: str, error: Exception) -> Source:
+    """A syntax error with its line, and the line itself."""
+    message = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    found = re.search(r"\(at line (\d+)", message)
+    lines = text.splitlines() or [""]
+    number = int(found.group(1)) if found else len(lines)
+    line = lines[min(number, len(lines)) - 1].strip()
+    problem = Problem(
+        code="syntax",
+        key="",
+        value=line[:80] or None,
+        origin=f"{name}:{number}",
+        message=f"not valid TOML: {message}",
+        fix="give each key once, as key = value, with text in quotes",
+    )
+    return Source(problems=(problem,))
+
+
+def _not_a_section(section: str, value: object, origin: str) -> Problem:
+    return Problem(
+        code="wrong-type",
+        key=section,
+        value=value,
+        origin=origin,
+        message=f"{section} is a section and takes keys, not a value",
+        fix=f"set a key in it, such as {section}.{next(iter(SECTIONS[section].model_fields))}",
+    )

@@ -1,0 +1,78 @@
+"""How a run trains: steps, optimizer, precision, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from moemesh.config.errors import Problem
+from moemesh.config.section import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, Range, Section
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Optimizer = Literal["adamw", "sgd"]
+Resume = Literal["auto", "never", "must"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def _as_tuple(value: object) -> object:
+    """TOML has lists only; a frozen section keeps a tuple."""
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+class TrainConfig(Section):
+    """The training of a run."""
+
+    section: ClassVar[str] = "train"
+
+    steps: int = 300
+    seed: int = 0
+    dtype: Dtype = "float32"
+    optimizer: Optimizer = "adamw"
+    #: Peak learning rate, after a linear warmup; a cosine takes it to lr * final_lr_ratio.
+    lr: float = 3e-3
+    final_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    #: Decay of AdamW's first and second moment.
+    adam_betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    #: For sgd.
+    momentum: float = 0.0
+    #: Largest norm of the gradient; 0 turns clipping off.
+    clip: float = 1.0
+    #: Steps between checkpoints; 0 saves only at the end.
+    checkpoint_every: int = 100
+    checkpoints_kept: int = 2
+    #: Steps between validations; 0 validates only at the end.
+    validate_every: int = 100
+    validation_batches: int = 8
+    resume: Resume = "auto"
+    device: Device = "auto"
+    #: A collective that waits longer than this has lost a rank.
+    timeout_seconds: float = 600.0
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "steps": SIZE,
+        # Counter-based random numbers take a 64-bit key; TOML integers are signed.
+        "seed": Range(0, 2**63 - 1),
+        "lr": POSITIVE,
+        "final_lr_ratio": Range(0.0, 1.0),
+        "warmup_steps": COUNT,
+        "adam_betas": SHARE,
+        "epsilon": POSITIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "momentum": SHARE,
+        "clip": NOT_NEGATIVE,
+        "checkpoint_every": COUNT,
+        "checkpoints_kept": SIZE,
+        "validate_every": COUNT,
+        "validation_batches": SIZE,
+        # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.
+        "timeout_seconds": Range(0.0, 315_360_000, open_low=True),
+    }
+
+    def check(self) -> list[Problem]:
+        """Every rule that the section must keep by itself."""
+        return self.range_problems()

@@ -1,0 +1,86 @@
+"""What a forward is given: the tokens of a microbatch with their global ids and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A microbatch of B sequences of S tokens; every tensor-parallel rank holds all of it.
+
+    ``sequences_B`` numbers the sequences over the whole step, so that a token's global id is
+    ``sequence * S + position`` whatever the layout. Two masks that are not the same thing:
+    ``valid_BS`` (False = padding, never routed) and ``loss_mask_BS`` (False = carries no loss).
+    None means all True.
+    """
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    sequences_B: Tensor
+    valid_BS: Tensor | None = None
+    loss_mask_BS: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_BS.numel()
+
+    def loss_mask_T(self) -> Tensor | None:
+        """Flattened loss mask; padding carries no loss."""
+        masks = [mask for mask in (self.valid_BS, self.loss_mask_BS) if mask is not None]
+        if not masks:
+            return None
+        return torch.stack(masks).all(0).flatten()
+
+    def num_loss_tokens(self) -> int:
+        mask_T = self.loss_mask_T()
+        return self.num_tokens if mask_T is None else int(mask_T.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What the layers of one forward share: shapes, positions, and who the local tokens are.
+
+    The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
+    device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
+    describe those rows.
+    """
+
+    num_sequences: int
+    seq_len: int
+    num_tokens: int
+    cosine_SD: Tensor
+    sine_SD: Tensor
+    sequence_T: Tensor
+    valid_T: Tensor | None
+    token_ids_T: Tensor
+
+
+def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -> Context:
+    """The context of `batch` for a rank whose residual stream holds the token rows `local`."""
+    num_sequences, seq_len = batch.tokens_BS.shape
+    device = batch.tokens_BS.device
+    # Angles in float64, whatever the run's dtype: positions are exact far beyond 2^24.
+    frequencies = rope_theta ** (
+        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    )
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
+    angles_SD = torch.cat([angles, angles], dim=1)
+    rows_T = torch.arange(local.start, local.stop, device=device)
+    sequence_T = rows_T // max(seq_len, 1)
+    valid_T = None
+    if batch.valid_BS is not None:
+        valid_T = batch.valid_BS.flatten()[local.start : local.stop]
+    return Context(
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+        num_tokens=num_sequences * seq_len,
+        cosine_SD=angles_SD.cos(),
+        sine_SD=angles_SD.sin(),
+        sequence_T=sequence_T,
+        valid_T=valid_T,
+        token_ids_T=batch.sequences_B[sequence_T] * seq_len + rows_T % max(seq_len, 1),
+    )

@@ -1,0 +1,73 @@
+"""The contract between a router's choice and the experts: plan, dispatch, combine.
+
+Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, L local experts,
+H hidden. Dispatchers are siblings that do not inherit from one another; all pass one shared test.
+
+| call | in | out | may communicate |
+|---|---|---|---|
+| plan | experts [T, K] | a plan: who sends what where; no gradient; replayable | counts only |
+| dispatch | x [T, H], weights [T, K] | :class:`Rows` of the local experts | rows and weights |
+| combine | y [R, H] | unweighted sum per token [T, H] | rows |
+
+The backward of dispatch is a combine and the other way round, with the same plan. Any T >= 0, any
+number of -1 per token and R = 0 are legal, and the same collectives run in all cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+
+
+class Rows(NamedTuple):
+    """What the local experts compute on: rows that `map` copies from `source_NH`, by expert."""
+
+    source_NH: Tensor
+    map: RowMap
+    weights_R: Tensor
+    counts_L: Tensor
+
+
+class Dispatcher(Protocol):
+    """See the table above. The type of a plan is the dispatcher's own business."""
+
+    def plan(self, experts_TK: Tensor) -> Any: ...
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Rows: ...
+
+    def combine(self, y_RH: Tensor, plan: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert."""
+
+    tokens: RowMap
+    slot_R: Tensor
+    counts_L: Tensor
+
+
+class LocalDispatcher:
+    """All experts are here: sort by expert, compute, sum back. Nothing is sent."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def plan(self, experts_TK: Tensor) -> LocalPlan:
+        tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
+        return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Rows:
+        return Rows(x_TH, plan.tokens, pick_weights(weights_TK, plan.slot_R), plan.counts_L)
+
+    def combine(self, y_RH: Tensor, plan: LocalPlan) -> Tensor:
+        return unpermute(y_RH, plan.tokens)
+
+
+def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:
+    """The router's weight of each row [R], fp32, with its gradient."""
+    return weights_TK.reshape(-1).gather(0, slot_R)

@@ -1,0 +1,85 @@
+"""Initial weights as a pure function of (seed, parameter name, row): the same in every layout.
+
+Rows (all dims but the last, flattened, the global expert id among them) are drawn in blocks, each
+from its own counter of a Philox generator. A shard draws the blocks that hold its rows and keeps
+those, so it equals the slice of the whole tensor bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from moemesh.config.model import ModelConfig
+from moemesh.model.transformer import Transformer
+
+#: (parameter name, logical shape) -> the part of each dim to materialise.
+Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
+
+#: Numbers of one block: large enough to hide a generator's start, small enough to waste little.
+BLOCK_NUMBERS = 1 << 14
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
+    """The slices of one device."""
+    return [range(size) for size in shape]
+
+
+def standard_deviation(name: str, config: ModelConfig) -> float:
+    """``init_std``, and ``init_std / sqrt(2 layers)`` for weights that write to the residual."""
+    if name.endswith((".output", ".down")):
+        return config.init_std / math.sqrt(2 * config.num_layers)
+    return config.init_std
+
+
+def normal_slice(
+    seed: int, name: str, shape: tuple[int, ...], slices: Sequence[range]
+) -> torch.Tensor:
+    """The `slices` of the standard normal tensor `name` of logical `shape`, float32."""
+    key = np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "<u8")
+    width = shape[-1]
+    block_rows = max(1, BLOCK_NUMBERS // max(width, 1))
+    rows = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+    rows = rows[np.ix_(*slices[:-1])].reshape(-1)
+    columns = slice(slices[-1].start, slices[-1].stop)
+    out = np.empty((len(rows), columns.stop - columns.start), dtype=np.float32)
+    blocks, starts = np.unique(rows // block_rows, return_index=True)  # rows ascend
+    for block, start, stop in zip(blocks, starts, [*starts[1:], len(rows)], strict=True):
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, int(block), 0]))
+        drawn = generator.standard_normal((block_rows, width), dtype=np.float32)
+        out[start:stop] = drawn[rows[start:stop] % block_rows, columns]
+    return torch.from_numpy(out).reshape([len(part) for part in slices])
+
+
+def initialize(
+    model: Transformer,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    slices: Slices = whole,
+) -> None:
+    """Give every parameter of `model` memory and its initial value, in place.
+
+    Norms are ones. The router stays in fp32 in a bfloat16 model; its bias is fp32 in every run.
+    """
+    for name, parameter in list(model.named_parameters()):
+        shape = tuple(parameter.shape)
+        parts = slices(name, shape)
+        if len(shape) == 1:
+            value = torch.ones([len(part) for part in parts])
+        else:
+            value = normal_slice(seed, name, shape, parts) * standard_deviation(name, model.config)
+        kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        setattr(owner, leaf, nn.Parameter(value.to(device=device, dtype=kept)))
+    for name, buffer in list(model.named_buffers()):
+        module, _, leaf = name.rpartition(".")
+        zeros = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        setattr(model.get_submodule(module), leaf, zeros)

@@ -1,0 +1,48 @@
+"""Norm, dense SwiGLU MLP, embedding and head: the parts without attention or experts.
+
+Legend: T tokens, H hidden, F MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moemesh.model.seams import Boundary, LocalBoundary
+from moemesh.ops.linear import linear
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dim (Zhang & Sennrich, 2019), with a learned scale."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``; also a shared expert."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, width, hidden))
+        self.down = nn.Parameter(torch.empty(hidden, width))
+        self.boundary: Boundary = LocalBoundary()
+
+    def forward(self, x_TH: Tensor, num_tokens: int) -> Tensor:
+        x_TH = self.boundary.enter(x_TH, num_tokens)
+        gate_TF, up_TF = linear(x_TH, self.gate_up).chunk(2, dim=1)
+        return self.boundary.leave(F.silu(gate_TF) * up_TF, self.down)
+
+
+class Rows(nn.Module):
+    """A table with one row per vocabulary entry: the embedding, or the head."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden))

@@ -1,0 +1,121 @@
+"""Cross-entropy straight from hidden states, in chunks of the vocabulary: logits are never whole.
+
+Legend: T tokens, H hidden, V vocabulary rows held here, C rows of one chunk. The forward keeps one
+number per token (log-sum-exp); the backward computes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moemesh.ops.weight_gradient import deferring, weight_gradient
+
+#: Vocabulary rows of one chunk: bounds the logits alive to tokens x CHUNK numbers.
+CHUNK = 8192
+
+#: (log-sum-exp, target logit) over the rows held here -> the same over the whole vocabulary.
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def cross_entropy_reference(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
+    """The obvious form: all logits at once. Negative log-likelihood per token [T]."""
+    return F.cross_entropy(_logits(x_TH, weight_VH), targets_T, reduction="none")
+
+
+def _logits(x_TH: Tensor, weight_CH: Tensor) -> Tensor:
+    logits_TC = x_TH @ weight_CH.t()
+    return logits_TC if logits_TC.dtype == torch.float64 else logits_TC.float()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        first_row: int,
+        combine: Combine,
+        chunk: int,
+    ) -> Tensor:
+        accumulate = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
+        num_tokens = x_TH.shape[0]
+        lse_T = x_TH.new_full((num_tokens,), -torch.inf, dtype=accumulate)
+        target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
+        for start, weight_CH in _chunks(weight_VH, chunk):
+            logits_TC = _logits(x_TH, weight_CH)
+            lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
+            column_T, here_T = _columns(targets_T - first_row - start, weight_CH.shape[0])
+            picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
+            target_T += torch.where(here_T, picked_T, 0.0)
+        lse_T, target_T = combine(lse_T, target_T)
+        ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
+        ctx.first_row, ctx.chunk = first_row, chunk
+        return lse_T - target_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, weight_VH, targets_T, lse_T = ctx.saved_tensors
+        grad_x_TH = torch.zeros_like(x_TH)
+        later = ctx.needs_input_grad[1] and deferring()
+        grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] and not later else None
+
+        def grad_logits() -> Iterator[tuple[slice, Tensor]]:
+            for start, weight_CH in _chunks(weight_VH, ctx.chunk):
+                grad_TC = torch.exp_(_logits(x_TH, weight_CH) - lse_T[:, None])
+                column_T, here_T = _columns(targets_T - ctx.first_row - start, grad_TC.shape[1])
+                grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
+                grad_TC.mul_(grad_T[:, None])
+                yield slice(start, start + grad_TC.shape[1]), grad_TC.to(x_TH.dtype)
+
+        def weight_half() -> Tensor:
+            # Computes the logits once more: keeping them would hold tokens x vocabulary numbers.
+            total_VH = torch.zeros_like(weight_VH)
+            for rows, grad_TC in grad_logits():
+                torch.mm(grad_TC.t(), x_TH, out=total_VH[rows])
+            return total_VH
+
+        for rows, grad_TC in grad_logits():
+            grad_x_TH.addmm_(grad_TC, weight_VH[rows])
+            if grad_VH is not None:
+                torch.mm(grad_TC.t(), x_TH, out=grad_VH[rows])
+        if later:
+            weight_gradient(weight_VH, weight_half)
+        return grad_x_TH, grad_VH, None, None, None, None
+
+
+def _chunks(weight_VH: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
+    return [(start, weight_VH[start : start + chunk]) for start in range(0, len(weight_VH), chunk)]
+
+
+def _columns(column_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Clamped column of each target, and whether the target lies in this chunk."""
+    here_T = (column_T >= 0) & (column_T < width)
+    return column_T.clamp(0, width - 1), here_T
+
+
+def _alone(lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+    return lse_T, target_T
+
+
+def cross_entropy(
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    first_row: int = 0,
+    combine: Combine = _alone,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Negative log-likelihood per token [T] in nats, fp32 (fp64 for fp64 input).
+
+    ``weight_VH`` holds the vocabulary rows ``first_row ...`` (all, or one tensor-parallel shard);
+    `combine` merges log-sum-exp and target logit over the shards. Targets are global ids. With
+    shards, the gradient of `x_TH` is this shard's part of it: the true one is the SUM over shards.
+    """
+    return _CrossEntropy.apply(x_TH, weight_VH, targets_T, first_row, combine, chunk)

@@ -1,0 +1,60 @@
+"""One matrix product per expert over rows grouped by expert: the slow truth and the fast path.
+
+Legend: R rows (grouped by expert, ascending), E local experts, I in, O out. ``ends_E`` holds the
+running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts are legal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_gemm_loop(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """The obvious form: one product per expert. Any dtype, any alignment."""
+    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
+    start = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(x_RI[start:end], weight_EIO[expert], out=y_RO[start:end])
+        start = end
+    return y_RO
+
+
+def grouped_weight_gradient_loop(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """``grad.T @ x`` of each expert, [E, O, I]; exact zeros for an expert without rows."""
+    grad_EOI = x_RI.new_empty(len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+    start = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=grad_EOI[expert])
+        start = end
+    return grad_EOI
+
+
+def _has_fast_path(*tensors: Tensor) -> bool:
+    # F.grouped_mm: no float64, and every row stride a multiple of 16 bytes.
+    return all(
+        tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(step == 1 or step * tensor.element_size() % 16 == 0 for step in tensor.stride())
+        and tensor.data_ptr() % 16 == 0
+        for tensor in tensors
+    )
+
+
+def grouped_gemm(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows of expert e times ``weight_EIO[e]``: [R, O]."""
+    if _has_fast_path(x_RI, weight_EIO):
+        return F.grouped_mm(x_RI, weight_EIO, offs=ends_E)
+    return grouped_gemm_loop(x_RI, weight_EIO, ends_E)
+
+
+def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows."""
+    if _has_fast_path(grad_RO, x_RI):
+        return F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
+    return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E)
+
+
+def row_ends(counts_E: Tensor) -> Tensor:
+    """Rows per expert (int64) -> running totals as the kernels want them (int32)."""
+    return counts_E.cumsum(0).to(torch.int32)

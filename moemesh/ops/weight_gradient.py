@@ -1,0 +1,83 @@
+"""Weight gradients now or later: the queue that splits a backward into its input and weight halves.
+
+Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a microbatch at once and
+its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this
+library asks :func:`weight_gradient` for its weight's gradient: usually it is computed on the spot,
+inside a :class:`WeightGradientQueue` it is stored as a closure that holds only what `W` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+# One slot for the whole process, not thread-local: on CUDA the autograd engine runs the backward in
+# threads of its own. Only one backward runs at a time.
+_active: WeightGradientQueue | None = None
+
+
+class WeightGradientQueue:
+    """Collects weight gradients while active (a context manager); :meth:`run` computes them.
+
+    Closures run in the order in which the backward met them, so that each weight sees the same
+    additions as in a fused backward, bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __enter__(self) -> WeightGradientQueue:
+        global _active
+        assert _active is None, "weight gradients are already being deferred"
+        _active = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _active
+        _active = None
+
+    def append(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
+        self._pending.append((weight, compute))
+
+    @torch.no_grad()
+    def run(self, accumulate: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """Compute every pending gradient and hand it to ``accumulate(weight, gradient)``.
+
+        The default adds to ``weight.grad``. These gradients bypass autograd's accumulation hooks:
+        whoever reduces gradients passes its own `accumulate`.
+        """
+        pending, self._pending = self._pending, []
+        for weight, compute in pending:
+            (accumulate or add_to_grad)(weight, compute())
+
+
+def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
+    """``weight.grad += gradient``, creating it when absent."""
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+def deferring() -> bool:
+    """Whether a :class:`WeightGradientQueue` is active."""
+    return _active is not None
+
+
+def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it."""
+    if _active is None:
+        return compute()
+    _active.append(weight, compute)
+    return None

@@ -1,0 +1,1 @@
+"""Expert parallelism: the ways of moving tokens to the ranks that hold their experts."""

@@ -1,0 +1,131 @@
+"""All-gather expert parallelism: every rank sees the group's tokens and keeps those of its experts.
+
+Legend: G = ep * etp ranks that together hold all experts, T own tokens, A tokens of the group, K
+slots, C group tokens that visit a local expert, L local experts, H hidden.
+
+| step | in | out | forward comm | backward comm |
+|---|---|---|---|---|
+| plan | experts T x K | filter | all_gather of token counts and experts | none |
+| dispatch | T x H | A x H | all_gather | reduce_scatter |
+| combine, dense | A x H partial | T x H | reduce_scatter | all_gather |
+| combine, uneven | C x H partial | T x H | all_to_all of routed rows, sum | all_to_all |
+
+Bytes of the gather do not depend on the routing: (G-1) rows per token; no one waits for counts of a
+hot expert. The uneven form of the reduce-scatter leaves out the rows that no local expert touched:
+each owner knows the routing and so knows what comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moemesh.comm import collectives
+from moemesh.comm.mesh import Axis
+from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.ops.permute import RowMap, group_by_expert, map_from_sources, unpermute
+
+Form = Literal["dense", "uneven", "fewest_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Return:
+    """The uneven way back: rows sent to each owner, rows that come from each rank, their tokens."""
+
+    input_splits: list[int]
+    output_splits: list[int]
+    tokens: RowMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherPlan:
+    """What this rank computes, and how results return.
+
+    `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
+    for the dense form, compressed to visited tokens for the uneven form (then `back` is set).
+    """
+
+    sizes: list[int]
+    tokens_A: RowMap
+    slot_R: Tensor
+    counts_L: Tensor
+    results: RowMap
+    back: Return | None
+
+
+class AllGatherDispatcher:
+    """Static shapes and no exchange of per-expert counts; pays when ep is small or K is large."""
+
+    def __init__(
+        self, ep: Axis, ep_etp: Axis, num_experts: int, form: Form = "fewest_bytes"
+    ) -> None:
+        self.group, self.form = ep_etp, form
+        self.num_experts, self.num_local = num_experts, num_experts // ep.size
+        self.ranks_per_shard = ep_etp.size // ep.size
+        self.first = ep.index * self.num_local
+
+    def plan(self, experts_TK: Tensor) -> AllGatherPlan:
+        own = torch.tensor([len(experts_TK)], device=experts_TK.device)
+        sizes: list[int] = collectives.all_gather(own, self.group, caller="moe.counts").tolist()
+        experts_AK = collectives.all_gather(experts_TK, self.group, sizes, caller="moe.counts")
+        local_AK = experts_AK - self.first
+        local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
+        tokens_A, slot_R, counts_L = group_by_expert(local_AK, self.num_local)
+        # Which group tokens have an expert on which rank of the group. Padding has none.
+        shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
+        shards = torch.arange(self.group.size, device=own.device) // self.ranks_per_shard
+        visits_AG = (shard_AK[:, :, None] == shards).any(1)
+        back, results = None, tokens_A
+        if self._uneven_sends_less(visits_AG):
+            back = self._way_back(visits_AG, sizes)
+            place_A = visits_AG[:, self.group.index].cumsum(0) - 1
+            results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
+        return AllGatherPlan(
+            sizes=sizes,
+            tokens_A=tokens_A,
+            slot_R=slot_R,
+            counts_L=counts_L,
+            results=results,
+            back=back,
+        )
+
+    def _uneven_sends_less(self, visits_AG: Tensor) -> bool:
+        """Decided from what every rank of the group knows, so all decide alike."""
+        if self.form != "fewest_bytes":
+            return self.form == "uneven"
+        return int(visits_AG.sum()) < visits_AG.numel()
+
+    def _way_back(self, visits_AG: Tensor, sizes: list[int]) -> Return:
+        index = self.group.index
+        start = sum(sizes[:index])
+        own_TG = visits_AG[start : start + sizes[index]]
+        sources, tokens = own_TG.t().nonzero(as_tuple=True)  # by source rank, then by token
+        sent = [int(block.sum()) for block in visits_AG[:, index].split(sizes)]
+        return Return(
+            input_splits=sent,
+            output_splits=torch.bincount(sources, minlength=self.group.size).tolist(),
+            tokens=map_from_sources(tokens, sizes[index]),
+        )
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Rows:
+        x_AH = collectives.all_gather(x_TH, self.group, plan.sizes, caller="moe.dispatch")
+        weights_AK = collectives.all_gather(
+            weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
+        )
+        return Rows(x_AH, plan.tokens_A, pick_weights(weights_AK, plan.slot_R), plan.counts_L)
+
+    def combine(self, y_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        partial = unpermute(y_RH, plan.results)
+        if plan.back is None:
+            return collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
+        returned = collectives.all_to_all(
+            partial,
+            self.group,
+            plan.back.input_splits,
+            plan.back.output_splits,
+            caller="moe.combine",
+        )
+        return unpermute(returned, plan.back.tokens)

@@ -1,0 +1,92 @@
+"""Where each parameter lives: sharded dims, own slices, and the axis of its gradient sum.
+
+The residual stream is always token-sharded, so the local gradient of every parameter is *partial* on
+every axis on which the parameter is replicated: the true gradient is the SUM over those axes. From
+that one rule everything follows (no averaging, no factor):
+
+| parameter | view | sharded over | gradient summed over |
+|---|---|---|---|
+| QKV, row-parallel W_o, dense and shared MLP, vocabulary rows | dense | tp | dp_cp |
+| norms, router, whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
+| routed experts | expert | ep, etp | edp |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.config.plan import Plan
+from moemesh.model.attention import Attention
+from moemesh.model.layers import MLP, Rows
+from moemesh.model.moe import Experts
+from moemesh.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum."""
+
+    name: str
+    shape: tuple[int, ...]
+    shards: dict[str, int]
+    summed_over: str
+
+    def slices(self, mesh: Mesh) -> tuple[range, ...]:
+        """The part of each dim that this rank holds."""
+        parts = [range(size) for size in self.shape]
+        for axis_name, dim in self.shards.items():
+            axis = mesh[axis_name]
+            parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
+        return tuple(parts)
+
+    def offset(self, mesh: Mesh) -> tuple[int, ...]:
+        return tuple(part.start for part in self.slices(mesh))
+
+    def is_owner(self, mesh: Mesh) -> bool:
+        """Whether this rank is the one that counts (norm) and saves (checkpoint) its slice."""
+        return mesh[self.summed_over].index == 0
+
+    @property
+    def is_expert(self) -> bool:
+        return self.summed_over == "edp"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def placements(model: Transformer, plan: Plan) -> dict[str, Placement]:
+    """Of every parameter of `model`, which still has its logical shapes (on the meta device)."""
+    found: dict[str, Placement] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}"
+            shards, summed_over = _rule(module, leaf, plan)
+            found[name] = Placement(
+                name=name, shape=tuple(parameter.shape), shards=shards, summed_over=summed_over
+            )
+    return found
+
+
+def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
+    """(axis -> sharded dim, axis to sum over); see the table above."""
+    match module, leaf:
+        case Experts(), "gate_up":
+            return {"ep": 0, "etp": 2}, "edp"
+        case Experts(), "down":
+            return {"ep": 0, "etp": 2}, "edp"
+        case Attention(), "qkv":
+            return {"tp": 0}, "dp_cp"
+        case Attention(), "output" if plan.attention_exit != "all_to_all":
+            return {"tp": 1}, "dp_cp"
+        case MLP(), "gate_up":
+            return {"tp": 1}, "dp_cp"
+        case MLP(), "down":
+            return {"tp": 1}, "dp_cp"
+        case Rows(), "weight":
+            return {"tp": 0}, "dp_cp"
+        case _:
+            return {}, "stage"

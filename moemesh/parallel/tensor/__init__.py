@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: sharded weights inside blocks, sharded tokens between them."""

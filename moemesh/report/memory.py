@@ -1,0 +1,67 @@
+"""What fills each rank's memory: stacked bars with the measured peak."""
+
+from __future__ import annotations
+
+from moemesh.report.svg import (
+    COLOURS,
+    GRID,
+    INK,
+    MUTED,
+    WIDTH,
+    figure,
+    legend,
+    line,
+    rectangle,
+    text,
+)
+from moemesh.report.traffic import binary_ticks
+from moemesh.trace.memory import PARTS, MemoryProfiles, format_bytes
+
+_MAX_BARS = 32
+_ROW = 24
+_PEAK = "#111111"
+
+
+def memory_bars(profiles: MemoryProfiles) -> str:
+    """A stacked bar a rank; past 32 ranks, those with the highest peaks. "" without any rank."""
+    if not profiles.ranks:
+        return ""
+    fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
+    shown = sorted(fullest[:_MAX_BARS], key=lambda profile: profile.rank)
+    colours = dict(zip(PARTS, COLOURS, strict=False))
+    names = [(name.replace("_", " "), colour) for name, colour in colours.items()]
+    key, used = legend([*names, ("peak (line)", _PEAK)], left=0, top=4)
+    left, top, right = 66.0, used + 26, WIDTH - 130.0
+    highest = max(max(profile.total, profile.peak) for profile in shown) or 1
+    bottom = top + len(shown) * _ROW
+    body = [key]
+    for value in binary_ticks(highest, 6):
+        x = left + value / highest * (right - left)
+        body += [
+            line(x, top, x, bottom, GRID),
+            text(x, top - 6, format_bytes(value), anchor="middle", fill=MUTED, size=11),
+        ]
+    for index, profile in enumerate(shown):
+        y, x = top + index * _ROW, left
+        body.append(text(left - 8, y + 16, f"rank {profile.rank}", anchor="end"))
+        for name, size in profile.parts().items():
+            width = size / highest * (right - left)
+            if width >= 0.05:
+                title = f"rank {profile.rank}, {name.replace('_', ' ')}: {format_bytes(size)}"
+                edge = ' stroke="#ffffff" stroke-width="0.6"'
+                height = _ROW - 8
+                body.append(
+                    rectangle(x, y + 4, width, height, colours[name], title=title, more=edge)
+                )
+            x += width
+        peak = left + profile.peak / highest * (right - left)
+        body.append(line(peak, y + 1, peak, y + _ROW - 1, _PEAK, 2.5))
+        after = max(x, peak) + 8
+        body.append(text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=MUTED, size=11))
+    body.append(line(left, top, left, bottom, INK))
+    which = f"the {len(shown)} fullest of " if len(shown) < len(profiles.ranks) else ""
+    description = (
+        f"Memory of {which}{len(profiles.ranks)} ranks by what it holds; "
+        f"highest peak {format_bytes(profiles.peak)} on rank {fullest[0].rank}."
+    )
+    return figure("memory", "Memory per rank", description, bottom + 8, body)

@@ -1,0 +1,208 @@
+"""The ledger: which bytes crossed which axis, for what, predicted or measured.
+
+The planner predicts a `Ledger` and `moemesh.comm.collectives` writes one; both are compared to the
+byte. What the three byte columns mean, always for one rank:
+
+payload_bytes
+    bytes of the full tensor that the operation is about. all_reduce, broadcast, reduce: the tensor;
+    all_gather: the gathered result; reduce_scatter: the full input; all_to_all: this rank's send
+    buffer, its own part included; send_receive: the message.
+wire_bytes
+    bytes that this rank sends to *other* ranks under the algorithm stated in `moemesh.trace.wire`.
+received_bytes
+    bytes that this rank receives from other ranks, likewise.
+
+A collective over an axis of size 1 sends nothing and is not entered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class LedgerTotal:
+    """A sum over ledger entries: number of operations, and bytes as the module docstring says."""
+
+    count: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    received_bytes: int = 0
+
+    def plus(self, other: LedgerTotal) -> LedgerTotal:
+        return LedgerTotal(
+            self.count + other.count,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+            self.received_bytes + other.received_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class LedgerEntry:
+    """Everything that one caller did with one operation over one axis in one phase."""
+
+    axis: str
+    op: str
+    phase: str
+    caller: str
+    count: int
+    payload_bytes: int
+    wire_bytes: int
+    received_bytes: int
+
+
+class Ledger:
+    """A book of communication, aggregated by (axis, op, phase, caller)."""
+
+    def __init__(self) -> None:
+        self._totals: dict[_Key, LedgerTotal] = {}
+        self._scopes: list[str] = []
+        self._num_pauses = 0
+
+    def record(
+        self,
+        *,
+        axis: str,
+        op: str,
+        phase: str,
+        caller: str,
+        payload_bytes: int,
+        wire_bytes: int,
+        received_bytes: int,
+        count: int = 1,
+    ) -> None:
+        """Enter `count` operations that together moved the given bytes."""
+        if self._num_pauses:
+            return
+        if phase == "forward" and self._scopes:
+            phase = self._scopes[-1]
+        key = (axis, op, phase, caller)
+        added = LedgerTotal(count, payload_bytes, wire_bytes, received_bytes)
+        self._totals[key] = self._totals.get(key, LedgerTotal()).plus(added)
+
+    @contextmanager
+    def scope(self, name: str) -> Generator[None]:
+        """While active, what is recorded as "forward" is entered as `name` ("evaluate", ...).
+
+        Scopes nest; the innermost name wins. Other phases keep their names.
+        """
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """While active, nothing is entered."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """All entries, sorted by (axis, op, phase, caller)."""
+        return tuple(
+            LedgerEntry(axis=axis, op=op, phase=phase, caller=caller, **asdict(total))
+            for (axis, op, phase, caller), total in sorted(self._totals.items())
+        )
+
+    def total(
+        self,
+        *,
+        axis: str | None = None,
+        op: str | None = None,
+        phase: str | None = None,
+        caller: str | None = None,
+    ) -> LedgerTotal:
+        """The sum over all entries that agree with every filter given."""
+        wanted = (axis, op, phase, caller)
+        found = LedgerTotal()
+        for key, total in self._totals.items():
+            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
+                found = found.plus(total)
+        return found
+
+    def merge(self, other: Ledger) -> None:
+        """Add everything in `other` to this ledger, phases as they stand there."""
+        for key, total in other._totals.items():
+            self._totals[key] = self._totals.get(key, LedgerTotal()).plus(total)
+
+    def __add__(self, other: Ledger) -> Ledger:
+        both = Ledger()
+        both.merge(self)
+        both.merge(other)
+        return both
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self._totals == other._totals
+
+    __hash__ = None  # type: ignore[assignment]  # it changes with every operation
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} entries, {self.total().wire_bytes} bytes sent)"
+
+    def difference(self, other: Ledger) -> list[str]:
+        """One readable line per entry that differs; empty when the ledgers are equal.
+
+        `self` is called "here" and `other` "there" (say predicted and measured).
+        """
+        lines: list[str] = []
+        for key in sorted(self._totals.keys() | other._totals.keys()):
+            here, there = self._totals.get(key), other._totals.get(key)
+            if here == there:
+                continue
+            if here is None or there is None:
+                present, side = (here, "here") if here is not None else (there, "there")
+                assert present is not None
+                found = f"only {side}: " + ", ".join(
+                    f"{name} {value}" for name, value in asdict(present).items()
+                )
+            else:
+                theirs = asdict(there)
+                found = ", ".join(
+                    f"{name} {mine} here, {theirs[name]} there ({theirs[name] - mine:+d})"
+                    for name, mine in asdict(here).items()
+                    if mine != theirs[name]
+                )
+            lines.append(f"{' '.join(key)}: {found}")
+        return lines
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The entries as plain dictionaries, for JSON."""
+        return [asdict(entry) for entry in self.entries()]
+
+    @classmethod
+    def from_rows(cls, rows: list[Mapping[str, Any]] | list[dict[str, Any]]) -> Ledger:
+        """The inverse of :meth:`rows`. Raises ValueError when a row is no ledger entry."""
+        ledger = cls()
+        for row in rows:
+            try:
+                ledger.record(**row)
+            except TypeError as error:
+                raise ValueError(f"not a ledger entry: {row!r} ({error})") from error
+        return ledger
+
+    def to_json(self) -> str:
+        """One JSON list, one entry a line, in the order of :meth:`entries`."""
+        lines = (json.dumps(row) for row in self.rows())
+        return "[\n" + ",\n".join(lines) + "\n]\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """The inverse of :meth:`to_json`. Raises ValueError when `text` is no ledger."""
+        rows = json.loads(text)
+        if not isinstance(rows, list):
+            raise ValueError(f"a ledger is a JSON list, got {type(rows).__name__}")
+        return cls.from_rows(rows)  # type: ignore[reportUnknownArgumentType]

@@ -1,0 +1,243 @@
+"""A run folder read back: everything a run has written, whether or not it came to its end.
+
+Files that are missing are missing; a line or a file that cannot be read (a run killed while
+writing) is left out and named in `Run.warnings`. Only a folder without any file of a run is an
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.loads import LayerLoads
+from moemesh.trace.memory import MemoryProfiles
+from moemesh.trace.timeline import Timeline
+
+T = TypeVar("T")
+
+#: What makes a folder a run, one of them at least.
+FILES: tuple[str, ...] = (
+    "config.toml",
+    "plan.json",
+    "metrics.jsonl",
+    "ledger.json",
+    "timeline.json",
+    "memory.json",
+    "loads.jsonl",
+    "failure.json",
+    "summary.json",
+)
+
+#: What data of another form raises on its way into a trace type.
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
+class RunError(ValueError):
+    """The folder holds no run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRow:
+    """One line of `metrics.jsonl`: one training step.
+
+    `loss` and `aux_loss` in nats per token, `tokens` of this step over all ranks, `seconds` of this
+    step. A number that is not finite is written as null and read as NaN, so that each line is
+    strict JSON.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    aux_loss: float
+    tokens: int
+    tokens_per_second: float
+    lr: float
+    seconds: float
+    validation_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        row = {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
+        if self.validation_loss is None:
+            del row["validation_loss"]
+        return row
+
+    def to_line(self) -> str:
+        """The row on one line, newline included, floats in full precision."""
+        return json.dumps(self.to_json(), allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MetricsRow:
+        """The inverse of :meth:`to_json`; unknown keys are left out.
+
+        Raises KeyError, TypeError or ValueError when a key is missing or of another type.
+        """
+        validation = None
+        if "validation_loss" in data:
+            validation = _number(data["validation_loss"])
+        return cls(
+            step=int(data["step"]),
+            tokens=int(data["tokens"]),
+            loss=_number(data["loss"]),
+            grad_norm=_number(data["grad_norm"]),
+            aux_loss=_number(data["aux_loss"]),
+            tokens_per_second=_number(data["tokens_per_second"]),
+            lr=_number(data["lr"]),
+            seconds=_number(data["seconds"]),
+            validation_loss=validation,
+        )
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:
+    """The content of `ledger.json`: the ledger of every rank, over `steps` steps together."""
+    ranks = [{"rank": rank, "entries": ledgers[rank].rows()} for rank in sorted(ledgers)]
+    return {"steps": steps, "ranks": ranks}
+
+
+def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
+    """Ledgers by rank, and the number of steps they cover (1 when it is not said).
+
+    Raises KeyError, TypeError or ValueError on other data.
+    """
+    ledgers: dict[int, Ledger] = {}
+    for part in data["ranks"]:
+        rank = int(part["rank"])
+        if rank in ledgers:
+            raise ValueError(f"rank {rank} comes twice")
+        ledgers[rank] = Ledger.from_rows(part["entries"])
+    steps = int(data.get("steps", 1))
+    if steps < 1:
+        raise ValueError(f"steps is {steps} < 1")
+    return ledgers, steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder holds. Parts whose file is missing are empty or None."""
+
+    folder: Path
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    plan: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: tuple[MetricsRow, ...] = ()
+    ledgers: dict[int, Ledger] = field(default_factory=dict[int, Ledger])
+    ledger_steps: int = 1
+    timeline: Timeline | None = None
+    memory: MemoryProfiles | None = None
+    loads: tuple[LayerLoads, ...] = ()
+    failure: dict[str, Any] | None = None
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Run:
+        """Read `folder`. A step that was done twice (after a resume) counts as done the last time.
+
+        Raises RunError when there is no such folder, or no file of a run in it.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise RunError(f"{folder} is no folder")
+        if not any((folder / name).is_file() for name in FILES):
+            raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
+        reader = _Reader(folder)
+        config_text = reader.text("config.toml")
+        metrics = reader.lines("metrics.jsonl", MetricsRow.from_json)
+        loads = reader.lines("loads.jsonl", LayerLoads.from_json)
+        newest = {row.step: row for row in metrics}
+        newest_loads = {(load.step, load.layer): load for load in loads}
+        ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
+        return cls(
+            folder=folder,
+            config_text=config_text,
+            config=reader.parse("config.toml", config_text, tomllib.loads) or {},
+            plan=reader.json("plan.json", _object) or {},
+            metrics=tuple(newest[step] for step in sorted(newest)),
+            ledgers=ledgers,
+            ledger_steps=ledger_steps,
+            timeline=reader.json("timeline.json", Timeline.from_json),
+            memory=reader.json("memory.json", MemoryProfiles.from_json),
+            loads=tuple(newest_loads[key] for key in sorted(newest_loads)),
+            failure=reader.json("failure.json", _object),
+            summary=reader.json("summary.json", _object) or {},
+            warnings=tuple(reader.warnings),
+        )
+
+
+class _Reader:
+    """Reads files of one folder and notes what could not be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.warnings: list[str] = []
+
+    def text(self, name: str) -> str:
+        """The file's text, "" when it is missing."""
+        path = self.folder / name
+        if not path.is_file():
+            return ""
+        # A byte that is no UTF-8 must not hide the rest of the file.
+        return path.read_text(encoding="utf-8", errors="replace")
+
+    def parse(self, name: str, text: str, parse: Callable[[str], T]) -> T | None:
+        """`text` parsed, None when it is empty or malformed."""
+        if not text:
+            return None
+        try:
+            return parse(text)
+        except _MALFORMED as error:
+            self.warnings.append(f"{name} is left out: {_reason(error)}")
+            return None
+
+    def json(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+        """The file's JSON object as a trace type, None when missing or malformed."""
+        return self.parse(name, self.text(name), lambda text: parse(_object(json.loads(text))))
+
+    def lines(self, name: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+        """The objects of a JSONL file; malformed lines are left out and counted."""
+        path = self.folder / name
+        found: list[T] = []
+        if not path.is_file():
+            return found
+        bad = 0
+        first, line = "", ""
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    found.append(parse(_object(json.loads(line))))
+                except _MALFORMED as error:
+                    bad += 1
+                    half = "" if line.endswith("\n") else " (the last one, half-written)"
+                    first = first or f"line {number}{half}: {_reason(error)}"
+        if bad:
+            lines = "1 line is" if bad == 1 else f"{bad} lines are"
+            self.warnings.append(f"{name}: {lines} left out, first {first}")
+        return found
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object is expected, not {type(value).__name__}")
+    return cast(dict[str, Any], value)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return str(error) or type(error).__name__

@@ -1,0 +1,362 @@
+"""Who did what and when: one type for simulated, virtual and measured time.
+
+A :class:`Timeline` is made by a pipeline simulator, by a virtual clock or by the running ranks, so
+that one can be laid over another. A record starts when its inputs have arrived; the time spent
+waiting for them stands in `wait`, before `start`, so that *busy* means the same whatever the
+source.
+
+An overlapped block (the forward of one microbatch with the backward of another) is several records
+of one rank with the same start and end; nested spans are records inside each other. Statistics take
+the union of a rank's intervals, so neither is counted twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+Source = Literal["simulated", "virtual", "measured"]
+Unit = Literal["seconds", "milliseconds", "microseconds", "ticks"]
+
+#: One unit in microseconds. A tick has no length; one microsecond makes it easy to read.
+MICROSECONDS: dict[Unit, float] = {
+    "seconds": 1e6,
+    "milliseconds": 1e3,
+    "microseconds": 1.0,
+    "ticks": 1.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One piece of work of one rank, from `start` to `end` in the timeline's unit.
+
+    `name` is what is shown ("forward", "0F3"). `kind` groups and colours: the pipeline kinds "F",
+    "B", "I" (input gradient), "W" (weight gradient), or any word such as "communication". `stage`,
+    `microbatch`, `pipe` and `slice` say which pipeline operation it is, `step` which step. Raises
+    ValueError when it ends before it starts, waits a negative time, or is not finite.
+    """
+
+    rank: int
+    start: float
+    end: float
+    name: str
+    wait: float = 0.0
+    kind: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    pipe: int = 0
+    slice: int = 0
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        what = f"{self.name!r} on rank {self.rank}"
+        if not all(map(math.isfinite, (self.start, self.end, self.wait))):
+            raise ValueError(f"{what}: {self.start}, {self.end}, {self.wait} must be finite")
+        if self.end < self.start:
+            raise ValueError(f"{what} ends at {self.end}, before it starts at {self.start}")
+        if self.wait < 0:
+            raise ValueError(f"{what} waits {self.wait} < 0")
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields that differ from their default; `rank`, `start`, `end`, `name` always."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """The inverse of :meth:`to_json`; unknown keys are left out."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        for name in ("start", "end", "wait"):
+            if name in known:
+                known[name] = float(known[name])
+        for name in ("name", "kind"):
+            if name in known:
+                known[name] = str(known[name])
+        for name in ("rank", "stage", "microbatch", "pipe", "slice", "step"):
+            if known.get(name) is not None:
+                known[name] = int(known[name])
+        return cls(**known)
+
+
+class RankStatistics(NamedTuple):
+    """What one rank did: ``span = end - start = busy + idle``; `wait` explains idle time."""
+
+    rank: int
+    start: float
+    end: float
+    span: float
+    busy: float
+    idle: float
+    wait: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Records of some ranks, in one unit, from one source.
+
+    `digest` names the schedule that was carried out, "" when there is none. Records are kept
+    ordered by rank, start, then longest first, so that equal contents are equal values. Raises
+    ValueError for an unknown source or unit, repeated ranks, or a record of another rank.
+    """
+
+    ranks: tuple[int, ...]
+    records: tuple[Record, ...]
+    source: Source
+    unit: Unit = "seconds"
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ValueError(f"source {self.source!r} is none of {get_args(Source)}")
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit {self.unit!r} is none of {get_args(Unit)}")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"ranks {self.ranks} hold a rank twice")
+        strangers = {record.rank for record in self.records} - set(self.ranks)
+        if strangers:
+            raise ValueError(f"records of ranks {sorted(strangers)}, which are not in the timeline")
+        object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
+        object.__setattr__(self, "records", tuple(sorted(self.records, key=_order)))
+
+    @property
+    def start(self) -> float:
+        """Earliest start of any record, 0.0 when there is none."""
+        return min((record.start for record in self.records), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Latest end of any record, 0.0 when there is none."""
+        return max((record.end for record in self.records), default=0.0)
+
+    @property
+    def span(self) -> float:
+        """Largest over the ranks of its last end minus its first start."""
+        return max((rank.span for rank in self.statistics()), default=0.0)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Share of ``ranks * span`` in which no work was done; 0.0 for an empty timeline."""
+        capacity = len(self.ranks) * self.span
+        if not capacity:
+            return 0.0
+        return 1.0 - sum(rank.busy for rank in self.statistics()) / capacity
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """Span, busy, idle and waiting time of every rank, ascending."""
+        of_rank = self.by_rank()
+        return tuple(_rank_statistics(rank, of_rank[rank]) for rank in self.ranks)
+
+    def by_rank(self) -> dict[int, list[Record]]:
+        """Records of every rank in their order, an empty list for a rank without any."""
+        found: dict[int, list[Record]] = {rank: [] for rank in self.ranks}
+        for record in self.records:
+            found[record.rank].append(record)
+        return found
+
+    def last_step(self) -> Timeline:
+        """Only the records of the highest `step`; everything when no record names one."""
+        last = max((r.step for r in self.records if r.step is not None), default=None)
+        if last is None:
+            return self
+        return replace(self, records=tuple(r for r in self.records if r.step == last))
+
+    def shifted(self, offset: float) -> Timeline:
+        """The same work, `offset` later (to align the clocks of two machines, or to start at 0)."""
+        moved = (replace(r, start=r.start + offset, end=r.end + offset) for r in self.records)
+        return replace(self, records=tuple(moved))
+
+    @classmethod
+    def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
+        """One timeline of disjoint ranks. Raises ValueError when ranks or source, unit clash."""
+        parts = list(timelines)
+        if not parts:
+            raise ValueError("no timeline to merge")
+        kinds = {(part.source, part.unit, part.digest) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(f"timelines of different source, unit or digest: {sorted(kinds)}")
+        return replace(
+            parts[0],
+            ranks=tuple(rank for part in parts for rank in part.ranks),
+            records=tuple(record for part in parts for record in part.records),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "unit": self.unit,
+            "digest": self.digest,
+            "ranks": list(self.ranks),
+            "records": [record.to_json() for record in self.records],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
+        """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        return cls(
+            ranks=tuple(int(rank) for rank in data["ranks"]),
+            records=tuple(Record.from_json(record) for record in data["records"]),
+            source=cast(Source, data["source"]),
+            unit=cast(Unit, data["unit"]),
+            digest=str(data.get("digest", "")),
+        )
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """Chrome/Perfetto trace: one complete event a record, pid = tid = rank, microseconds.
+
+        Times are counted from the first record. Format: "Trace Event Format", Google, 2016.
+        """
+        scale, origin = MICROSECONDS[self.unit], self.start
+        events: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            named = {"ph": "M", "pid": rank, "tid": rank, "args": {"name": f"rank {rank}"}}
+            events.append({"name": "process_name", **named})
+            events.append({"name": "thread_name", **named})
+            order = {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": rank}
+            events.append({**order, "args": {"sort_index": rank}})
+        for record in self.records:
+            details = record.to_json()
+            for name in ("rank", "start", "end", "name", "kind"):
+                details.pop(name, None)
+            if record.wait:
+                details["wait"] = record.wait * scale
+            events.append(
+                {
+                    "name": record.name,
+                    "cat": record.kind or "work",
+                    "ph": "X",
+                    "ts": (record.start - origin) * scale,
+                    "dur": record.duration * scale,
+                    "pid": record.rank,
+                    "tid": record.rank,
+                    "args": details,
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def busy_time(records: Iterable[Record]) -> float:
+    """Length of the union of the records' intervals."""
+    busy, reached = 0.0, float("-inf")
+    for record in sorted(records, key=lambda record: record.start):
+        if record.end > reached:
+            busy += record.end - max(record.start, reached)
+            reached = record.end
+    return busy
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    operation = tuple(
+        -1 if n is None else n for n in (record.step, record.stage, record.microbatch)
+    )
+    rest = (record.kind, record.name, record.pipe, record.slice, record.wait)
+    return (record.rank, record.start, -record.end, *operation, *rest)
+
+
+def _rank_statistics(rank: int, records: list[Record]) -> RankStatistics:
+    start = min((record.start for record in records), default=0.0)
+    end = max((record.end for record in records), default=0.0)
+    busy = busy_time(records)
+    wait = sum(record.wait for record in records)
+    # Rounding may leave idle at -1e-17.
+    idle = max(end - start - busy, 0.0)
+    return RankStatistics(rank, start, end, end - start, busy, idle, wait)
+
+
+class Span:
+    """One piece of work being recorded; leave the context to write it down."""
+
+    def __init__(self, recorder: TimelineRecorder, details: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._details = details
+        self._start = 0.0
+        self._wait = 0.0
+
+    def ready(self) -> None:
+        """The inputs have arrived: what passed so far was waiting, the work starts now."""
+        now = self._recorder.clock()
+        self._wait += now - self._start
+        self._start = now
+
+    def __enter__(self) -> Span:
+        self._start = self._recorder.clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end = self._recorder.clock()
+        self._recorder.add(start=self._start, end=end, wait=self._wait, **self._details)
+
+
+class TimelineRecorder:
+    """Records what one rank does::
+
+        with recorder.span("forward", kind="F", stage=0, microbatch=3) as span:
+            receive()
+            span.ready()
+            compute()
+
+    `clock` returns seconds and must not run backwards; the default is the machine's monotonic
+    clock, which all processes of one machine share, so that their timelines merge without
+    alignment. A record that is left by an exception is kept.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        source: Source = "measured",
+        unit: Unit = "seconds",
+    ) -> None:
+        self.rank = rank
+        self.clock = clock
+        self.source: Source = source
+        self.unit: Unit = unit
+        self.step: int | None = None
+        self._records: list[Record] = []
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: str = "",
+        stage: int | None = None,
+        microbatch: int | None = None,
+        pipe: int = 0,
+        slice: int = 0,
+    ) -> Span:
+        """A context that records the time spent inside it."""
+        details = {"name": name, "kind": kind, "stage": stage, "microbatch": microbatch}
+        return Span(self, {**details, "pipe": pipe, "slice": slice})
+
+    def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
+        """Write down work that was timed elsewhere (CUDA events, say)."""
+        record = Record(rank=self.rank, step=self.step, name=name, start=start, end=end, **details)
+        self._records.append(record)
+
+    def begin_step(self, step: int) -> None:
+        """Forget what was recorded; later records belong to `step`."""
+        self._records.clear()
+        self.step = step
+
+    def timeline(self) -> Timeline:
+        """What was recorded since the last :meth:`begin_step`."""
+        return Timeline(
+            ranks=(self.rank,), records=tuple(self._records), source=self.source, unit=self.unit
+        )

@@ -1,0 +1,191 @@
+"""Closed forms of communication: bytes per rank, to the byte, and alpha-beta times.
+
+Bytes. Every function returns a `WireBytes` for one rank (`index` of `size`), exact also where
+sizes do not divide. The algorithms that the ledger states:
+
+all_reduce          ring: reduce-scatter, then all-gather, over chunks of balanced size
+                    (`moemesh.config.layout.shard_sizes` of the number of elements)
+all_gather          direct: every rank sends its own block to each other rank
+reduce_scatter      direct: every rank sends each other rank its block of the partial sums
+all_to_all          direct, by splits
+broadcast, reduce   minimum spanning tree (recursive halving of the ranks)
+send_receive        one message
+
+`moemesh.comm.algorithms` carries the ring and the tree out message by message; tests hold the two
+together.
+
+Times. alpha is the latency of a message in seconds, beta the seconds a byte takes (1 / bandwidth),
+num_bytes the size S of the full tensor. Source: E. Chan, M. Heimlich, A. Purkayastha and R. van de
+Geijn, "Collective communication: theory, practice, and experience" (2007); for the two trees
+P. Sanders, J. Speck and J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
+and scan" (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, log2
+from typing import NamedTuple
+
+from moemesh.config.layout import shard_sizes
+
+
+class WireBytes(NamedTuple):
+    """The three byte columns of the ledger (defined in `moemesh.trace.ledger`)."""
+
+    payload_bytes: int
+    wire_bytes: int
+    received_bytes: int
+
+
+def all_reduce(num_elements: int, element_size: int, size: int, index: int) -> WireBytes:
+    """Ring all-reduce of `num_elements` elements of `element_size` bytes.
+
+    In the reduce-scatter, a rank sends every chunk but its own and receives every chunk but its
+    left neighbour's; in the all-gather it sends every chunk but its right neighbour's and receives
+    every chunk but its own. With equal chunks that is 2(n-1)/n of the tensor each way.
+    """
+    chunks = shard_sizes(num_elements, size)
+    left, own, right = chunks[index - 1], chunks[index], chunks[(index + 1) % size]
+    return WireBytes(
+        num_elements * element_size,
+        (2 * num_elements - own - right) * element_size,
+        (2 * num_elements - own - left) * element_size,
+    )
+
+
+def all_gather(block_bytes: Sequence[int], index: int) -> WireBytes:
+    """All-gather of blocks of `block_bytes[i]` bytes, one a rank."""
+    own, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, own * (len(block_bytes) - 1), total - own)
+
+
+def reduce_scatter(block_bytes: Sequence[int], index: int) -> WireBytes:
+    """Reduce-scatter in which rank i keeps the sum of block i, of `block_bytes[i]` bytes."""
+    own, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, total - own, own * (len(block_bytes) - 1))
+
+
+def all_to_all(input_bytes: Sequence[int], output_bytes: Sequence[int], index: int) -> WireBytes:
+    """All-to-all: `input_bytes[i]` go to rank i, `output_bytes[i]` come from rank i."""
+    sent, received = sum(input_bytes), sum(output_bytes)
+    return WireBytes(sent, sent - input_bytes[index], received - output_bytes[index])
+
+
+def tree_messages(size: int, root: int) -> Iterator[tuple[int, int]]:
+    """(sender, receiver) of a minimum-spanning-tree broadcast from `root`, parents first.
+
+    The ranks are halved; the root sends to the far end of the half it is not in, and both halves go
+    on. A reduce is the same messages, backwards in order and direction.
+    """
+    spans = [(0, size - 1, root)]
+    while spans:
+        left, right, sender = spans.pop(0)
+        if left == right:
+            continue
+        middle = (left + right) // 2
+        low_half = sender <= middle
+        receiver = right if low_half else left
+        yield sender, receiver
+        spans.append((left, middle, sender if low_half else receiver))
+        spans.append((middle + 1, right, receiver if low_half else sender))
+
+
+def broadcast(num_bytes: int, size: int, index: int, source_index: int) -> WireBytes:
+    """Minimum-spanning-tree broadcast of `num_bytes` from `source_index`."""
+    num_sent = sum(sender == index for sender, _ in tree_messages(size, source_index))
+    return WireBytes(num_bytes, num_bytes * num_sent, num_bytes * (index != source_index))
+
+
+def reduce(num_bytes: int, size: int, index: int, destination_index: int) -> WireBytes:
+    """Minimum-spanning-tree reduce of `num_bytes` to `destination_index`: a broadcast mirrored."""
+    payload, sent, received = broadcast(num_bytes, size, index, destination_index)
+    return WireBytes(payload, received, sent)
+
+
+def send(num_bytes: int) -> WireBytes:
+    """The sender's side of one message."""
+    return WireBytes(num_bytes, num_bytes, 0)
+
+
+def receive(num_bytes: int) -> WireBytes:
+    """The receiver's side of one message."""
+    return WireBytes(num_bytes, 0, num_bytes)
+
+
+def ring_all_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """2(n-1) alpha + 2(n-1)/n S beta."""
+    return 2 * ring_all_gather_seconds(size, num_bytes, alpha, beta)
+
+
+def ring_all_gather_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """(n-1) alpha + (n-1)/n S beta, S the gathered result."""
+    return (size - 1) * alpha + (size - 1) / size * num_bytes * beta
+
+
+def ring_reduce_scatter_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """(n-1) alpha + (n-1)/n S beta, S the full input; the additions are not counted."""
+    return ring_all_gather_seconds(size, num_bytes, alpha, beta)
+
+
+def tree_broadcast_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """Minimum spanning tree: ceil(log2 n) (alpha + S beta). A reduce takes the same."""
+    return ceil(log2(size)) * (alpha + num_bytes * beta)
+
+
+def tree_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """Minimum spanning tree: ceil(log2 n) (alpha + S beta); the additions are not counted."""
+    return tree_broadcast_seconds(size, num_bytes, alpha, beta)
+
+
+def ring_broadcast_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """Pipelined ring, in pieces small enough to fill it: (n-1) alpha + S beta."""
+    return 0.0 if size == 1 else (size - 1) * alpha + num_bytes * beta
+
+
+def scatter_all_gather_broadcast_seconds(
+    size: int, num_bytes: float, alpha: float, beta: float
+) -> float:
+    """Scatter by a tree, then ring all-gather: (log2 n + n-1) alpha + 2(n-1)/n S beta."""
+    return (log2(size) + size - 1) * alpha + 2 * (size - 1) / size * num_bytes * beta
+
+
+def all_to_all_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """(n-1) alpha + (n-1)/n S beta, where S is what *each* rank holds.
+
+    For S the global tensor (all ranks together) pass ``num_bytes / size``.
+    """
+    return (size - 1) * alpha + (size - 1) / size * num_bytes * beta
+
+
+def double_tree_all_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
+    """Double binary tree, about 2 log2(n) alpha + 2 S beta: wins where S is small."""
+    return 0.0 if size == 1 else 2 * log2(size) * alpha + 2 * num_bytes * beta
+
+
+def halving_doubling_all_reduce_seconds(
+    size: int, num_bytes: float, alpha: float, beta: float
+) -> float:
+    """Recursive halving and doubling: 2 log2(n) alpha + 2(n-1)/n S beta.
+
+    Raises ValueError unless `size` is a power of two.
+    """
+    if size & (size - 1):
+        raise ValueError(f"halving-doubling needs a power of two of ranks, not {size}")
+    return 2 * log2(size) * alpha + 2 * (size - 1) / size * num_bytes * beta
+
+
+def two_level_all_reduce_seconds(
+    local_size: int,
+    num_nodes: int,
+    num_bytes: float,
+    *,
+    local_alpha: float,
+    local_beta: float,
+    remote_alpha: float,
+    remote_beta: float,
+) -> float:
+    """Reduce-scatter in the node, ring all-reduce of the shards across nodes, all-gather in it."""
+    inside = 2 * ring_all_gather_seconds(local_size, num_bytes, local_alpha, local_beta)
+    shard = num_bytes / local_size
+    return inside + ring_all_reduce_seconds(num_nodes, shard, remote_alpha, remote_beta)

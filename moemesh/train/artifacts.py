@@ -1,0 +1,174 @@
+"""The files of a run folder: written by rank 0 from what all ranks measured."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moemesh.comm.collectives import gather_json
+from moemesh.config.load import resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.ops.saved import SavedForBackward
+from moemesh.parallel.parallelize import ParallelModel
+from moemesh.report import page
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.loads import LayerLoads
+from moemesh.trace.memory import MemoryProfile, MemoryProfiles
+from moemesh.trace.run import MetricsRow, ledgers_to_json
+from moemesh.trace.timeline import Timeline, TimelineRecorder
+from moemesh.train.data import Samples
+from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import Optimizer
+
+
+class Artifacts:
+    """Collects on every rank, writes on rank 0."""
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, parallel: ParallelModel, optimizer: Optimizer
+    ) -> None:
+        self.folder, self.config = folder, config
+        self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
+        self._writes = self.mesh.rank == 0
+        self._last: TimelineRecorder | None = None
+        self._steps = 0
+        self._row: MetricsRow | None = None
+        self._validation: float | None = None
+        self._unigram = 0.0
+        self._activations = 0
+
+    def begin(self, done: int, unigram_loss: float) -> None:
+        """Write what is known before the first step, cut the logs back to step `done`."""
+        self._unigram = unigram_loss
+        if not self._writes:
+            return
+        plan = self.config.plan
+        self.folder.write_text("config.toml", resolved_toml(self.config))
+        derived = {"world_size": plan.world_size, "edp": plan.edp}
+        self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
+        for name in ("metrics.jsonl", "loads.jsonl"):
+            self.folder.truncate_after(name, done)
+        (self.folder.path / "failure.json").unlink(missing_ok=True)
+
+    def record(self, row: MetricsRow, counts_LE: Tensor, recorder: TimelineRecorder) -> None:
+        """One finished step."""
+        self._last, self._row = recorder, row
+        self._steps += 1
+        if row.validation_loss is not None:
+            self._validation = row.validation_loss
+        if not self._writes:
+            return
+        self.folder.append("metrics.jsonl", row.to_json())
+        ep = self.config.plan.ep
+        for layer, counts_E in zip(self.parallel.model.moe_layers(), counts_LE, strict=True):
+            loads = LayerLoads(
+                step=row.step,
+                layer=layer,
+                tokens_per_expert=tuple(counts_E.tolist()),
+                tokens_per_rank=tuple(counts_E.view(ep, -1).sum(1).tolist()),
+            )
+            self.folder.append("loads.jsonl", loads.to_json())
+
+    @contextmanager
+    def first_step_memory(self, step: int) -> Iterator[None]:
+        """Measure what the first step of this process saves for its backward."""
+        if self._steps:
+            yield
+            return
+        with SavedForBackward(self.parallel.model.parameters()) as saved:
+            yield
+        self._activations = saved.peak_bytes
+
+    def finish(self) -> None:
+        """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call."""
+        control = self.mesh.control
+        ledgers = gather_json(self.mesh.ledger.rows(), control)
+        memories = gather_json(self._memory().to_json(), control)
+        assert self._last is not None
+        timelines = gather_json(self._last.timeline().to_json(), control)
+        if not self._writes:
+            return
+        entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
+        self.folder.write_json("ledger.json", ledgers_to_json(entries, steps=self._steps))
+        profiles = MemoryProfiles(ranks=tuple(MemoryProfile.from_json(m) for m in memories))
+        self.folder.write_json("memory.json", profiles.to_json())
+        timeline = Timeline.merge([Timeline.from_json(t) for t in timelines])
+        self.folder.write_json("timeline.json", timeline.to_json())
+        self.folder.write_json(
+            "summary.json",
+            {
+                "steps": self._row.step if self._row else 0,
+                "validation_loss": self._validation,
+                "unigram_loss": self._unigram,
+                "parameters": self._num_parameters(),
+            },
+        )
+        page.write(self.folder.path)
+
+    def _memory(self) -> MemoryProfile:
+        weights = {True: 0, False: 0}
+        for name, parameter in self.parallel.model.named_parameters():
+            size = parameter.numel() * parameter.element_size()
+            weights[self.parallel.placements[name].is_expert] += size
+        gradients = self.parallel.reducer.gradients.values()
+        return MemoryProfile(
+            rank=self.mesh.rank,
+            dense_weights=weights[False],
+            expert_weights=weights[True],
+            gradients=sum(g.numel() * g.element_size() for g in gradients),
+            optimizer=self.optimizer.num_state_bytes(),
+            activations=self._activations,
+            peak=_peak_bytes(self.mesh.device),
+        )
+
+    def _num_parameters(self) -> int:
+        return sum(where.num_elements for where in self.parallel.placements.values())
+
+    def banner(self, samples: Samples) -> str:
+        """What runs, in four lines."""
+        config, plan = self.config, self.config.plan
+        size, ranks = f"{self._num_parameters():,} parameters", f"{plan.world_size} rank(s)"
+        degrees = "  ".join(
+            f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp", "ep", "etp")
+        )
+        model = config.model
+        experts = (
+            f"{model.num_experts} experts, top {model.experts_per_token}"
+            if model.num_experts
+            else "dense"
+        )
+        return "\n".join(
+            [
+                f"model    {size}, {model.num_layers} layers, {experts}",
+                f"plan     {ranks}  {degrees}  edp={plan.edp}"
+                f"  exit={plan.attention_exit}  dispatcher={plan.dispatcher}",
+                f"data     {samples.corpus.source}: {len(samples.corpus.tokens):,} tokens, "
+                f"{config.data.global_batch} x {config.data.seq_len} a step",
+                f"run      {self.folder.path}  {config.train.dtype}  {config.train.optimizer}  "
+                f"on {self.mesh.device.type}",
+            ]
+        )
+
+    def summary(self) -> str:
+        """The losses that say whether it worked."""
+        unit = "byte" if self.config.data.tokenizer == "bytes" else "token"
+        return "\n".join(
+            [
+                f"validation loss     {self._validation:.4f} nats a {unit}",
+                f"unigram model       {self._unigram:.4f} nats a {unit}",
+                f"report              {Path(self.folder.path) / 'report.html'}",
+            ]
+        )
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,156 @@
+"""`moemesh train`: check everything that can be checked, then start ranks or be one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moemesh.checkpoint.store import CheckpointError
+from moemesh.comm import launch
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.train.console import Console
+from moemesh.train.corpus import Corpus
+from moemesh.train.data import Samples
+from moemesh.train.failure import describe, write_failure
+from moemesh.train.folder import RunFolder, compare, refuse_changes
+from moemesh.train.preflight import untrainable
+from moemesh.train.signals import StopRequest
+from moemesh.train.trainer import Job
+from moemesh.train.trainer import train as train_rank
+
+
+class WorldSizeError(UserError):
+    """The number of ranks that were started is not the number that the plan needs."""
+
+
+def train(
+    config_file: Path | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    allowed_changes: Sequence[str] = (),
+) -> int:
+    """Train the configured run; returns the exit code.
+
+    Called in three situations that differ only in who does what: by a user (checks, locks the
+    folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
+    already), and as a rank of torchrun (rank 0 locks it).
+    """
+    resolved = load_run([config_file] if config_file else [], overrides)
+    if problems := untrainable(resolved):
+        raise ConfigError(problems)
+    config = resolved.config
+    path = out or default_folder(config_file, config)
+    if launch.launched():
+        return _rank(config, RunFolder.open(path), path)
+    if launch.joined():
+        return _rank(config, None, path, allowed_changes)
+    samples = open_samples(config)  # a mistake in the data is told before any process starts
+    folder = _open_folder(config, path, allowed_changes)
+    try:
+        if config.plan.world_size == 1:
+            launch.keep_freed_memory()
+            return _rank(config, folder, path, samples=samples)
+        arguments = ["train", *([str(config_file)] if config_file else [])]
+        for override in overrides:
+            arguments += ["--set", override]
+        arguments += ["--out", str(path)]
+        return launch.launch(config.plan.world_size, arguments, log_folder=path / "logs")
+    finally:
+        folder.release()
+
+
+def default_folder(config_file: Path | None, config: RunConfig) -> Path:
+    """``runs/<name of the file, or of the preset>``: the same command finds the same run again."""
+    return Path("runs") / (config_file.stem if config_file else config.model_preset)
+
+
+def open_samples(config: RunConfig) -> Samples:
+    """The corpus and its split; DataError says what is wrong with the data."""
+    data = config.data
+    corpus = Corpus.open(data.path, data.format, data.tokenizer, config.model.vocab_size)
+    return Samples(
+        corpus,
+        seq_len=data.seq_len,
+        seed=config.train.seed,
+        held_out=data.held_out,
+        global_batch=data.global_batch,
+    )
+
+
+def _open_folder(config: RunConfig, path: Path, allowed_changes: Sequence[str]) -> RunFolder:
+    """Open and lock the run folder; refuse to go on with another model in it."""
+    folder = RunFolder.open(path, config.train.resume)
+    folder.lock()
+    earlier = path / "config.toml"
+    if folder.has_run and earlier.exists():
+        changes = compare(earlier.read_text(encoding="utf-8"), resolved_toml(config))
+        refuse_changes(changes, frozenset(allowed_changes))
+        for change in changes:
+            print(f"changed since the run began: {change}", flush=True)
+    return folder
+
+
+def _rank(
+    config: RunConfig,
+    folder: RunFolder | None,
+    path: Path,
+    allowed_changes: Sequence[str] = (),
+    samples: Samples | None = None,
+) -> int:
+    """Be one rank, from the process group to the exit code."""
+    stop = StopRequest()
+    rank = 0
+    try:
+        ranks = launch.start(config.train.device, config.train.timeout_seconds)
+        rank = ranks.rank
+        _check_world_size(config, ranks.world_size)
+        if folder is None:
+            folder = (
+                _open_folder(config, path, allowed_changes) if rank == 0 else RunFolder.open(path)
+            )
+        alone = ranks.world_size == 1
+        mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
+        job = Job(
+            config=config,
+            mesh=mesh,
+            folder=folder,
+            samples=samples or open_samples(config),
+            console=Console(silent=rank > 0),
+            stop=stop,
+        )
+        code = train_rank(job)
+        launch.stop()
+        return code
+    except UserError as error:
+        if not isinstance(error, CheckpointError):
+            raise
+        return _fail(error, rank, path)
+    except Exception as error:
+        return _fail(error, rank, path)
+
+
+def _fail(error: Exception, rank: int, path: Path) -> int:
+    """A run that broke: failure.json, one message, exit code 1."""
+    launch.report_failure(error)
+    if path.is_dir():
+        write_failure(path, error, rank)
+    print(describe(error, rank, path), file=sys.stderr, flush=True)
+    return 1
+
+
+def _check_world_size(config: RunConfig, world_size: int) -> None:
+    needed = config.plan.world_size
+    if world_size == needed:
+        return
+    plan = config.plan
+    rest = plan.pp * plan.cp * plan.tp
+    nearest = f"plan.dp = {world_size // rest}" if world_size % rest == 0 else "another plan"
+    raise WorldSizeError(
+        f"{world_size} ranks were started, the plan needs pp*dp*cp*tp = "
+        f"{plan.pp}*{plan.dp}*{plan.cp}*{plan.tp} = {needed}: start {needed} ranks, or set "
+        f"{nearest}"
+    )

@@ -1,0 +1,232 @@
+"""Files into one stream of token ids.
+
+A document is a whole file (format "text") or the "text" of one line ("jsonl"). Empty documents
+are dropped and the rest are joined by one newline: one newline byte, or the tokenizer's ids of it.
+
+Every rank opens the corpus for itself. One large text file is memory-mapped, so that the ranks of a
+machine share it; everything else is read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+
+import numpy as np
+
+from moemesh.config.errors import UserError
+
+#: A single text file at least this large is memory-mapped instead of read.
+MAP_FROM_BYTES = 64 << 20
+#: The standard library's own tests are 19 of its 31 MB and leave the default corpus.
+STANDARD_LIBRARY_SKIP = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+)
+
+
+class DataError(UserError):
+    """The data cannot be used as the configuration asks; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """A stream of token ids [num_tokens] (uint8; int32 with a tokenizer) and where it came from."""
+
+    tokens: np.ndarray
+    num_files: int
+    num_bytes: int
+    vocab_size: int
+    tokenizer: str
+    source: str
+
+    @staticmethod
+    def open(
+        path: str | None = None,
+        format: str = "text",
+        tokenizer: str = "bytes",
+        vocab_size: int = 256,
+    ) -> Corpus:
+        """Reads `path` (file, folder or glob; None: the running Python's standard library sources).
+
+        A folder gives its files in the order of their relative names, hidden ones left out (with
+        `jsonl` only ``*.jsonl``). `tokenizer` is "bytes" (ids 0..255) or a folder that holds a
+        tokenizer.json. Raises DataError for anything that cannot be read or does not fit
+        `vocab_size`, naming the file and the place.
+        """
+        if format not in ("text", "jsonl"):
+            raise DataError(f'data.format is "{format}"; it must be "text" or "jsonl"')
+        files = _standard_library() if path is None else _find(path, format)
+        source = "standard library" if path is None else path
+        num_bytes = sum(file.stat().st_size for file in files)
+        encode, digest = _encoder(tokenizer)
+        newline = encode(b"\n", "newline")
+        if format == "text" and tokenizer == "bytes" and len(files) == 1:
+            documents: Iterator[tuple[str, np.ndarray]] = iter([_whole_file(files[0], num_bytes)])
+        else:
+            documents = ((where, encode(text, where)) for where, text in _documents(files, format))
+        parts: list[np.ndarray] = []
+        for where, ids in documents:
+            if len(ids):
+                _check_ids(ids, vocab_size, where, tokenizer)
+                parts += [newline, ids] if parts else [ids]
+        if not parts:
+            raise DataError(f"data.path {source}: the {len(files)} files hold no text")
+        if len(parts) > 1:
+            _check_ids(newline, vocab_size, "the newline between documents", tokenizer)
+        return Corpus(
+            tokens=parts[0] if len(parts) == 1 else np.concatenate(parts),
+            num_files=len(files),
+            num_bytes=num_bytes,
+            vocab_size=vocab_size,
+            tokenizer=digest,
+            source=source,
+        )
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, where: str, tokenizer: str) -> None:
+    """Raises DataError at the first id of `ids` that is not below `vocab_size`."""
+    if np.iinfo(ids.dtype).max < vocab_size or int(ids.max()) < vocab_size:
+        return
+    offset = int(np.argmax(ids >= vocab_size))
+    unit = "byte" if tokenizer == "bytes" else "token"
+    enough = 256 if unit == "byte" else int(ids.max()) + 1
+    raise DataError(
+        f"{where}, {unit} offset {offset}: id {int(ids[offset])} is not below model.vocab_size "
+        f"{vocab_size}; set model.vocab_size to {enough} or more"
+    )
+
+
+def _encoder(tokenizer: str) -> tuple[Callable[[bytes, str], np.ndarray], str]:
+    """The function (document bytes, where) -> ids [n], and the tokenizer's fingerprint."""
+    if tokenizer == "bytes":
+        return lambda text, _: np.frombuffer(text, dtype=np.uint8), "bytes"
+    file = Path(tokenizer).expanduser() / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f'data.tokenizer is "{tokenizer}"; it must be "bytes" or a folder that holds a '
+            f"tokenizer.json ({_nearest(file)})"
+        )
+    try:
+        from tokenizers import Tokenizer  # pyright: ignore  # optional extra
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer {tokenizer} needs the package tokenizers: "
+            "pip install 'moemesh[tokenizers]'"
+        ) from error
+    content = _read(file)
+    try:
+        loaded = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises bare Exception for a malformed file
+        raise DataError(f"{file} is not a usable tokenizer: {error}") from error
+
+    def encode(text: bytes, where: str) -> np.ndarray:
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}, byte offset {error.start}: not valid UTF-8") from error
+        return np.array(loaded.encode(decoded, add_special_tokens=False).ids, dtype=np.int32)
+
+    return encode, f"blake2b-128:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+
+def _documents(files: Sequence[Path], format: str) -> Iterator[tuple[str, bytes]]:
+    """(where, UTF-8 bytes) of each document, in order; `where` is for error messages."""
+    for file in files:
+        content = _read(file)
+        if format == "text":
+            yield str(file), content
+            continue
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                where = f"{file}, line {number}"
+                yield where, _text_of(line, where)
+
+
+def _text_of(line: bytes, where: str) -> bytes:
+    """The UTF-8 bytes under the key "text" of one JSON line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise DataError(f'{where}: expected an object with a text under the key "text"')
+    try:
+        return record["text"].encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text is not valid Unicode ({error.reason})") from error
+
+
+def _whole_file(file: Path, size: int) -> tuple[str, np.ndarray]:
+    """The bytes of one text file, memory-mapped when it is large."""
+    if size < MAP_FROM_BYTES:
+        return str(file), np.frombuffer(_read(file), dtype=np.uint8)
+    try:
+        return str(file), np.memmap(file, dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
+
+
+def _find(path: str, format: str) -> list[Path]:
+    """The regular files that `path` (file, folder or glob) names, in their order."""
+    root = Path(path).expanduser()
+    suffix = ".jsonl" if format == "jsonl" else ""
+    try:
+        mode = root.stat().st_mode
+    except (OSError, ValueError) as error:
+        if has_magic(path):
+            matches = sorted(Path(match) for match in glob(str(root), recursive=True))
+            if files := [match for match in matches if match.is_file()]:
+                return files
+            raise DataError(f"data.path {path}: the pattern matches no file") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"data.path {path}: {reason} ({_nearest(root)})") from error
+    if stat.S_ISREG(mode):
+        return [root]
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"data.path {path} is neither a regular file nor a folder")
+    found = _walk(root, lambda name: name.startswith(".") or name == "__pycache__", suffix)
+    if not found:
+        raise DataError(f"data.path {path}: the folder holds no {suffix or 'readable'} file")
+    return found
+
+
+def _standard_library() -> list[Path]:
+    """The ``*.py`` sources of the running Python, without its tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = _walk(root, STANDARD_LIBRARY_SKIP.__contains__, ".py")
+    if not found:
+        raise DataError(f"this Python has no library sources under {root}: set data.path")
+    return found
+
+
+def _walk(root: Path, skip: Callable[[str], bool], suffix: str) -> list[Path]:
+    """Regular files under `root` ending in `suffix`, sorted by relative name with ``/``."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
+    return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
+
+
+def _nearest(path: Path) -> str:
+    """Words that name the nearest part of `path` that exists."""
+    parent = next((p for p in path.absolute().parents if p.exists()), Path(path.anchor))
+    return f"the nearest existing folder is {parent}"

@@ -1,0 +1,314 @@
+"""The run folder: what a run leaves behind, written so that a crash at any point loses nothing.
+
+    config.toml plan.json          what was told and decided
+    metrics.jsonl loads.jsonl      one row a step, appended
+    ledger.json timeline.json memory.json report.html failure.json
+    checkpoints/step-N/            see moemesh.checkpoint.store
+    lease                          locked while a run is at work: its host, pid and start
+
+One process, rank 0, opens and writes it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import re
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moemesh.config.errors import UserError
+from moemesh.config.toml import format_value
+
+LEASE, CHECKPOINTS = "lease", "checkpoints"
+#: Files of a run; a folder that holds one of them without being a run belongs to somebody else.
+FILES = (
+    "config.toml",
+    "plan.json",
+    "metrics.jsonl",
+    "loads.jsonl",
+    "ledger.json",
+    "timeline.json",
+    "memory.json",
+    "report.html",
+    "failure.json",
+)
+#: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
+MARKS = (LEASE, "plan.json", "metrics.jsonl")
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class RunFolderError(UserError):
+    """The folder cannot be used as asked; the message says why and what to do."""
+
+
+class RunFolder:
+    """An opened run folder. `has_run` says whether an earlier run left something to resume."""
+
+    def __init__(self, path: Path, *, has_run: bool) -> None:
+        self.path, self.has_run = path, has_run
+        self._lease: int | None = None
+
+    @staticmethod
+    def open(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
+        """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
+
+        auto resumes a run or starts one; never refuses a folder with anything in it; must refuses
+        one without a checkpoint. Raises RunFolderError and then leaves the disk as it was.
+        """
+        path = Path(path).expanduser()
+        names = _names(path)
+        has_checkpoint = _has_checkpoint(path)
+        has_run = has_checkpoint or any(mark in names for mark in MARKS)
+        if resume == "never" and (names - {LEASE, CHECKPOINTS} or has_checkpoint):
+            raise RunFolderError(
+                f'{path} holds {", ".join(sorted(names)[:5])} and train.resume is "never": '
+                'choose another folder, or train.resume = "auto" to go on with the run in it'
+            )
+        if resume == "must" and not has_checkpoint:
+            raise RunFolderError(
+                f'{path} holds no checkpoint and train.resume is "must": check the folder, or set '
+                'train.resume = "auto" to start a run'
+            )
+        if not has_run and (foreign := sorted(names & set(FILES))):
+            raise RunFolderError(
+                f"{path} holds {', '.join(foreign)} but no run; a run would overwrite them: choose "
+                "another folder"
+            )
+        try:
+            (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"{path}: cannot be created ({error.strerror})") from error
+        return RunFolder(path, has_run=has_run)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoint store keeps its steps."""
+        return self.path / CHECKPOINTS
+
+    def lock(self) -> None:
+        """Takes the lease, or raises RunFolderError saying who holds it.
+
+        The lock dies with the process (and with children forked while it is held), so a crashed run
+        never blocks the next one.
+        """
+        assert self._lease is None, "locked already"
+        file = self.path / LEASE
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunFolderError(f"{file}: cannot be opened ({error.strerror})") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(os.pread(handle, 4096, 0))
+            os.close(handle)
+            raise RunFolderError(
+                f"{self.path} is in use by another run ({holder}): wait for it, stop it, or choose "
+                "another folder"
+            ) from error
+        except OSError as error:
+            os.close(handle)
+            raise RunFolderError(
+                f"{file}: cannot be locked ({error.strerror}): choose a folder on a file system "
+                "that knows file locks"
+            ) from error
+        body = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(body).encode(), 0)
+        self._lease = handle
+
+    def release(self) -> None:
+        """Gives the lease back; nothing happens when it is not held."""
+        if self._lease is not None:
+            os.close(self._lease)
+            self._lease = None
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a file whole: readers and crashes meet the old or the new content, never half."""
+        target = self._file(name)
+        temporary = target.with_name(f".{name}.tmp")
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        return target
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Writes a JSON file whole."""
+        return self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def append(self, name: str, row: dict[str, object]) -> None:
+        """Appends one row to a ``.jsonl`` file, floats in full precision."""
+        with self._file(name).open("a", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def truncate_after(self, name: str, step: int) -> int:
+        """Cuts a ``.jsonl`` file back to the rows up to `step`; returns how many rows went.
+
+        Also removes a last line that a crash left unfinished. A step of -1 cuts every row.
+        """
+        file = self._file(name)
+        if not file.exists():
+            return 0
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept: list[str] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                keep = json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and not line.endswith("\n"):
+                    continue
+                raise RunFolderError(f"{file}, line {number}: not a row of a run") from error
+            if keep:
+                kept.append(line.rstrip("\n") + "\n")
+        if kept != lines:
+            self.write_text(name, "".join(kept))
+        return len(lines) - len(kept)
+
+    def _file(self, name: str) -> Path:
+        assert name == Path(name).name and not name.startswith("."), f"not a plain name: {name}"
+        return self.path / name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One key that differs between two resolved configurations; None stands for "not set"."""
+
+    key: str
+    old: object
+    new: object
+    kind: Literal["free", "layout", "training", "model"]
+
+    def __str__(self) -> str:
+        old, new = ("(not set)" if v is None else format_value(v) for v in (self.old, self.new))
+        return f"{self.key}: {old} -> {new} ({self.kind})"
+
+
+#: Keys that never touch the result. The preset is a name: the model's own fields say what it is.
+FREE = frozenset(
+    {
+        "model.preset",
+        "train.checkpoint_every",
+        "train.checkpoints_kept",
+        "train.validate_every",
+        "train.validation_batches",
+        "train.resume",
+        "train.device",
+        "train.timeout_seconds",
+    }
+)
+#: Keys outside [train] and [data] that change the course of training, but no stored tensor.
+TRAINING = frozenset(
+    {
+        "model.aux_loss_coefficient",
+        "model.z_loss_coefficient",
+        "model.router_bias_rate",
+        "model.init_std",
+        "plan.payload",
+    }
+)
+#: Schedules that train on stale weights: moving to or from one changes more than the layout.
+ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw", "ampnet"})
+
+
+def compare(old: str, new: str) -> list[Change]:
+    """The keys that differ between two resolved config.toml texts, sorted, each with its kind.
+
+    free: does not touch the result. layout: the same result, spread otherwise. training: another
+    course of training. model: another model, which the saved tensors do not fit. Raises
+    RunFolderError when a text is not TOML.
+    """
+    try:
+        before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
+    except tomllib.TOMLDecodeError as error:
+        raise RunFolderError(f"the config.toml of the run is not TOML: {error}") from error
+    return [
+        Change(key=key, old=before.get(key), new=after.get(key), kind=_kind(key, before, after))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset()) -> None:
+    """Raises RunFolderError for model changes and for training changes with a key not allowed."""
+    model = [change for change in changes if change.kind == "model"]
+    training = [c for c in changes if c.kind == "training" and c.key not in allowed]
+    if not model and not training:
+        return
+    lines = ["this is not the configuration that the run in this folder was started with:"]
+    lines += [f"  {change}" for change in model + training]
+    if model:
+        lines.append("the model cannot change on resume: choose another folder for it")
+    if training:
+        keys = " ".join(f"--allow-change {change.key}" for change in training)
+        lines.append(f"to go on with another course of training: {keys}")
+    raise RunFolderError("\n".join(lines))
+
+
+def _kind(
+    key: str, before: dict[str, object], after: dict[str, object]
+) -> Literal["free", "layout", "training", "model"]:
+    old, new = before.get(key), after.get(key)
+    if key in FREE:
+        return "free"
+    if key in TRAINING:
+        return "training"
+    if key == "train.steps":
+        longer = isinstance(old, int) and isinstance(new, int) and new > old
+        return "free" if longer else "training"
+    if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
+        return "training"
+    if key == "data.tokenizer":
+        return "model"
+    section = key.partition(".")[0]
+    if section == "plan":
+        return "layout"
+    if section == "model":
+        return "model"
+    return "training" if section in ("train", "data") else "free"
+
+
+def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """{"plan": {"ep": 2}} -> {"plan.ep": 2}."""
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _names(path: Path) -> set[str]:
+    """The names in a folder; none when it does not exist. RunFolderError for anything else."""
+    try:
+        return set(os.listdir(path))
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be a run folder ({error.strerror})") from error
+
+
+def _has_checkpoint(path: Path) -> bool:
+    folder = path / CHECKPOINTS
+    return folder.is_dir() and any(STEP.fullmatch(name) for name in os.listdir(folder))
+
+
+def _holder(body: bytes) -> str:
+    """Who holds a lease, in words."""
+    try:
+        content = json.loads(body)
+        return f"pid {content['pid']} on {content['host']}, since {content['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "its lease does not say whose"

@@ -1,0 +1,112 @@
+"""The optimizer over fp32 masters, and the learning rate of each step.
+
+Parameters in bfloat16 have an fp32 master that the optimizer steps and from which they are rounded;
+fp32 and fp64 parameters are their own masters. Everything is elementwise on local shards, so the
+result does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moemesh.config.train import TrainConfig
+
+#: torch's names of the per-element state that a checkpoint must carry.
+STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up, then a cosine from `lr` to ``lr * final_lr_ratio``; `step` counts from 1."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    rest = max(config.steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / rest, 1.0)
+    lowest = config.lr * config.final_lr_ratio
+    return lowest + 0.5 * (config.lr - lowest) * (1 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """AdamW (Loshchilov & Hutter, 2019) or SGD on the masters of all local parameters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+        self._kind = config.optimizer
+        self._parameters = dict(parameters)
+        self.masters: dict[str, nn.Parameter] = {
+            name: nn.Parameter(parameter.detach().float())
+            if parameter.dtype == torch.bfloat16
+            else parameter
+            for name, parameter in parameters.items()
+        }
+        # No decay for norms: they are scales, not directions.
+        groups = [
+            {"params": [m for m in self.masters.values() if m.ndim > 1]},
+            {"params": [m for m in self.masters.values() if m.ndim == 1], "weight_decay": 0.0},
+        ]
+        self._torch: torch.optim.Optimizer
+        if config.optimizer == "adamw":
+            self._torch = torch.optim.AdamW(
+                groups,
+                lr=config.lr,
+                betas=tuple(config.adam_betas),
+                eps=config.epsilon,
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+        else:
+            self._torch = torch.optim.SGD(
+                groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            )
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """One update from complete gradients (fp32 or fp64, the shape of the local parameters)."""
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
+        self._torch.step()
+        for master in self.masters.values():
+            master.grad = None
+        self.round_masters()
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Copy the masters into the parameters that are not their own master."""
+        for name, parameter in self._parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def state_names(self) -> tuple[str, ...]:
+        """The kinds of per-element state that this optimizer can have."""
+        return STATE_NAMES[self._kind]
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Kind ("exp_avg", ...) -> parameter name -> tensor of the local shape; empty at step 0."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for kind in self.state_names():
+            for name, master in self.masters.items():
+                tensor = self._torch.state[master].get(kind)
+                if tensor is not None:
+                    found.setdefault(kind, {})[name] = tensor
+        return found
+
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """Restore what :meth:`state` returned after `step` updates."""
+        for kind, tensors in state.items():
+            for name, tensor in tensors.items():
+                self._torch.state[self.masters[name]][kind] = tensor
+        if self._kind == "adamw" and step > 0:
+            for master in self.masters.values():
+                self._torch.state[master]["step"] = torch.tensor(float(step))
+        self.round_masters()
+
+    def num_state_bytes(self) -> int:
+        """Bytes of masters that are not parameters, and of moments."""
+        masters = [
+            master for name, master in self.masters.items() if master is not self._parameters[name]
+        ]
+        moments = [tensor for kind in self.state().values() for tensor in kind.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*masters, *moments])

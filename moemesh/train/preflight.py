@@ -1,0 +1,71 @@
+"""Known before a process starts: settings of the contract that cannot be trained yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moemesh.config.errors import Problem
+from moemesh.config.load import Resolved
+from moemesh.config.run import RunConfig
+
+#: Values of plan keys that this version carries out; the others are planned, not trained.
+TRAINABLE: dict[str, tuple[object, ...]] = {
+    "pp": (1,),
+    "cp": (1,),
+    "dispatcher": ("all_to_all", "all_gather"),
+    "combine": ("fast",),
+    "payload": ("same",),
+    "dispatch_chunks": (1,),
+    "schedule": ("1f1b", "gpipe"),
+    "stages_per_rank": (1,),
+    "data": ("replicate",),
+    "recompute": ("none",),
+    "spare_slots": (0,),
+}
+
+
+def untrainable(resolved: Resolved) -> list[Problem]:
+    """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
+    return list(_problems(resolved.config, resolved.origins))
+
+
+def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
+    for name, values in TRAINABLE.items():
+        value = getattr(config.plan, name)
+        if value not in values:
+            names = " or ".join(str(known) for known in values)
+            yield Problem(
+                code="not-available",
+                key=f"plan.{name}",
+                value=value,
+                origin=origins.get(f"plan.{name}", ""),
+                message=f"{name} = {value} cannot be trained by this version",
+                fix=f"{name} = {names}",
+            )
+    if config.model_path is not None:
+        yield Problem(
+            code="not-available",
+            key="model.path",
+            value=config.model_path,
+            origin=origins.get("model.path", ""),
+            message="weights cannot be read from a folder by this version",
+            fix="model.preset, or the sizes of the model one by one",
+        )
+    if config.model.attention != "gqa":
+        yield Problem(
+            code="not-available",
+            key="model.attention",
+            value=config.model.attention,
+            origin=origins.get("model.attention", ""),
+            message="latent attention can be planned but not trained by this version",
+            fix='attention = "gqa"',
+        )
+    if config.model.num_mtp_layers:
+        yield Problem(
+            code="not-available",
+            key="model.num_mtp_layers",
+            value=config.model.num_mtp_layers,
+            origin=origins.get("model.num_mtp_layers", ""),
+            message="multi-token prediction can be planned but not trained by this version",
+            fix="num_mtp_layers = 0",
+        )

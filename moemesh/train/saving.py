@@ -1,0 +1,141 @@
+"""A run's state to and from checkpoints: logical names, global expert ids, any layout.
+
+    model.layers.1.feed_forward.experts.17.gate_up      fp32 master (or the weight itself)
+    optimizer.exp_avg.layers.1.feed_forward...          moments, the same names
+    model.layers.1.feed_forward.router.selection_bias   buffers
+
+Nothing in a name or a shape tells which layout wrote it, so any layout can read it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint import store
+from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
+from moemesh.comm.collectives import barrier, gather_json
+from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.placement import Placement
+from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import Optimizer
+
+
+def save(
+    folder: RunFolder,
+    step: int,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    state: dict[str, object],
+    *,
+    keep: int,
+) -> None:
+    """Write ``checkpoints/step-<step>`` from all ranks, then drop checkpoints beyond `keep`.
+
+    Raises CheckpointError on every rank when one fails; older checkpoints stay as they are.
+    """
+    mesh = parallel.mesh
+    moments = optimizer.state()
+    shards = list(_owned(parallel, "model", optimizer.masters))
+    for kind, tensors in moments.items():
+        shards += _owned(parallel, f"optimizer.{kind}", tensors)
+    if mesh.rank == 0:
+        shards += _buffers(parallel)
+    store.save(
+        folder.checkpoints,
+        step,
+        shards,
+        {**state, "moments": sorted(moments)},
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        gather=lambda value: gather_json(value, mesh.control),
+        barrier=lambda: barrier(mesh.control),
+    )
+    if mesh.rank == 0:
+        store.prune(folder.checkpoints, keep)
+    barrier(mesh.control)
+
+
+def newest(
+    folder: RunFolder, parallel: ParallelModel, on_skip: Callable[[int, str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint that verifies, the same on every rank; None when there is none."""
+    mesh = parallel.mesh
+    found, skipped = None, []
+    if mesh.rank == 0:
+        found = store.latest(folder.checkpoints, lambda *why: skipped.append(why))
+    step, bad = gather_json([found.step if found else None, skipped], mesh.control)[0]
+    if step is None and bad:
+        reasons = "\n".join(f"  step {number}: {why}" for number, why in bad)
+        raise CheckpointError(
+            f"no checkpoint in {folder.checkpoints} can be read:\n{reasons}\nrestore one of them, "
+            "or choose another folder to start again"
+        )
+    for number, why in skipped:
+        on_skip(number, why)
+        # Out of the way, not away: the run will write this step again.
+        broken = folder.checkpoints / f"step-{number}"
+        broken.rename(folder.checkpoints / f"broken-step-{number}-{time.time_ns()}")
+    if step is None or found is not None:
+        return found
+    return store.open_checkpoint(folder.checkpoints, step, verify="sizes")
+
+
+def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) -> None:
+    """Restore weights, moments and buffers, each rank reading only what it holds."""
+    shards = list(_held(parallel, "model", optimizer.masters))
+    moments: dict[str, dict[str, Tensor]] = {}
+    for kind in optimizer.state_names():
+        if kind in checkpoint.state["moments"]:
+            moments[kind] = {n: torch.zeros_like(m.data) for n, m in optimizer.masters.items()}
+            shards += _held(parallel, f"optimizer.{kind}", moments[kind])
+    checkpoint.load_into(shards + _buffers(parallel))
+    optimizer.load_state(moments, checkpoint.step)
+
+
+def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+    """What this rank saves: every logical element is owned by one rank."""
+    for name, where in parallel.placements.items():
+        if where.is_owner(parallel.mesh):
+            yield from _shards(parallel, prefix, where, tensors[name])
+
+
+def _held(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+    """What this rank reads: all it holds, replicas too."""
+    for name, where in parallel.placements.items():
+        yield from _shards(parallel, prefix, where, tensors[name])
+
+
+def _shards(
+    parallel: ParallelModel, prefix: str, where: Placement, tensor: Tensor
+) -> Iterator[Shard]:
+    slices = where.slices(parallel.mesh)
+    offset = tuple(part.start for part in slices)
+    tensor = tensor.detach()
+    if not where.is_expert:
+        yield Shard(name=f"{prefix}.{where.name}", shape=where.shape, offset=offset, tensor=tensor)
+        return
+    module, _, leaf = where.name.rpartition(".")
+    for place, expert in enumerate(slices[0]):
+        yield Shard(
+            name=f"{prefix}.{module}.{expert}.{leaf}",
+            shape=where.shape[1:],
+            offset=offset[1:],
+            tensor=tensor[place],
+        )
+
+
+def _buffers(parallel: ParallelModel) -> list[Shard]:
+    """The routers' biases: whole and equal on every rank."""
+    return [
+        Shard(
+            name=f"model.{name}",
+            shape=tuple(buffer.shape),
+            offset=(0,) * buffer.ndim,
+            tensor=buffer,
+        )
+        for name, buffer in parallel.model.named_buffers()
+    ]

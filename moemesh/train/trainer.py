@@ -1,0 +1,169 @@
+"""The training loop of one rank: resume, step, validate, save, stop when asked, write the run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from moemesh.checkpoint.store import Checkpoint
+from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.config.run import RunConfig
+from moemesh.model.batch import Batch
+from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.trace.run import MetricsRow
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train import saving
+from moemesh.train.artifacts import Artifacts
+from moemesh.train.console import Console
+from moemesh.train.data import Samples
+from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.signals import StopRequest
+from moemesh.train.step import evaluate, gradients_of_step, update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a rank needs to train."""
+
+    config: RunConfig
+    mesh: Mesh
+    folder: RunFolder
+    samples: Samples
+    console: Console
+    stop: StopRequest
+
+
+def train(job: Job) -> int:
+    """Train to the last step, or until asked to stop. Returns the process's exit code."""
+    config, mesh, console = job.config, job.mesh, job.console
+    parallel = parallelize(
+        config.model,
+        config.plan,
+        mesh,
+        seed=config.train.seed,
+        dtype=getattr(torch, config.train.dtype),
+    )
+    optimizer = Optimizer(dict(parallel.model.named_parameters()), config.train)
+    artifacts = Artifacts(job.folder, config, parallel, optimizer)
+    checkpoint = saving.newest(
+        job.folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
+    )
+    done, position = _resume(job, parallel, optimizer, checkpoint)
+    artifacts.begin(done, unigram_loss=job.samples.unigram_loss())
+    console.say(artifacts.banner(job.samples))
+    if done >= config.train.steps:
+        console.say(f"already trained to step {done} of {config.train.steps}")
+        return 0
+    if done:
+        console.say(f"resumed from step {done}; {config.train.steps - done} steps to go")
+
+    saved = done
+    with console.training(done, config.train.steps):
+        for step in range(done + 1, config.train.steps + 1):
+            row = _step(job, parallel, optimizer, artifacts, step, position)
+            position += config.data.global_batch
+            console.step(row, config.train.steps)
+            stopping = _anyone(mesh, job.stop.requested)
+            every = config.train.checkpoint_every
+            if stopping or step == config.train.steps or (every and step % every == 0):
+                state = {"step": step, "position": position}
+                keep = config.train.checkpoints_kept
+                saving.save(job.folder, step, parallel, optimizer, state, keep=keep)
+                saved = step
+            if stopping:
+                break
+    artifacts.finish()
+    if saved < config.train.steps:
+        console.say(f"stopped at step {saved}, saved; the same command goes on from there")
+        return job.stop.exit_code
+    console.say(artifacts.summary())
+    return 0
+
+
+def _resume(
+    job: Job, parallel: ParallelModel, optimizer: Optimizer, checkpoint: Checkpoint | None
+) -> tuple[int, int]:
+    """Steps done and samples consumed so far; both 0 for a fresh start."""
+    if checkpoint is None:
+        return 0, 0
+    saving.load(checkpoint, parallel, optimizer)
+    return checkpoint.step, int(checkpoint.state["position"])
+
+
+def _step(
+    job: Job,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    artifacts: Artifacts,
+    step: int,
+    position: int,
+) -> MetricsRow:
+    """One optimizer step with its metrics; validation when it is due."""
+    train, start = job.config.train, time.perf_counter()
+    recorder = TimelineRecorder(job.mesh.rank)
+    recorder.step = step
+    with recorder.span("data"):
+        ids = job.samples.ids_at(position, job.config.data.global_batch)
+        batches = own_batches(job, ids, job.config.plan.microbatches)
+    with artifacts.first_step_memory(step):
+        result = gradients_of_step(parallel, batches, recorder)
+    if result.skipped:
+        job.console.say(f"step {step}: a gradient is not finite; no rank updates its weights")
+    lr = learning_rate(train, step)
+    with recorder.span("optimizer"):
+        update(parallel, optimizer, result, lr=lr, clip=train.clip)
+    seconds = time.perf_counter() - start
+    validation = None
+    if step == train.steps or (train.validate_every and step % train.validate_every == 0):
+        validation = validate(job, parallel)
+    row = MetricsRow(
+        step=step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        aux_loss=result.aux_loss,
+        tokens=result.num_tokens,
+        tokens_per_second=result.num_tokens / seconds,
+        lr=lr,
+        seconds=seconds,
+        validation_loss=validation,
+    )
+    artifacts.record(row, result.counts_LE, recorder)
+    return row
+
+
+def own_batches(job: Job, ids: object, num_parts: int) -> list[Batch]:
+    """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
+
+    Shares may differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    """
+    dp, found = job.mesh["dp"], []
+    own = shard_range(len(ids), dp.size, dp.index)
+    for index in range(num_parts):
+        part = shard_range(len(own), num_parts, index)
+        rows = slice(own.start + part.start, own.start + part.stop)
+        tokens, targets = (t.to(job.mesh.device) for t in job.samples.batch(ids[rows]))
+        sequences = torch.arange(rows.start, rows.stop, device=job.mesh.device)
+        found.append(Batch(tokens_BS=tokens, targets_BS=targets, sequences_B=sequences))
+    return found
+
+
+def validate(job: Job, parallel: ParallelModel) -> float:
+    """Loss on the held-out split: up to `validation_batches` global batches of it."""
+    size = job.config.data.global_batch
+    ids = job.samples.validation_ids(job.config.train.validation_batches * size)
+    batches = []
+    for start in range(0, len(ids), size):
+        batches += own_batches(job, ids[start : start + size], 1)
+    return evaluate(parallel, batches)
+
+
+def _anyone(mesh: Mesh, flag: bool) -> bool:
+    """Whether the flag is set on any rank: all ranks decide alike."""
+    flags = torch.tensor([int(flag)])
+    all_reduce_(flags, mesh.control, op="max", caller="stop", phase="control")
+    return bool(flags.item())

@@ -1,0 +1,111 @@
+"""Several ranks in one process: threads that gather through a barrier, and uneven slices."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moemesh.checkpoint.store import Shard, save
+from moemesh.config.layout import shard_range
+
+
+class Ranks:
+    """An all-gather of JSON for `size` threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slots: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def gather(self, rank: int) -> Callable[[object], list[Any]]:
+        def exchange(value: object) -> list[Any]:
+            self.slots[rank] = json.loads(json.dumps(value))
+            self._barrier.wait()
+            result = list(self.slots)
+            self._barrier.wait()
+            return result
+
+        return exchange
+
+    def barrier(self) -> None:
+        self._barrier.wait()
+
+
+def save_as_ranks(
+    folder: Path,
+    step: int,
+    per_rank: Sequence[Sequence[Shard]],
+    state: dict[str, Any] | None = None,
+) -> list[Path | BaseException]:
+    """Runs save on one thread a rank; gives each rank's result or exception."""
+    size = len(per_rank)
+    ranks = Ranks(size)
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = save(
+                folder,
+                step,
+                per_rank[rank],
+                state if state is not None else {"step": step},
+                rank=rank,
+                world_size=size,
+                gather=ranks.gather(rank),
+                barrier=ranks.barrier,
+            )
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def save_one(
+    folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Any] | None = None
+) -> Path:
+    """Saves as a world of one rank."""
+    return save(
+        folder,
+        step,
+        shards,
+        state if state is not None else {"step": step},
+        rank=0,
+        world_size=1,
+        gather=lambda value: [value],
+        barrier=lambda: None,
+    )
+
+
+def whole(name: str, tensor: torch.Tensor) -> Shard:
+    """A tensor that one rank holds entirely."""
+    return Shard(name=name, shape=tuple(tensor.shape), offset=(0,) * tensor.ndim, tensor=tensor)
+
+
+def cut(name: str, tensor: torch.Tensor, parts: Sequence[int]) -> list[Shard]:
+    """The balanced rectangles of `tensor`, ``parts[d]`` of them along dimension d, row-major."""
+    shards = [((), tensor)]
+    for dim, count in enumerate(parts):
+        shards = [
+            (
+                (*offset, pieces.start),
+                part.narrow(dim, pieces.start, len(pieces)),
+            )
+            for offset, part in shards
+            for index in range(count)
+            for pieces in [shard_range(tensor.shape[dim], count, index)]
+        ]
+    return [
+        Shard(name=name, shape=tuple(tensor.shape), offset=offset, tensor=part)
+        for offset, part in shards
+    ]

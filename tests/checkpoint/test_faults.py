@@ -1,0 +1,386 @@
+"""A save stopped at every file operation, and every way a stored checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.checkpoint import files, load, manifest
+from moemesh.checkpoint.store import (
+    CheckpointError,
+    Shard,
+    candidates,
+    latest,
+    open_checkpoint,
+    prune,
+)
+from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
+
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
+
+
+class Killed(BaseException):
+    """The process died here."""
+
+
+class FaultyOs:
+    """`os`, whose n-th call of CALLS fails instead of (or after half of) being done."""
+
+    def __init__(self, fail_at: int, error: Callable[[], BaseException]) -> None:
+        self.fail_at, self.error, self.count = fail_at, error, 0
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            self.log.append(name)
+            if self.count == self.fail_at:
+                if name == "write":  # half of it reaches the disk
+                    real(args[0], args[1][: len(args[1]) // 2])
+                raise self.error()
+            return real(*args, **kwargs)
+
+        return call
+
+
+def shards(value: float) -> list[Shard]:
+    return cut("w", torch.full((6, 2), value), [2, 1])
+
+
+def count_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    with monkeypatch.context() as patch:
+        faulty = FaultyOs(-1, Killed)
+        patch.setattr(files, "os", faulty)
+        save_one(tmp_path / "count", 1, shards(1))
+        assert set(faulty.log) == {"mkdir", "open", "write", "fsync", "rename"}
+        return faulty.count
+
+
+def never(step: int, reason: str) -> None:
+    raise AssertionError(f"step {step} was skipped: {reason}")
+
+
+def test_everything_is_durable_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = FaultyOs(-1, Killed)
+    monkeypatch.setattr(files, "os", faulty)
+    save_one(tmp_path, 1, shards(1))
+    new_file, synced_folder = ["open", "write", "fsync"], ["open", "fsync"]
+    tensors = ["open", "write", "write", "write", "fsync"]  # header and two slices
+    commit = [*new_file, *synced_folder, "rename", *synced_folder]
+    assert faulty.log == ["mkdir", *tensors, *synced_folder, *commit]
+
+
+def test_killed_at_each_operation_the_old_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = set()
+    for fail_at in range(1, count_calls(tmp_path, monkeypatch) + 1):
+        folder = tmp_path / str(fail_at)
+        save_one(folder, 1, shards(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", FaultyOs(fail_at, Killed))
+            with pytest.raises(Killed):
+                save_one(folder, 2, shards(2))
+        # whatever is on the disk, it is one of the two, whole, and nothing half is a candidate
+        found = latest(folder, never)
+        assert found is not None
+        assert torch.equal(found.read("w"), torch.full((6, 2), float(found.step)))
+        outcomes.add(found.step)
+        if found.step == 1:
+            save_one(folder, 2, shards(2))  # the next run can save the same step
+        prune(folder, 1)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-2", "verified.json"]
+    assert outcomes == {1, 2}
+
+
+def test_error_at_each_operation_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> OSError:
+        return OSError(errno.ENOSPC, "No space left on device")
+
+    for fail_at in range(1, count_calls(tmp_path, monkeypatch) + 1):
+        folder = tmp_path / str(fail_at)
+        save_one(folder, 1, shards(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", FaultyOs(fail_at, full))
+            with pytest.raises(CheckpointError, match=r"rank 0: .*No space left on device"):
+                save_one(folder, 2, shards(2))
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        save_one(folder, 2, shards(2))
+
+
+def test_disk_full_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moemesh.checkpoint import store
+
+    real = store.write_file
+
+    def write(path: Path, chunks: Any) -> tuple[int, str]:
+        if path.name == "rank-00002.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, chunks)
+
+    monkeypatch.setattr(store, "write_file", write)
+    for result in save_as_ranks(tmp_path, 1, [[s] for s in cut("w", torch.ones(7, 3), [4, 1])]):
+        assert isinstance(result, CheckpointError)
+        assert "rank 2: " in str(result) and "24 bytes needed by this rank" in str(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_killed_at_each_operation_keeps_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at = 0
+    while True:
+        fail_at += 1
+        folder = tmp_path / str(fail_at)
+        for step in (1, 2, 3):
+            save_one(folder, step, shards(step))
+        faulty = FaultyOs(fail_at, Killed)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", faulty)
+            try:
+                prune(folder, 1)
+                break
+            except Killed:
+                pass
+        found = latest(folder, never)
+        assert found is not None and found.step == 3
+        prune(folder, 1)
+        assert candidates(folder) == [3]
+    assert fail_at > 10
+
+
+# --- what is on the disk is wrong --------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two ranks' checkpoint of step 2, above a good step 1."""
+    save_one(tmp_path, 1, shards(1))
+    tensor = torch.arange(30.0).reshape(10, 3)
+    save_as_ranks(tmp_path, 2, [[s] for s in cut("w", tensor, [2, 1])], {"note": "hello"})
+    return tmp_path
+
+
+def refused(folder: Path, message: str, verify: Any = "full") -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder, 2, verify=verify)
+    skipped: list[int] = []
+    found = latest(folder, lambda step, _: skipped.append(step))
+    assert found is not None and found.step == 1 and skipped == [2]
+
+
+def test_every_flipped_byte_is_seen(saved: Path) -> None:
+    for name in os.listdir(saved / "step-2"):
+        file = saved / "step-2" / name
+        original = file.read_bytes()
+        for position in range(len(original)):
+            damaged = bytearray(original)
+            damaged[position] ^= 1 << position % 8
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=name):
+                open_checkpoint(saved, 2)
+        file.write_bytes(original)
+    assert open_checkpoint(saved, 2).state == {"note": "hello"}
+
+
+def test_truncated_missing_extra_empty_swapped(saved: Path) -> None:
+    folder = saved / "step-2"
+    file = folder / "rank-00001.safetensors"
+    other = folder / "rank-00000.safetensors"
+    original = file.read_bytes()
+    size = len(original)
+    for cut_to in (0, 7, 8, 40, size - 1):
+        file.write_bytes(original[:cut_to])
+        refused(saved, rf"rank-00001.*truncated: size {cut_to}, expected {size}", "sizes")
+    file.write_bytes(original + b"\0")
+    refused(saved, "too long: size", "sizes")
+    file.unlink()
+    refused(saved, "rank-00001.safetensors: missing", "sizes")
+    file.write_bytes(original)
+    (folder / "rank-00002.safetensors").write_bytes(original)
+    refused(saved, "rank-00002.safetensors: does not belong", "sizes")
+    (folder / "rank-00002.safetensors").unlink()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(original)
+    refused(saved, "the header disagrees with the manifest", "sizes")
+
+
+def test_manifest_missing_damaged_or_of_another_step(saved: Path) -> None:
+    file = saved / "step-2" / "manifest.json"
+    original = file.read_bytes()
+    file.write_bytes(original[:-20])
+    refused(saved, "manifest.json: not valid JSON", "sizes")
+    file.write_bytes(b"[" * 100_000)
+    refused(saved, "manifest.json: not valid JSON", "sizes")
+    file.write_bytes(b"3")
+    refused(saved, "manifest.json: not a JSON object", "sizes")
+    file.write_bytes(original.replace(b"hello", b"hallo"))
+    refused(saved, "manifest.json: its digest is", "sizes")
+    file.write_bytes(original + b"\n")
+    refused(saved, "manifest.json: its digest is", "sizes")
+    file.unlink()
+    refused(saved, "manifest.json: No such file", "sizes")
+    shutil.rmtree(saved / "step-2")
+    shutil.copytree(saved / "step-1", saved / "step-2")
+    refused(saved, "is of step 1: a renamed folder", "sizes")
+
+
+def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrites the manifest with a digest that fits: only schema and containment can refuse it."""
+    file = saved / "step-2" / "manifest.json"
+    content = json.loads(file.read_bytes())
+    del content["digest"]
+    change(content)
+    digest = manifest._digest(content)
+    file.write_bytes(manifest.encode_json({**content, "digest": digest}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format=2), "format 2; this version reads format 1"),
+        (lambda m: m.update(extra=1), "extra"),
+        (lambda m: m.update(step="2"), "step: "),
+        (lambda m: m["tensors"]["w"].update(shape=[-10, 3]), "tensors.w.shape.0"),
+        (lambda m: m["tensors"]["w"].update(shape=[10.0, 3]), "tensors.w.shape.0"),
+        (lambda m: m["tensors"]["w"].update(shape=[2**62, 3]), "tensors.w.shape.0"),
+        (lambda m: m["tensors"]["w"].update(shape=[2**59, 3]), "more than"),
+        (lambda m: m["tensors"]["w"].update(dtype="object"), "tensors.w.dtype"),
+        (lambda m: m["tensors"]["w"]["slices"].pop(), "no rank holds 15 of its 30"),
+        (
+            lambda m: m["tensors"]["w"]["slices"][0].update(
+                file="../step-1/rank-00000.safetensors"
+            ),
+            "tensors.w.slices.0.file",
+        ),
+        (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "digest": "x"}}), "files"),
+        (
+            lambda m: m["tensors"]["w"]["slices"][1].update(file="rank-00009.safetensors"),
+            "not a file here",
+        ),
+        (lambda m: m["tensors"]["w"]["slices"][1].update(key="w@0,0"), "header disagrees"),
+        (lambda m: m["tensors"]["w"].update(dtype="float64"), "header disagrees"),
+        (
+            lambda m: m["tensors"].update(v=json.loads(json.dumps(m["tensors"]["w"]))),
+            "used twice",
+        ),
+    ],
+)
+def test_forged_manifests(
+    saved: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    forge(saved, change)
+    refused(saved, message, "sizes")
+
+
+def test_links_are_not_followed(saved: Path) -> None:
+    file = saved / "step-2" / "rank-00001.safetensors"
+    outside = saved / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+    refused(saved, "rank-00001.safetensors: is not a regular file")
+    shutil.rmtree(saved / "step-2")
+    (saved / "step-2").symlink_to(saved / "step-1")
+    refused(saved, "step-2: is not a folder")
+
+
+def rewrite_header(saved: Path, header: bytes, length: int | None = None) -> None:
+    """Another header before the same tensor bytes, with a manifest that agrees about the size."""
+    file = saved / "step-2" / "rank-00001.safetensors"
+    raw = file.read_bytes()
+    body = raw[8 + struct.unpack("<Q", raw[:8])[0] :]
+    content = struct.pack("<Q", len(header) if length is None else length) + header + body
+    file.write_bytes(content)
+    forge(saved, lambda m: m["files"][file.name].update(size=len(content)))
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "message"),
+    [
+        (b"{}", None, "do not fill the file"),
+        (b"{}", 2**63, "header of 9223372036854775808 bytes"),
+        (b"{}", 0, "header of 0 bytes"),
+        (b"[]", None, "header is damaged"),
+        (b"[" * 50_000, None, "header is damaged"),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[0,56]}}', None, "do not fill"),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[4,60]}}', None, "do not fill"),
+        (b'{"w@5,0":{"dtype":"F32","shape":[3,5],"data_offsets":[0,60]}}', None, "disagrees"),
+        (b'{"w@5,0":{"dtype":"I32","shape":[5,3],"data_offsets":[0,60]}}', None, "disagrees"),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":["0",60]}}', None, "damaged"),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3]}}', None, "damaged"),
+    ],
+)
+def test_forged_headers(saved: Path, header: bytes, length: int | None, message: str) -> None:
+    rewrite_header(saved, header, length)
+    refused(saved, message, "sizes")
+
+
+def test_header_limit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "HEADER_LIMIT", 10)
+    with pytest.raises(CheckpointError, match="the limit is 10"):
+        open_checkpoint(saved, 2)
+    monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 10)
+    with pytest.raises(CheckpointError, match="larger than the limit of 10"):
+        open_checkpoint(saved, 2)
+
+
+def test_a_pickle_is_only_bytes(saved: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (pytest.fail, ("unpickled",))
+
+    (saved / "step-2" / "rank-00001.safetensors").write_bytes(pickle.dumps(Bomb()))
+    refused(saved, "truncated")
+    (saved / "step-2" / "manifest.json").write_bytes(pickle.dumps(Bomb()))
+    refused(saved, "manifest.json: not valid JSON")
+
+
+def test_no_pickle_and_no_second_door_in_the_sources() -> None:
+    sources = {path.name: path.read_text() for path in Path(load.__file__).parent.glob("*.py")}
+    for name, text in sources.items():
+        for word in ("pickle.", "import pickle", "torch.load", "marshal", "torch.distributed."):
+            assert word not in text, f"{name} uses {word}"
+        if name != "files.py":
+            assert "import os" not in text and ".open(" not in text, name
+
+
+def test_sharing_the_verification(saved: Path) -> None:
+    file = saved / "step-2" / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    checkpoint = open_checkpoint(saved, 2, verify="sizes")
+    checkpoint.verify(0, 2)
+    with pytest.raises(CheckpointError, match="rank-00001"):
+        checkpoint.verify(1, 2)
+
+
+def test_reading_what_is_not_there(saved: Path) -> None:
+    checkpoint = open_checkpoint(saved, 2)
+    with pytest.raises(CheckpointError, match="no tensor named x"):
+        checkpoint.read("x")
+    for offset, shape in (((0,), (1,)), ((-1, 0), (1, 1)), ((9, 0), (2, 1)), ((0, 0), (-1, 1))):
+        with pytest.raises(CheckpointError, match="has no part of shape"):
+            checkpoint.read("w", offset, shape)
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_checkpoint(saved, 77)
+    assert latest(saved / "nowhere", never) is None
+    assert whole("w", torch.zeros(1)).offset == (0,)

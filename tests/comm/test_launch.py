@@ -1,0 +1,187 @@
+"""Ranks that end well, fail, are killed, are interrupted, are restarted, or lose their launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemesh.comm import launch
+from moemesh.comm.mesh import Mesh
+
+RANK = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from moemesh.comm import launch
+
+what, folder = sys.argv[1:]
+ranks = launch.start("cpu", 60)
+total = torch.ones(1) * (ranks.rank + 1)
+dist.all_reduce(total)
+said = f"{ranks.rank} {ranks.world_size} {ranks.local_rank} {ranks.ranks_per_node} {ranks.device}"
+sys.stdout.write(f"{said} {total.item()} {os.environ['GLOO_SOCKET_IFNAME']}\n")
+sys.stdout.flush()
+if what == "fail" and ranks.rank == 1:
+    raise RuntimeError("gone wrong")
+if what == "tell" and ranks.rank == 0:
+    launch.report_failure(KeyError("told"))
+    sys.exit(7)
+if what == "kill" and ranks.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and ranks.rank == 1:
+    sys.exit(1)
+if what in ("fail", "tell", "kill", "restart"):
+    dist.barrier()
+if what in ("interrupt", "orphan"):
+    got = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
+    open(f"{folder}/ready-{ranks.rank}", "w").close()
+    while not got:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    open(f"{folder}/saved-{ranks.rank}", "w").write(" ".join(got))
+launch.stop()
+"""
+
+START = """
+import sys
+from pathlib import Path
+from moemesh.comm.launch import launch
+script, what, folder = sys.argv[1:]
+sys.exit(launch(2, [what, folder], log_folder=Path(folder) / "logs", entry=[script]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    return path
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+
+
+def begin(script: Path, what: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", START, str(script), what, str(script.parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def wait_for(*paths: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def test_ranks_run_and_only_rank_0_speaks(script):
+    process = begin(script, "end well")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out == "0 2 0 2 cpu 3.0 lo\n"
+    logs = script.parent / "logs"
+    assert (logs / "rank-1.out").read_text() == "1 2 1 2 cpu 3.0 lo\n"
+    assert (logs / "rank-1.err").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "first_line"),
+    [
+        ("fail", 1, "moemesh: rank 1 failed with exit code 1: RuntimeError: gone wrong"),
+        ("tell", 7, "moemesh: rank 0 failed with exit code 7: KeyError: 'told'"),
+        ("kill", 137, "moemesh: rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_first_rank_that_failed_is_named_once(script, what, code, first_line):
+    process = begin(script, what)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert err.splitlines()[0] == first_line
+    assert "elastic" not in err and "closed by peer" not in err and "reset by peer" not in err
+    assert err.count("Traceback") == (0 if what == "kill" else 1)
+    if what != "tell":  # what rank 0 saw is kept, but not shown
+        assert "RuntimeError" in (script.parent / "logs" / "rank-0.err").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
+    process = begin(script, "interrupt")
+    wait_for(*(script.parent / f"ready-{rank}" for rank in range(2)))
+    os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert err == f"moemesh: stopped by {number.name}\n"
+    for rank in range(2):
+        assert (script.parent / f"saved-{rank}").read_text() == number.name
+
+
+def test_ranks_leave_when_their_launcher_is_killed(script):
+    process = begin(script, "orphan")
+    wait_for(*(script.parent / f"ready-{rank}" for rank in range(2)))
+    process.kill()
+    process.communicate()
+    wait_for(*(script.parent / f"saved-{rank}" for rank in range(2)), seconds=10)
+
+
+def test_torchrun_restarts_over_gloo(script):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--max-restarts=1", str(script), "restart", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == ["0 2 0 2 cpu 3.0 lo"] * 2 + ["1 2 1 2 cpu 3.0 lo"] * 2
+
+
+def test_a_process_that_is_no_rank_is_a_world_of_one(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    hook, threads = sys.excepthook, torch.get_num_threads()
+    assert not launch.joined()
+    ranks = launch.start("cpu", 5)
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.ranks_per_node) == (0, 1, 0, 1)
+    assert not torch.distributed.is_initialized() and sys.excepthook is hook
+    assert Mesh.single(ranks.device).world_size == 1
+    launch.stop()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"1 rank\(s\).* want a CUDA device each, 0 found"):
+        launch.start("cuda", 5)
+
+
+FREED = """
+import resource, sys, torch
+from moemesh.comm.launch import keep_freed_memory
+assert sys.argv[1] == "no" or keep_freed_memory()
+for _ in range(5):
+    torch.empty(1 << 24).fill_(0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.empty(1 << 24).fill_(0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_kept_memory_is_not_faulted_in_again():
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", FREED, word])) for word in ("no", "yes")
+    ]
+    assert faults[1] < faults[0] / 10

@@ -1,0 +1,277 @@
+"""Sources, precedence, origins, and all problems of a bad configuration at once."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moemesh.config.errors import ConfigError, Problem, is_user_error
+from moemesh.config.load import Resolved, load_run, resolved_toml
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.schema import all_keys
+from moemesh.config.sources import preset_names
+from moemesh.config.toml import format_value, key_lines
+from moemesh.config.train import TrainConfig
+
+
+def write(folder: Path, text: str, name: str = "my.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems_of(files: list[Path], overrides: list[str], environ: dict | None = None) -> list:
+    with pytest.raises(ConfigError) as caught:
+        load_run(files, overrides, environ or {})
+    return list(caught.value.problems)
+
+
+def test_no_input_is_the_default() -> None:
+    resolved = load_run([], [], {})
+    assert resolved.config == RunConfig()
+    assert set(resolved.origins) == set(all_keys())
+    assert resolved.origins["plan.ep"] == "default"
+    assert resolved.origins["model.num_experts"] == "preset tiny"
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    first = write(
+        tmp_path,
+        "[train]\nsteps = 1\nlr = 1\nclip = 2.0\n\n[model]\npreset = 'tiny'\nnum_layers = 6\n",
+    )
+    second = write(tmp_path, "# comment\n[train]\nlr = 0.5\nseed = 3\n", "more.toml")
+    environ = {"MOEMESH__train__seed": "4", "MOEMESH__plan__dp": "2", "OTHER": "x"}
+    resolved = load_run([first, second], ["plan.dp=4", "train.resume=never"], environ)
+    train, origins = resolved.config.train, resolved.origins
+    assert (train.steps, train.lr, train.seed, train.clip) == (1, 0.5, 4, 2.0)
+    assert isinstance(train.lr, float)
+    assert train.resume == "never"
+    assert resolved.config.plan.dp == 4
+    assert resolved.config.model == ModelConfig(num_layers=6)
+    assert origins["train.steps"] == f"{first}:2"
+    assert origins["train.lr"] == f"{second}:3"
+    assert origins["train.seed"] == "environment MOEMESH__train__seed"
+    assert origins["plan.dp"] == "--set plan.dp=4"
+    assert origins["model.num_layers"] == f"{first}:8"
+    assert origins["model.hidden_size"] == "preset tiny"
+    assert origins["train.momentum"] == "default"
+
+
+def test_fields_beside_a_preset_win_whatever_their_order(tmp_path: Path) -> None:
+    path = write(tmp_path, "[model]\nnum_layers = 2\npreset = 'mixtral-8x7b'\n")
+    resolved = load_run([path], [], {})
+    assert resolved.config.model_preset == "mixtral-8x7b"
+    assert (resolved.config.model.num_layers, resolved.config.model.num_experts) == (2, 8)
+    assert resolved.origins["model.num_experts"] == "preset mixtral-8x7b"
+    assert resolved.origins["model.preset"] == f"{path}:3"
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MOEMESH__")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MOEMESH__train__steps", "7")
+    assert load_run().config.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.path=/some/where/*.txt", "/some/where/*.txt"),
+        ("data.path=name with blanks # no comment", "name with blanks # no comment"),
+        ('data.path="8"', "8"),
+        ("data.path='a b'", "a b"),
+        ("data.path=a=b", "a=b"),
+        ("data.path=a\nb", "a\nb"),
+        (" data.path = x", "x"),
+    ],
+)
+def test_texts_on_the_command_line(override: str, expected: str) -> None:
+    assert load_run([], [override], {}).config.data.path == expected
+
+
+def test_lists_become_tuples() -> None:
+    resolved = load_run([], ["train.adam_betas=[0.8, 0]"], {})
+    assert resolved.config.train.adam_betas == (0.8, 0.0)
+
+
+def test_model_path_is_kept_as_given() -> None:
+    config = load_run([], ["model.path=/models/mine"], {}).config
+    assert config.model_path == "/models/mine"
+    assert load_run_text(resolved_toml(config)).config == config
+
+
+def load_run_text(text: str) -> Resolved:
+    """Load `text` without writing a file: section by section as overrides."""
+    overrides = [
+        f"{section}.{key}={format_value(value)}"
+        for section, table in tomllib.loads(text).items()
+        for key, value in table.items()
+    ]
+    return load_run([], overrides, {})
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_round_trip_of_presets(tmp_path: Path, preset: str) -> None:
+    config = load_run([], [f"model.preset={preset}", "plan.ranks_per_node=1"], {}).config
+    again = load_run([write(tmp_path, resolved_toml(config))], [], {})
+    assert again.config == config
+    assert "default" not in {
+        origin for key, origin in again.origins.items() if getattr_key(config, key) is not None
+    }
+
+
+def getattr_key(config: RunConfig, key: str) -> object:
+    section, leaf = key.split(".")
+    if key in ("model.preset", "model.path"):
+        return getattr(config, f"model_{leaf}")
+    return getattr(getattr(config, section), leaf)
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    st.floats(min_value=1e-300, max_value=1e300),
+    st.integers(0, 2**63 - 1),
+)
+def test_round_trip_of_any_text_and_number(path: str, rate: float, seed: int) -> None:
+    config = RunConfig(train=TrainConfig(lr=rate, seed=seed))
+    config = replace(config, data=config.data.model_copy(update={"path": path}))
+    tables = tomllib.loads(resolved_toml(config))
+    assert tables["data"]["path"] == path
+    assert tables["train"]["lr"] == rate
+    assert load_run_text(resolved_toml(config)).config == config
+
+
+def test_round_trip_of_every_plan_choice() -> None:
+    config = RunConfig(
+        plan=Plan(dp=2, ep=2, schedule="zb_v", data="zero3", dispatcher="hierarchical"),
+        train=TrainConfig(dtype="float64", optimizer="sgd", resume="must", lr=1e-7),
+    )
+    assert load_run_text(resolved_toml(config)).config == config
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    good = write(tmp_path, '[train]\nsteps = "8"\nlr = true\n[plan]\ndp = 8\nep = 6\n')
+    broken = write(tmp_path, "[train\n", "broken.toml")
+    environ = {"MOEMESH__data__seqlen": "4"}
+    found = problems_of([good, broken, tmp_path / "none.toml"], ["train.clip=-1", "a.b=1"], environ)
+    assert {(item.code, item.key) for item in found} == {
+        ("wrong-type", "train.steps"),
+        ("wrong-type", "train.lr"),
+        ("not-divisible", "plan.ep"),
+        ("syntax", ""),
+        ("no-file", str(tmp_path / "none.toml")),
+        ("unknown-key", "data.seqlen"),
+        ("out-of-range", "train.clip"),
+        ("unknown-key", "a.b"),
+    }
+    assert sum(item.key == "plan.ep" for item in found) == 2
+
+
+def test_a_rule_over_a_value_of_a_wrong_type_is_left_out() -> None:
+    found = problems_of([], ['plan.dp="8"', "plan.ep=2"])
+    assert [item.key for item in found] == ["plan.dp"]
+
+
+def test_an_unknown_preset_leaves_out_the_rules_over_its_sizes() -> None:
+    found = problems_of([], ["model.preset=mixtral", "plan.tp=64", "model.head_dim=3"])
+    assert [item.key for item in found] == ["model.head_dim", "model.preset"]
+    assert "did you mean mixtral-8x" in found[1].fix
+
+
+def test_problems_are_sorted_by_file_and_line(tmp_path: Path) -> None:
+    lines = "\n".join(f"wrong{number} = 1" for number in range(12))
+    found = problems_of([write(tmp_path, f"[train]\n{lines}\n")], [])
+    assert [int(item.origin.rpartition(":")[2]) for item in found] == list(range(2, 14))
+
+
+def test_origins_of_both_sides_of_a_rule(tmp_path: Path) -> None:
+    path = write(tmp_path, "[model]\nnum_heads = 12\n")
+    (problem,) = problems_of([path], ["plan.tp=8", "model.num_kv_heads=12"])[:1]
+    assert problem.origin.startswith("--set plan.tp=8")
+    text = str(ConfigError(problems_of([path], ["plan.tp=8", "model.num_kv_heads=12"])))
+    assert f"model.num_heads: {path}:2" in text
+    assert "tp (8) must divide num_heads (12)" in text
+    assert "fix: tp = 4" in text
+
+
+def test_a_preset_and_a_path_are_one_too_many() -> None:
+    found = problems_of([], ["model.preset=tiny", "model.path=/models/x"])
+    assert [item.code for item in found] == ["conflict"]
+    assert "--set model.path=/models/x" in found[0].message
+
+
+def test_duplicates(tmp_path: Path) -> None:
+    (problem,) = problems_of([], ["plan.dp=2", "plan.dp=2"])
+    assert (problem.code, problem.key) == ("duplicate", "plan.dp")
+    (problem,) = problems_of([write(tmp_path, "[plan]\ntp = 1\ntp = 2\n")], [])
+    assert problem.origin.endswith("my.toml:3")
+    assert problem.value == "tp = 2"
+
+
+def test_key_lines() -> None:
+    text = '''# [not.a.table]
+title = """
+[also] = not
+"""
+[plan]  # comment = 1
+dp = 2
+"quoted" = '# [x]'
+list = [ # comment ]
+  1, 2,
+  "]",
+]
+inline = { a = 1, b = { c = "}" } }
+dotted . key = 3
+
+[train.deep]
+x = 1
+[[rows]]
+y = \'\'\'
+z = 1\'\'\'
+'''
+    tomllib.loads(text)
+    assert key_lines(text) == {
+        ("title",): 2,
+        ("plan",): 5,
+        ("plan", "dp"): 6,
+        ("plan", "quoted"): 7,
+        ("plan", "list"): 8,
+        ("plan", "inline"): 12,
+        ("plan", "dotted", "key"): 13,
+        ("train", "deep"): 15,
+        ("train", "deep", "x"): 16,
+        ("rows",): 17,
+        ("rows", "y"): 18,
+    }
+    assert key_lines("a = 1\r\nb = 2") == {("a",): 1, ("b",): 2}
+    assert key_lines("[only]") == {("only",): 1}
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_is_written_so_that_it_reads_back(text: str) -> None:
+    assert tomllib.loads(f"a = {format_value(text)}")["a"] == text
+
+
+def test_an_origin_is_found_for_dotted_and_inline_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "train.steps = 5\nplan = { dp = 2, ep = 2 }\n")
+    resolved = load_run([path], [], {})
+    assert resolved.origins["train.steps"] == f"{path}:1"
+    assert resolved.origins["plan.ep"] == f"{path}:2"
+
+
+def test_config_error_is_a_value_error_with_its_problems() -> None:
+    problem = Problem(code="c", key="a.b", value=3, origin="o", message="m", fix="f")
+    error = ConfigError([problem])
+    assert isinstance(error, ValueError)
+    assert error.problems == (problem,)
+    assert str(error) == "1 problem in the configuration\n1. a.b = 3   (o)\n    m [c]\n    fix: f"
+    assert is_user_error(error)
+    assert not is_user_error(ValueError("x"))

@@ -1,0 +1,112 @@
+"""Every single-character typo of every key is caught, and nearly all get the right suggestion."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import load_run
+from moemesh.config.schema import SECTIONS, all_keys, keys_of
+from moemesh.config.suggest import FOREIGN_NAMES, explain_unknown_key, nearest_choice
+
+ALPHABET = string.ascii_lowercase + "_"
+
+#: Typos that are another key: degrees one letter apart, which nothing can catch.
+COLLISIONS = {
+    "dp": {"pp", "cp", "tp", "ep"},
+    "pp": {"dp", "cp", "tp", "ep"},
+    "cp": {"pp", "dp", "tp", "ep"},
+    "tp": {"pp", "dp", "cp", "ep", "etp"},
+    "ep": {"pp", "dp", "cp", "tp", "etp"},
+    "etp": {"tp", "ep"},
+}
+
+
+def typos(key: str) -> set[str]:
+    """Every string one deletion, substitution, insertion or swap of neighbours away."""
+    found = {key[:i] + key[i + 1 :] for i in range(len(key))}
+    found |= {key[:i] + c + key[i + 1 :] for i in range(len(key)) for c in ALPHABET}
+    found |= {key[:i] + c + key[i:] for i in range(len(key) + 1) for c in ALPHABET}
+    found |= {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
+    return found - {key, ""}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_typo_is_an_unknown_key(section: str) -> None:
+    names = set(keys_of(section))
+    for key in names:
+        expected = COLLISIONS.get(key, set()) if section == "plan" else set()
+        assert typos(key) & names == expected, key
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_suggestions_are_right_for_95_of_100_typos(section: str) -> None:
+    right, wrong = 0, []
+    for key in keys_of(section):
+        sample = sorted(typos(key) - set(keys_of(section)))
+        # All of them for short keys, where guessing is hard; every third one for long keys.
+        for typo in sample if len(key) <= 8 else sample[::3]:
+            _, fix = explain_unknown_key(f"{section}.{typo}")
+            first = re.search(r"\b\w+\.\w+", fix)
+            if first and first.group() == f"{section}.{key}":
+                right += 1
+            else:
+                wrong.append((key, typo, fix))
+    share = right / (right + len(wrong))
+    assert share >= 0.95, wrong[:20]
+
+
+def test_every_key_with_one_typo_stops_a_run() -> None:
+    for key in all_keys():
+        section, leaf = key.split(".")
+        wrong = f"{section}.{leaf[:-1]}q"
+        with pytest.raises(ConfigError) as caught:
+            load_run([], [f"{wrong}=1"], {})
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.key) == ("unknown-key", wrong)
+
+
+@pytest.mark.parametrize(("name", "key"), FOREIGN_NAMES.items())
+def test_names_of_other_trainers(name: str, key: str) -> None:
+    section = key.split(".")[0]
+    for written in (f"{section}.{name}", name, f"train.{name}"):
+        assert key in explain_unknown_key(written)[1], written
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("plan.clip", "`clip` belongs to [train]: train.clip"),
+        ("model.seq_len", "`seq_len` belongs to [data]"),
+        ("train.path", "belongs to [model] and [data]: model.path or data.path"),
+        ("ep", "`ep` belongs to [plan]: plan.ep"),
+        ("paln.ep", "plan.ep"),
+        ("paln", "did you mean [plan]?"),
+        ("plan.num-layers", "model.num_layers"),
+        ("train.learning_rte", "train.lr"),
+        ("plan.zzzzzz", "keys of [plan]: pp, dp"),
+        ("zzzzzz.qqqqqq", "sections: model, plan, data, train"),
+        ("plan.tp.x", "did you mean plan.tp?"),
+        ("plan", "[plan]"),
+        ("", "sections"),
+    ],
+)
+def test_explanations(key: str, expected: str) -> None:
+    message, fix = explain_unknown_key(key)
+    assert message
+    assert expected in fix
+
+
+@pytest.mark.parametrize(
+    ("value", "choices", "expected"),
+    [
+        ("adam", ("adamw", "sgd"), "did you mean adamw?"),
+        ("All-To-All", ("all_gather", "all_to_all"), "did you mean all_to_all?"),
+        ("xyz", ("adamw", "sgd"), "choices: adamw, sgd"),
+    ],
+)
+def test_choices(value: str, choices: tuple[str, ...], expected: str) -> None:
+    assert nearest_choice(value, choices).startswith(expected)

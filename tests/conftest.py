@@ -1,0 +1,13 @@
+"""One thread and one seed for every test that uses torch; tests without torch stay without it."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)

@@ -1,0 +1,155 @@
+"""Any plan gives the loss, gradients, norm, loads and updated weights of one device.
+
+Float64 and SGD without momentum: Adam is invariant to a constant factor on the gradient and would
+hide exactly the mistakes that hybrid parallelism makes. Clipping is active in every run.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.training import Shape, Trained, train
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 4,
+    "intermediate_size": 48,
+    "first_dense_layers": 1,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "expert_intermediate_size": 16,
+    "num_shared_experts": 1,
+    "init_std": 0.3,  # large enough that routing is far from a tie
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": MODEL,
+    "grouped": MODEL | {"num_kv_heads": 4, "qk_norm": True, "tied_embeddings": True},
+    "sigmoid": MODEL
+    | {
+        "router_score": "sigmoid",
+        "router_selection_bias": True,
+        "router_bias_rate": 0.05,
+        "router_scale": 1.5,
+        "router_groups": 4,
+        "router_groups_kept": 2,
+        "z_loss_coefficient": 1e-2,
+    },
+    "no_shared": MODEL | {"num_shared_experts": 0, "first_dense_layers": 0, "num_layers": 2},
+    "dense": MODEL | {"num_experts": 0, "num_shared_experts": 0},
+}
+TRAIN: dict[str, Any] = {
+    "steps": 3,
+    "dtype": "float64",
+    "optimizer": "sgd",
+    "lr": 0.2,
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "clip": 0.5,
+}
+#: One sequence for four data ranks: two or three of them hold no token at all.
+LONELY = Shape(global_batch=1, seq_len=5)
+PADDED = Shape(padding=True)
+
+CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    # Every exit beside every dispatcher.
+    ("moe", {"tp": 2, "ep": 2, "attention_exit": "reduce_scatter"}, Shape()),
+    ("moe", {"tp": 2, "ep": 2, "attention_exit": "all_reduce"}, Shape()),
+    ("moe", {"tp": 2, "ep": 2, "attention_exit": "all_to_all"}, Shape()),
+    ("moe", {"tp": 2, "ep": 2, "dispatcher": "all_gather"}, Shape()),
+    (
+        "moe",
+        {"tp": 2, "ep": 2, "attention_exit": "all_reduce", "dispatcher": "all_gather"},
+        Shape(),
+    ),
+    (
+        "moe",
+        {"tp": 2, "ep": 2, "attention_exit": "all_to_all", "dispatcher": "all_gather"},
+        Shape(),
+    ),
+    # One axis at a time, then mixtures.
+    ("moe", {"dp": 2}, Shape()),
+    ("moe", {"tp": 2}, Shape()),
+    ("moe", {"dp": 2, "ep": 2}, Shape()),
+    ("moe", {"tp": 2, "etp": 2}, Shape()),
+    ("moe", {"dp": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 4}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
+    ("moe", {"tp": 4, "ep": 2, "etp": 2, "attention_exit": "all_to_all"}, Shape()),
+    ("moe", {"dp": 3, "microbatches": 2}, Shape()),
+    ("moe", {"microbatches": 5}, Shape()),
+    ("moe", {"tp": 2, "dp": 4, "ep": 4}, Shape()),
+    ("moe", {"tp": 2, "dp": 4, "ep": 2, "etp": 2, "microbatches": 2}, Shape()),
+    ("moe", {"tp": 8, "ep": 8, "dispatcher": "all_gather"}, Shape()),
+    # Other models.
+    ("grouped", {"tp": 4, "dp": 2, "ep": 8}, Shape()),
+    ("grouped", {"tp": 2, "ep": 2, "attention_exit": "all_to_all"}, Shape()),
+    ("sigmoid", {"tp": 2, "dp": 2, "ep": 4}, Shape()),
+    ("sigmoid", {"dp": 4, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, Shape()),
+    ("no_shared", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_reduce"}, Shape()),
+    ("dense", {"tp": 2, "dp": 2}, Shape()),
+    ("dense", {"tp": 2, "dp": 2, "attention_exit": "all_to_all"}, Shape()),
+    # Empty ranks, fewer tokens than ranks, padding.
+    ("moe", {"dp": 4, "ep": 4}, LONELY),
+    ("moe", {"tp": 8, "ep": 4, "etp": 2}, LONELY),
+    ("moe", {"tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, LONELY),
+    ("sigmoid", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, PADDED),
+    ("moe", {"tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, PADDED),
+]
+
+
+def name_of(case: tuple[str, dict[str, Any], Shape]) -> str:
+    model, plan, shape = case
+    data = {LONELY: "-lonely", PADDED: "-padded"}.get(shape, "")
+    return model + "-" + "-".join(f"{key}={value}" for key, value in plan.items()) + data
+
+
+@cache
+def one_device(model: str, shape: Shape) -> Trained:
+    return train(MODELS[model], {}, TRAIN, shape)
+
+
+def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> None:
+    for field in ("losses", "aux", "norms"):
+        ours, theirs = (torch.tensor(getattr(t, field)).double() for t in (got, expected))
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=0, msg=f"{field} {ours} {theirs}"
+        )
+    assert got.loads == expected.loads
+    for field in ("gradients", "weights"):
+        ours, theirs = getattr(got, field), getattr(expected, field)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            worst = float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+            assert worst <= tolerance, f"{field} of {name}: relative difference {worst:.2e}"
+    for ours, theirs in zip(got.biases, expected.biases, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
+    model, plan, shape = case
+    assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
+
+
+def test_the_reference_does_something() -> None:
+    """Clipping bites, experts differ in load, the auxiliary loss is there: nothing is vacuous."""
+    trained = one_device("moe", Shape())
+    assert min(trained.norms) > TRAIN["clip"] and min(trained.aux) > 0
+    assert len({count for step in trained.loads for layer in step for count in layer}) > 3
+    assert trained.losses[0] != trained.losses[-1]
+
+
+def test_float32_losses_stay_together_over_twenty_steps() -> None:
+    keys = TRAIN | {"dtype": "float32", "steps": 20, "lr": 0.05}
+    alone = train(MODELS["moe"], {}, keys)
+    spread = train(MODELS["moe"], {"tp": 2, "dp": 2, "ep": 4}, keys)
+    worst = max(abs(a / b - 1) for a, b in zip(spread.losses, alone.losses, strict=True))
+    assert worst <= 1e-5, f"relative difference of losses {worst:.2e}"

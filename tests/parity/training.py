@@ -1,0 +1,140 @@
+"""Train a few steps on one rank of any plan, and put the ranks' shards together again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.step import gradients_of_step, update
+from tests.ranks import mesh_on_ranks
+
+
+class Shape(NamedTuple):
+    """The data of a parity run; lengths need not divide by anything."""
+
+    global_batch: int = 5
+    seq_len: int = 7
+    padding: bool = False
+
+
+class Trained(NamedTuple):
+    """Of every step: loss, aux loss, norm, loads; of the last: logical gradients and weights."""
+
+    losses: list[float]
+    aux: list[float]
+    norms: list[float]
+    loads: list[list[list[int]]]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    biases: list[Tensor]
+
+
+def microbatches(config: ModelConfig, plan: Plan, shape: Shape, step: int, dp: int) -> list[Batch]:
+    """The sequences of one data-parallel rank in one step, cut into the plan's microbatches."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    size = (shape.global_batch, shape.seq_len + 1)
+    tokens = torch.randint(config.vocab_size, size, generator=generator)
+    valid = torch.rand(shape.global_batch, shape.seq_len, generator=generator) < 0.7
+    own = shard_range(shape.global_batch, plan.dp, dp)
+    found = []
+    for index in range(plan.microbatches):
+        part = shard_range(len(own), plan.microbatches, index)
+        rows = slice(own.start + part.start, own.start + part.stop)
+        found.append(
+            Batch(
+                tokens_BS=tokens[rows, :-1],
+                targets_BS=tokens[rows, 1:],
+                sequences_B=torch.arange(shape.global_batch)[rows],
+                valid_BS=valid[rows] if shape.padding else None,
+            )
+        )
+    return found
+
+
+def train_on_rank(
+    mesh: Mesh,
+    model_keys: dict[str, Any],
+    plan_keys: dict[str, Any],
+    train_keys: dict[str, Any],
+    shape: Shape,
+) -> dict[str, Any]:
+    """A few steps; returns what this rank owns, with its place in the logical tensors."""
+    config, plan = ModelConfig(**model_keys), Plan(**plan_keys)
+    train = TrainConfig(**train_keys)
+    dtype = getattr(torch, train.dtype)
+    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype)
+    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    steps = []
+    for step in range(1, train.steps + 1):
+        batches = microbatches(config, plan, shape, step, mesh["dp"].index)
+        recorder = TimelineRecorder(mesh.rank)
+        result = gradients_of_step(parallel, batches, recorder)
+        gradients = owned(parallel, dict(parallel.reducer.gradients))
+        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        steps.append((result.loss, result.aux_loss, result.grad_norm, result.counts_LE.tolist()))
+    return {
+        "steps": steps,
+        "gradients": gradients,
+        "weights": owned(parallel, dict(parallel.model.named_parameters())),
+        "biases": [buffer.clone() for buffer in parallel.model.buffers()],
+        "ledger": mesh.ledger.to_json(),
+    }
+
+
+def owned(parallel: ParallelModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """name -> (logical shape, slices, tensor) of what this rank owns."""
+    return {
+        name: (where.shape, where.slices(parallel.mesh), tensors[name].detach().clone())
+        for name, where in parallel.placements.items()
+        if where.is_owner(parallel.mesh)
+    }
+
+
+def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Logical tensors from the ranks' shards; every element must be owned exactly once."""
+    whole: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for part in parts:
+        for name, (shape, slices, tensor) in part.items():
+            index = tuple(slice(piece.start, piece.stop) for piece in slices)
+            whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[index] = tensor
+            times.setdefault(name, torch.zeros(shape, dtype=torch.int64))[index] += 1
+    for name, count in times.items():
+        assert bool((count == 1).all()), f"{name}: elements owned {count.unique().tolist()} times"
+    return whole
+
+
+def train(
+    model: dict[str, Any], plan: dict[str, Any], train: dict[str, Any], shape: Shape = Shape()
+) -> Trained:
+    """Train under `plan` on as many gloo ranks as it needs (in this process for one rank)."""
+    checked = Plan(**plan)
+    assert checked.check(ModelConfig(**model)) == []
+    if checked.world_size == 1:
+        ranks = [train_on_rank(Mesh.single("cpu"), model, plan, train, shape)]
+    else:
+        ranks = mesh_on_ranks(checked.layout, train_on_rank, model, plan, train, shape)
+    for rank in ranks[1:]:
+        assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
+        assert all(map(torch.equal, rank["biases"], ranks[0]["biases"]))
+    losses, aux, norms, loads = zip(*ranks[0]["steps"], strict=True)
+    return Trained(
+        losses=list(losses),
+        aux=list(aux),
+        norms=list(norms),
+        loads=list(loads),
+        gradients=assemble([rank["gradients"] for rank in ranks]),
+        weights=assemble([rank["weights"] for rank in ranks]),
+        biases=ranks[0]["biases"],
+    )

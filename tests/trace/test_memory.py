@@ -1,0 +1,64 @@
+"""Memory profiles: sums, round trip, table."""
+
+import json
+
+import pytest
+
+from moemesh.trace.memory import PARTS, MemoryProfile, MemoryProfiles, format_bytes
+
+
+def profile(rank: int = 0, **parts: int) -> MemoryProfile:
+    known = dict(zip(PARTS, (100, 200, 300, 400, 500, 600), strict=True)) | {"peak": 2000}
+    return MemoryProfile(rank=rank, **(known | parts))
+
+
+def test_sums_by_hand():
+    assert profile().weights == 300
+    assert profile().total == 100 + 200 + 300 + 400 + 500 + 600
+    both = MemoryProfiles(ranks=(profile(1, peak=2500), profile(0)))
+    assert both.total == 4200
+    assert both.peak == 2500
+    assert [p.rank for p in both.ranks] == [0, 1]
+    assert MemoryProfiles(ranks=()).peak == 0
+
+
+def test_every_number_of_bytes_is_a_part_or_the_peak():
+    # A field that PARTS forgets would be missing from totals and pictures.
+    assert set(profile().to_json()) == {"rank", "peak", *PARTS}
+
+
+def test_round_trip():
+    before = MemoryProfiles(ranks=(profile(0, activations=2**53 + 1), profile(1)))
+    assert MemoryProfiles.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="optimizer"):
+        profile(optimizer=-1)
+    with pytest.raises(ValueError, match="twice"):
+        MemoryProfiles(ranks=(profile(0), profile(0)))
+
+
+def test_table_has_a_line_a_rank_and_no_ragged_columns():
+    lines = MemoryProfiles(ranks=(profile(0), profile(11, peak=3 * 2**30))).table().splitlines()
+    assert len(lines) == 3
+    assert len({len(line) for line in lines}) == 1
+    assert "expert weights" in lines[0]
+    assert lines[2].split()[0] == "11"
+    assert lines[2].endswith("3.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (2.5 * 2**40, "2.5 TiB"),
+        (3 * 2**60, "3072.0 PiB"),
+        (0.5, "0.5 B"),
+    ],
+)
+def test_format_bytes(size, text):
+    assert format_bytes(size) == text

@@ -1,0 +1,255 @@
+"""The run folder: resume rules, the lease, whole writes, rows cut back, changed configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moemesh.train import folder as folder_module
+from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
+
+
+def test_module_does_not_import_torch() -> None:
+    code = "import sys, moemesh.train.folder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- resume rules ------------------------------------------------------------------------------
+
+
+def test_a_new_folder(tmp_path: Path) -> None:
+    for resume in ("auto", "never"):
+        run = RunFolder.open(tmp_path / resume / "deep", resume)  # pyright: ignore
+        assert not run.has_run and run.checkpoints.is_dir()
+    with pytest.raises(RunFolderError, match="holds no checkpoint"):
+        RunFolder.open(tmp_path / "new", "must")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_a_run(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path)
+    run.lock()
+    run.release()
+    assert RunFolder.open(tmp_path, "never").path == tmp_path  # locked once, but nothing written
+    run.write_text("config.toml", "x = 1\n")
+    run.append("metrics.jsonl", {"step": 1})
+    assert RunFolder.open(tmp_path, "auto").has_run
+    with pytest.raises(RunFolderError, match=r"config\.toml.*metrics\.jsonl.*never"):
+        RunFolder.open(tmp_path, "never")
+    with pytest.raises(RunFolderError, match="holds no checkpoint"):
+        RunFolder.open(tmp_path, "must")
+    (run.checkpoints / ("step-3.tmp-" + "0" * 32)).mkdir()
+    with pytest.raises(RunFolderError, match="holds no checkpoint"):
+        RunFolder.open(tmp_path, "must")
+    (run.checkpoints / "step-3").mkdir()
+    assert RunFolder.open(tmp_path, "must").has_run
+
+
+def test_only_a_checkpoint_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    assert RunFolder.open(tmp_path, "must").has_run
+    assert RunFolder.open(tmp_path, "auto").has_run
+    with pytest.raises(RunFolderError, match="never"):
+        RunFolder.open(tmp_path, "never")
+
+
+def test_the_users_own_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"holds config\.toml but no run"):
+        RunFolder.open(tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
+    assert not RunFolder.open(tmp_path).has_run
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="Not a directory"):
+        RunFolder.open(tmp_path / "file")
+    with pytest.raises(RunFolderError, match="Not a directory"):
+        RunFolder.open(tmp_path / "file" / "below")
+
+
+# --- lease -------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from moemesh.train.folder import RunFolder
+run = RunFolder.open(sys.argv[1])
+run.lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_dies(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        run = RunFolder.open(tmp_path)
+        with pytest.raises(RunFolderError, match=rf"in use .*pid {process.pid} on .*, since 20"):
+            run.lock()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    run.lock()
+    body = json.loads((tmp_path / "lease").read_text())
+    assert body["pid"] == os.getpid() and set(body) == {"host", "pid", "started"}
+    with pytest.raises(RunFolderError, match=f"pid {os.getpid()}"):
+        RunFolder.open(tmp_path).lock()
+    run.release()
+    run.release()
+    RunFolder.open(tmp_path).lock()
+
+
+def test_a_lease_without_a_body(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path)
+    run.lock()
+    (tmp_path / "lease").write_text("")
+    with pytest.raises(RunFolderError, match="does not say whose"):
+        RunFolder.open(tmp_path).lock()
+
+
+def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, mode: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    run = RunFolder.open(tmp_path)
+    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    with pytest.raises(RunFolderError, match="cannot be locked"):
+        run.lock()
+    (tmp_path / "lease").unlink()
+    (tmp_path / "lease").mkdir()
+    with pytest.raises(RunFolderError, match="cannot be opened"):
+        run.lock()
+
+
+# --- writes ------------------------------------------------------------------------------------
+
+
+def test_whole_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.open(tmp_path)
+    run.write_json("plan.json", {"ep": 2})
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"ep": 2}
+
+    def die(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            run.write_json("plan.json", {"ep": 4})
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"ep": 2}
+    run.write_json("plan.json", {"ep": 4})
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plan.json"]
+    with pytest.raises(AssertionError):
+        run.write_text("../escape", "x")
+
+
+def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path)
+    assert run.truncate_after("metrics.jsonl", 3) == 0
+    for step in range(1, 6):
+        run.append("metrics.jsonl", {"step": step, "loss": 0.1 + step / 3})
+    file = tmp_path / "metrics.jsonl"
+    whole = file.read_bytes()
+    with file.open("a") as handle:
+        handle.write('{"step": 6, "lo')  # a crash in the middle of a row
+    assert run.truncate_after("metrics.jsonl", 9) == 1
+    assert file.read_bytes() == whole
+    assert run.truncate_after("metrics.jsonl", 3) == 2
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
+    assert run.truncate_after("metrics.jsonl", -1) == 3
+    assert file.read_bytes() == b""
+
+
+def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path)
+    (tmp_path / "loads.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    assert run.truncate_after("loads.jsonl", 2) == 0
+    run.append("loads.jsonl", {"step": 3})
+    assert (tmp_path / "loads.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("line", ["{broken", "3", "{}", '{"step": "1"}'])
+def test_a_damaged_row_is_named(tmp_path: Path, line: str) -> None:
+    run = RunFolder.open(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2"):
+        run.truncate_after("metrics.jsonl", 1)
+
+
+# --- changed configurations --------------------------------------------------------------------
+
+OLD = """
+[model]
+preset = "tiny"
+hidden_size = 128
+aux_loss_coefficient = 0.01
+[plan]
+ep = 2
+schedule = "1f1b"
+[data]
+tokenizer = "bytes"
+seq_len = 128
+[train]
+steps = 100
+lr = 0.003
+checkpoint_every = 10
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "kind"),
+    [
+        ("checkpoint_every = 10", "checkpoint_every = 5", "train.checkpoint_every", "free"),
+        ('preset = "tiny"', 'preset = "other"', "model.preset", "free"),
+        ("steps = 100", "steps = 200", "train.steps", "free"),
+        ("steps = 100", "steps = 50", "train.steps", "training"),
+        ("ep = 2", "ep = 4", "plan.ep", "layout"),
+        ("ep = 2", "ep = 2\ntp = 2", "plan.tp", "layout"),
+        ('"1f1b"', '"zb_h1"', "plan.schedule", "layout"),
+        ('"1f1b"', '"pipedream"', "plan.schedule", "training"),
+        ("lr = 0.003", "lr = 0.001", "train.lr", "training"),
+        ("seq_len = 128", "seq_len = 256", "data.seq_len", "training"),
+        ("aux_loss_coefficient = 0.01", "", "model.aux_loss_coefficient", "training"),
+        ("hidden_size = 128", "hidden_size = 256", "model.hidden_size", "model"),
+        ('tokenizer = "bytes"', 'tokenizer = "t"', "data.tokenizer", "model"),
+    ],
+)
+def test_classes_of_change(old: str, new: str, key: str, kind: str) -> None:
+    changes = compare(OLD, OLD.replace(old, new))
+    assert [(change.key, change.kind) for change in changes] == [(key, kind)]
+    if kind in ("free", "layout"):
+        refuse_changes(changes)
+        return
+    with pytest.raises(RunFolderError, match=key):
+        refuse_changes(changes)
+    if kind == "training":
+        refuse_changes(changes, frozenset({key}))
+    else:
+        with pytest.raises(RunFolderError, match="the model cannot change"):
+            refuse_changes(changes, frozenset({key}))
+
+
+def test_the_refusal_shows_the_difference() -> None:
+    new = OLD.replace("hidden_size = 128", "hidden_size = 256").replace("lr = 0.003", "")
+    with pytest.raises(RunFolderError) as caught:
+        refuse_changes(compare(OLD, new))
+    text = str(caught.value)
+    assert "model.hidden_size: 128 -> 256 (model)" in text
+    assert "train.lr: 0.003 -> (not set) (training)" in text
+    assert "--allow-change train.lr" in text
+    assert compare(OLD, OLD) == []
+    assert str(Change(key="a", old="x", new=True, kind="free")) == 'a: "x" -> true (free)'
+    with pytest.raises(RunFolderError, match="not TOML"):
+        compare("= 1", OLD)
