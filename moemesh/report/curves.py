@@ -10,7 +10,6 @@ from typing import NamedTuple
 from moemesh.report.svg import (
     COLOURS,
     DASHES,
-    GRID,
     INK,
     MUTED,
     WIDTH,
@@ -124,8 +123,9 @@ def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, lo
     if from_zero:
         low = min(low, 0.0)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return Frame(min(xs), max(xs), low if low == 0 and from_zero else low - room, high + room,
-    False)
+    return Frame(
+        min(xs), max(xs), low if low == 0 and from_zero else low - room, high + room, False
+    )
 
 
 def _axes(frame: Frame, y_label: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from moemesh.report.curves import Series, line_chart
 from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
 from moemesh.trace.loads import LayerLoads, max_over_mean
 
 #: Colours of load over mean load, up to each limit. Lightness falls with load; a dead expert is
-#red.
+# red.
 DEAD = "#b3261e"
 CLASSES: tuple[tuple[float, str, str], ...] = (
     (0.5, "#ffffd0", "below 0.5"),
@@ -38,7 +39,7 @@ def by_layer(loads: Sequence[LayerLoads]) -> dict[int, list[LayerLoads]]:
 
 
 def mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
-    """Mean tokens of each expert over some loads; steps with another number of experts are padded."""
+    """Mean tokens of each expert over some loads; shorter ones are padded with zeros."""
     num_experts = max((len(load.tokens_per_expert) for load in loads), default=0)
     sums = [0] * num_experts
     for load in loads:
@@ -79,7 +80,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
 
 
 def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
-    """All layers (rows) by all experts (columns), mean over all steps. "" when there are no loads."""
+    """All layers (rows) by all experts (columns), mean over all steps. "" without any load."""
     layers = by_layer(loads)
     rows = [_relative(mean_loads(items)) for items in layers.values() if any(mean_loads(items))]
     if not rows:
@@ -171,9 +172,7 @@ def _squeeze(values: Sequence[float], length: int) -> list[float]:
     if len(values) <= length:
         return list(values)
     cuts = [index * len(values) // length for index in range(length + 1)]
-    return [
-        sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
 def _squeeze_rows(rows: Matrix, length: int) -> Matrix:

@@ -1,7 +1,7 @@
 """What all pictures share: colours, numbers, ticks, and the frame that makes a figure accessible.
 
-A figure is a self-contained SVG text with a title and a description, the same bytes for the same data.
-Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics).
+A figure is a self-contained SVG text with a title and a description, the same bytes for the same
+data. Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics).
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def rectangle(
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: float = 1) -> str:
     """A straight line."""
-    ends = f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
+    ends = (
+        f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
+    )
     return f'<line {ends} stroke="{stroke}" stroke-width="{coordinate(width)}"/>'
 
 
@@ -143,7 +145,7 @@ def legend(entries: Iterable[tuple[str, str]], *, left: float, top: float) -> tu
 
 
 def figure(identity: str, title: str, description: str, height: float, body: Sequence[str]) -> str:
-    """A complete figure `WIDTH` wide. `identity` must be unique on the page (letters, digits, -)."""
+    """A complete figure `WIDTH` wide; `identity` (letters, digits, -) is unique on the page."""
     box = f"0 0 {WIDTH} {coordinate(height)}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" '

@@ -60,7 +60,7 @@ class Box:
 
 
 def boxes_of(records: Sequence[Record]) -> list[Box]:
-    """Lay out one rank's records: nested or overlapping ones in lanes, equal intervals as one block.
+    """Lay out one rank's records: overlapping ones in lanes, equal intervals as one block.
 
     `records` in the timeline's order (start, longest first).
     """

@@ -1,0 +1,52 @@
+"""The dispatcher contract, one test for all siblings: dispatch, compute, combine is the same sum."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from moemesh.config.layout import Layout
+from tests.parallel.dispatching import NUM_EXPERTS, dispatch_on_rank, expected, routed
+from tests.ranks import mesh_on_ranks
+
+DISPATCHERS = ["all_to_all", "all_gather_dense", "all_gather_uneven", "all_gather_fewest_bytes"]
+LAYOUTS = [
+    Layout(dp=4, ep=4),
+    Layout(dp=4, ep=2),
+    Layout(dp=2, tp=2, ep=2, etp=2),
+    Layout(dp=2, etp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"dp{x.dp}tp{x.tp}ep{x.ep}etp{x.etp}")
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_every_dispatcher_gives_the_sum_over_experts(name: str, layout: Layout) -> None:
+    ranks = mesh_on_ranks(layout, dispatch_on_rank, name)
+    for rank, got in enumerate(ranks):
+        for key, tensor in expected(rank).items():
+            assert_close(got[key], tensor, rtol=1e-12, atol=1e-12, msg=f"{key} of rank {rank}")
+        assert torch.equal(got["rows"], got["replayed"])
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_rows_are_grouped_by_expert_in_token_order(name: str) -> None:
+    """Inside an expert, rows ascend by owner rank and token: sums do not depend on the layout."""
+    layout = Layout(dp=2, tp=2, ep=2, etp=2)
+    ranks = mesh_on_ranks(layout, dispatch_on_rank, name)
+    per_expert = NUM_EXPERTS // layout.ep
+    for rank, got in enumerate(ranks):
+        first = layout.coordinates(rank)["ep"] * per_expert
+        rows = [
+            routed(owner).x_TH[token]
+            for expert in range(first, first + per_expert)
+            for owner in range(layout.world_size)
+            for token in (routed(owner).experts_TK == expert).any(1).nonzero().flatten().tolist()
+        ]
+        assert torch.equal(got["rows"], torch.stack(rows))
+        assert int(got["counts"].sum()) == len(rows)
+
+
+def test_the_local_dispatcher_keeps_the_contract_too() -> None:
+    (got,) = mesh_on_ranks(Layout(), dispatch_on_rank, "local")
+    for key, tensor in expected(0).items():
+        assert_close(got[key], tensor, rtol=1e-12, atol=1e-12)
+    assert got["ledger"] == []
