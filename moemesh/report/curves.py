@@ -102,13 +102,15 @@ def line_chart(
     levels = [(name, value) for name, value in levels if math.isfinite(value)]
     frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
     body = [_axes(frame, y_label)]
-    body += [_curve(item, frame) for item in drawn]
+    body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
     names = [(item.name, item.colour) for item in drawn]
     for index, (name, value) in enumerate(levels):
         colour = len(COLOURS) - 1 - index % len(COLOURS)
-        body.append(_path([(frame.left, value), (frame.right, value)], colour, frame))
+        ends = [(frame.left, value), (frame.right, value)]
+        body.append(_path(ends, colour, len(names), frame))
         names.append((f"{clip(name, 40)} {value:.4g}", colour))
-    body.append(_legend(names))
+    if len(names) > 1:
+        body.append(_legend(names))
     return figure(identity, title, description, _HEIGHT, body)
 
 
@@ -140,9 +142,10 @@ def _axes(frame: Frame, y_label: str) -> str:
     parts.append(line(_LEFT, bottom, right, bottom, INK))
     for value in (tick for tick in ticks(frame.left, frame.right, 8) if tick == int(tick)):
         x = frame.x(value)
+        anchor = "end" if x > right - 24 else "middle"
         parts += [
             line(x, bottom, x, bottom + 4, INK),
-            text(x, bottom + 18, f"{int(value):,}", anchor="middle", fill=MUTED),
+            text(x, bottom + 18, f"{int(value):,}", anchor=anchor, fill=MUTED),
         ]
     parts.append(text(right, _HEIGHT - 6, "step", anchor="end", fill=MUTED))
     return "".join(parts)
@@ -155,9 +158,9 @@ def _log_ticks(frame: Frame) -> list[float]:
     return [value for value in every if frame.low <= value <= frame.high]
 
 
-def _curve(series: Series, frame: Frame) -> str:
+def _curve(series: Series, dash: int, frame: Frame) -> str:
     points = downsample(series.points)
-    drawn = _path(points, series.colour, frame)
+    drawn = _path(points, series.colour, dash, frame)
     if series.dots and len(points) <= _NUM_BUCKETS:
         fill = COLOURS[series.colour % len(COLOURS)]
         drawn += "".join(
@@ -169,7 +172,7 @@ def _curve(series: Series, frame: Frame) -> str:
     return drawn
 
 
-def _path(points: Sequence[Point], colour: int, frame: Frame) -> str:
+def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
     commands: list[str] = []
     pen = "M"
     for x, y in points:
@@ -181,12 +184,12 @@ def _path(points: Sequence[Point], colour: int, frame: Frame) -> str:
     # A single point shows as a dot: a zero-length line with round caps.
     if len(commands) == 1:
         commands.append("h0")
-    return f'<path d="{"".join(commands)}" fill="none" {_stroke(colour)}/>'
+    return f'<path d="{"".join(commands)}" fill="none" {_stroke(colour, dash)}/>'
 
 
-def _stroke(colour: int) -> str:
-    dash = DASHES[colour % len(DASHES)]
-    pattern = f' stroke-dasharray="{dash}"' if dash else ""
+def _stroke(colour: int, dash: int) -> str:
+    dashes = DASHES[dash % len(DASHES)]
+    pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
     look = f'stroke="{COLOURS[colour % len(COLOURS)]}" stroke-width="1.8"'
     return f'{look} stroke-linejoin="round" stroke-linecap="round"{pattern}'
 
@@ -194,10 +197,10 @@ def _stroke(colour: int) -> str:
 def _legend(names: Sequence[tuple[str, int]]) -> str:
     parts: list[str] = []
     x = float(WIDTH - _RIGHT)
-    for name, colour in reversed(names):
+    for dash, (name, colour) in reversed(list(enumerate(names))):
         x -= text_width(name)
         parts.append(text(x, _TOP - 20, name))
-        parts.append(f'<path d="M{coordinate(x - 32)} {_TOP - 24}h26" {_stroke(colour)}/>')
+        parts.append(f'<path d="M{coordinate(x - 32)} {_TOP - 24}h26" {_stroke(colour, dash)}/>')
         x -= 48
     return "".join(parts)
 

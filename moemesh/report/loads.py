@@ -68,7 +68,8 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
         matrix = _step_matrix(layers[layer], columns)
         left = 50 + (index % 2) * (panel + 50)
         steps = layers[layer][0].step, layers[layer][-1].step
-        body.append(_panel(f"layer {layer}", matrix, left, top, panel, cell, steps, "step"))
+        names = ("expert 0", str(len(mean_loads(layers[layer])) - 1))
+        body.append(_panel(f"layer {layer}", matrix, left, top, panel, cell, steps, "step", names))
         if index % 2 or layer == shown[-1]:
             top += num_rows * cell + 52
     left_out = "" if len(shown) == len(layers) else f", the most unbalanced of {len(layers)}"
@@ -90,8 +91,9 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     key, used = legend(_legend_entries(), left=0, top=4)
     cell = min(max(200 / len(matrix), 3), 18)
     top = used + 22
+    names = tuple(f"layer {layer}" for layer in sorted({min(layers), max(layers)}))
     span = 0, max(len(mean_loads(items)) for items in layers.values()) - 1
-    body = [key, _panel("layer", matrix, 50, top, WIDTH - 50, cell, span, "expert")]
+    body = [key, _panel("all layers", matrix, 50, top, WIDTH - 50, cell, span, "expert", names)]
     description = (
         f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
         f"from layer {min(layers)} at the top to layer {max(layers)}), as a ratio to the mean."
@@ -192,6 +194,7 @@ def _panel(
     cell: float,
     ends: tuple[int, int],
     across: str,
+    rows: tuple[str, ...],
 ) -> str:
     num_columns = max(map(len, matrix))
     height = len(matrix) * cell
@@ -206,10 +209,8 @@ def _panel(
         text(left, top + height + 16, f"{across} {short(ends[0])}", fill=MUTED),
         text(left + width, top + height + 16, short(ends[1]), anchor="end", fill=MUTED),
     ]
-    if len(matrix) > 1 and across == "step":
-        for row, y in ((0, top + FONT_SIZE - 2), (1, top + height)):
-            label = "expert 0" if not row else "last"
-            parts.append(text(left - 4, y, label, anchor="end", fill=MUTED, size=10))
+    for label, y in zip(rows, (top + FONT_SIZE - 2, top + height), strict=False):
+        parts.append(text(left - 4, y, label, anchor="end", fill=MUTED, size=10))
     return "".join(parts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moemesh.report.svg import (
-    COLOURS,
     GRID,
     INK,
     MUTED,
@@ -17,6 +16,15 @@ from moemesh.report.svg import (
 from moemesh.report.traffic import binary_ticks
 from moemesh.trace.memory import PARTS, MemoryProfiles, format_bytes
 
+#: Neighbours differ in lightness, so that they stay apart in a grey print.
+COLOURS: dict[str, str] = {
+    "dense_weights": "#1f5fa8",
+    "expert_weights": "#9cc4ee",
+    "gradients": "#16704a",
+    "optimizer": "#cfb0e2",
+    "activations": "#b34700",
+    "buffers": "#f3cd83",
+}
 _MAX_BARS = 32
 _ROW = 24
 _PEAK = "#111111"
@@ -28,8 +36,7 @@ def memory_bars(profiles: MemoryProfiles) -> str:
         return ""
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
     shown = sorted(fullest[:_MAX_BARS], key=lambda profile: profile.rank)
-    colours = dict(zip(PARTS, COLOURS, strict=False))
-    names = [(name.replace("_", " "), colour) for name, colour in colours.items()]
+    names = [(name.replace("_", " "), COLOURS[name]) for name in PARTS]
     key, used = legend([*names, ("peak (line)", _PEAK)], left=0, top=4)
     left, top, right = 66.0, used + 26, WIDTH - 130.0
     highest = max(max(profile.total, profile.peak) for profile in shown) or 1
@@ -48,10 +55,10 @@ def memory_bars(profiles: MemoryProfiles) -> str:
             width = size / highest * (right - left)
             if width >= 0.05:
                 title = f"rank {profile.rank}, {name.replace('_', ' ')}: {format_bytes(size)}"
-                edge = ' stroke="#ffffff" stroke-width="0.6"'
+                edge = f' stroke="{INK}" stroke-width="0.5"'
                 height = _ROW - 8
                 body.append(
-                    rectangle(x, y + 4, width, height, colours[name], title=title, more=edge)
+                    rectangle(x, y + 4, width, height, COLOURS[name], title=title, more=edge)
                 )
             x += width
         peak = left + profile.peak / highest * (right - left)

@@ -90,7 +90,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.loads:
         last = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == last)
-        facts.append(("Fullest expert / mean", f"{worst:.2f}"))
+        facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
     return facts
 
 

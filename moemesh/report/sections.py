@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from markupsafe import Markup
 from moemesh.report import curves, loads, memory, svg, timeline, traffic
 from moemesh.trace.memory import PARTS, format_bytes
 from moemesh.trace.run import Run
-from moemesh.trace.timeline import MICROSECONDS
+from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 #: Longer tables are cut, so that the page keeps its size whatever the run.
 MAX_TABLE_ROWS = 64
@@ -50,7 +51,7 @@ def _training(run: Run) -> Section:
     if not run.metrics:
         return Section(identity="training", title="Training", missing="No metrics.jsonl.")
     unigram = run.summary.get("unigram_loss")
-    known = float(unigram) if isinstance(unigram, int | float) else None
+    known = unigram if isinstance(unigram, float) else None
     figures = [
         ("Loss", curves.loss_curve(run.metrics, unigram_loss=known)),
         ("Throughput", curves.throughput_curve(run.metrics)),
@@ -107,9 +108,7 @@ def _traffic(run: Run) -> Section:
         ),
         rows=[
             (
-                row.axis,
-                row.op,
-                row.phase,
+                *(svg.clip(name, 40) for name in (row.axis, row.op, row.phase)),
                 f"{row.max_count:,.10g}",
                 format_bytes(row.max_payload_bytes),
                 format_bytes(row.max_wire_bytes),
@@ -231,9 +230,33 @@ def _timeline(run: Run) -> Section:
         identity="timeline-section",
         title=title,
         figures=_figures([("What each rank did", timeline.timeline_rows(last))]),
-        tables=[table],
+        tables=[table, _time_by_name(last, factor, unit)],
         note=f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
         + _left_out(len(ranks), "ranks"),
+    )
+
+
+def _time_by_name(last: Timeline, factor: float, unit: str) -> Table:
+    of_name: dict[str, dict[int, float]] = {}
+    counts: Counter[str] = Counter()
+    for record in last.records:
+        of_rank = of_name.setdefault(record.name, {})
+        of_rank[record.rank] = of_rank.get(record.rank, 0.0) + record.duration * factor
+        counts[record.name] += 1
+    totals = {name: sum(of_rank.values()) for name, of_rank in of_name.items()}
+    names = sorted(totals, key=lambda name: (-totals[name], name))[:MAX_TABLE_ROWS]
+    return Table(
+        caption=f"Time by what was done, in {unit} (what is done inside another counts in both)",
+        header=("What", "Times, all ranks", "Mean rank", "Longest rank"),
+        rows=[
+            (
+                svg.clip(name, 60),
+                f"{counts[name]:,}",
+                f"{totals[name] / len(last.ranks):,.3f}",
+                f"{max(of_name[name].values()):,.3f}",
+            )
+            for name in names
+        ],
     )
 
 

@@ -30,7 +30,7 @@ from moemesh.trace.timeline import MICROSECONDS, Record, Timeline
 KINDS: dict[str, str] = {
     "F": "#1d4f91",
     "B": "#f0a030",
-    "I": "#c2571a",
+    "I": "#b84f16",
     "W": "#bfe3b4",
 }
 #: Names and kinds that mean the same as a pipeline kind, for its colour.
@@ -42,8 +42,10 @@ LONG_NAMES: dict[str, str] = {
     "W": "weight gradient",
 }
 _WAITING = "#e3b1b1"
+#: Neighbours of different colours that are too narrow to be drawn one by one.
+_MIXED = "#8b95a3"
 _MAX_ROWS = 32
-_MAX_BOXES = 3000
+_MAX_BOXES = 5000
 _MAX_LANES = 4
 _MAX_KEYS = 12
 _LEFT, _RIGHT = 66, 12
@@ -84,7 +86,7 @@ def boxes_of(records: Sequence[Record]) -> list[Box]:
 def timeline_rows(timeline: Timeline) -> str:
     """Every rank's records over time; past 32 ranks the first 32. "" when nothing was recorded.
 
-    Boxes too narrow to be seen are joined with their neighbours of the same colour.
+    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix.
     """
     if not timeline.records:
         return ""
@@ -92,29 +94,29 @@ def timeline_rows(timeline: Timeline) -> str:
     layout = {rank: boxes_of(items) for rank, items in timeline.by_rank().items() if rank in ranks}
     shown = [box for boxes in layout.values() for box in boxes]
     colours = _colours(shown)
-    waits = any(box.record.wait for box in shown)
-    key, used = legend(_legend_entries(shown, colours, waits), left=0, top=4)
     origin = min((box.record.start - box.record.wait for box in shown), default=0.0)
     latest = max((box.record.end for box in shown), default=origin)
     scale = (WIDTH - _LEFT - _RIGHT) / ((latest - origin) or 1)
-    body, y = [key], used + 14
-    top = y
+    rows: list[str] = []
+    y = 0.0
     for rank in ranks:
         boxes = layout[rank]
         lanes = max((box.lane for box in boxes), default=0) + 1
         height = 20.0 if lanes == 1 else 14.0 * lanes
-        body.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
-        body.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
+        rows.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
+        rows.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
         row = _Row(top=y, lane_height=height / lanes, origin=origin, scale=scale)
-        body += row.draw(boxes, colours, _MAX_BOXES // len(ranks))
+        rows += row.draw(boxes, colours, _MAX_BOXES // len(ranks))
         y += height + 5
-    body.append(_time_axis(timeline, latest - origin, scale, top, y))
+    rows.append(_time_axis(timeline, latest - origin, scale, y))
+    key, used = legend(_legend_entries(shown, colours, "".join(rows)), left=0, top=4)
+    body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
     which = f"the first {len(ranks)} of " if len(ranks) < len(timeline.ranks) else ""
     description = (
         f"What {which}{len(timeline.ranks)} ranks did, {timeline.source}; span "
         f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
     )
-    return figure("timeline", "Timeline per rank", description, y + 36, body)
+    return figure("timeline", "Timeline per rank", description, used + y + 50, body)
 
 
 def key_of(record: Record) -> str:
@@ -136,16 +138,19 @@ def _colours(boxes: Sequence[Box]) -> dict[str, str]:
 
 
 def _legend_entries(
-    boxes: Sequence[Box], colours: dict[str, str], waits: bool
+    boxes: Sequence[Box], colours: dict[str, str], drawn: str
 ) -> list[tuple[str, str]]:
     present = {key_of(box.record) for box in boxes}
     entries = [(LONG_NAMES.get(key, key), colours[key]) for key in colours if key in present]
     if any(box.record.pipe % 2 for box in boxes):
         entries += [(f"{name}, odd pipe", tint(colour)) for name, colour in entries]
     entries = entries[:_MAX_KEYS]
-    if waits:
-        entries.append(("waiting for inputs", _WAITING))
-    return [*entries, ("idle", IDLE)]
+    rest = (
+        ("waiting for inputs", _WAITING),
+        ("several, too narrow to draw", _MIXED),
+        ("idle", IDLE),
+    )
+    return entries + [(name, colour) for name, colour in rest if f'fill="{colour}"' in drawn]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +181,9 @@ class _Row:
         return waits + drawn
 
     def _joined(self, boxes: Sequence[Box], colours: dict[str, str], narrow: float) -> list[str]:
-        """Boxes wider than `narrow` pixels as they are, runs of narrower ones as one."""
+        """Boxes wider than `narrow` pixels as they are, a run of narrower ones as one box."""
         drawn: list[str] = []
-        # Per lane: colour, left and right edge, and number of the boxes being joined.
+        # Per lane: colour, left and right edge of the boxes being joined.
         runs: dict[int, tuple[str, float, float]] = {}
 
         def finish(lane: int) -> None:
@@ -199,11 +204,9 @@ class _Row:
                 drawn.append(self._box(box, left, right - left, colour))
                 continue
             run = runs.get(box.lane)
-            if run and run[0] == colour and left - run[2] <= narrow:
-                runs[box.lane] = (colour, run[1], max(run[2], right))
-            elif run and left - run[2] <= narrow and run[2] - run[1] <= narrow:
-                # Another colour, but the run is no wider than a hair: it takes the newcomer in.
-                runs[box.lane] = (run[0], run[1], max(run[2], right))
+            if run and left - run[2] <= narrow:
+                both = colour if colour == run[0] else _MIXED
+                runs[box.lane] = (both, run[1], max(run[2], right))
             else:
                 finish(box.lane)
                 runs[box.lane] = (colour, left, right)
@@ -226,7 +229,7 @@ class _Row:
         return drawn
 
 
-def _time_axis(timeline: Timeline, length: float, scale: float, top: float, bottom: float) -> str:
+def _time_axis(timeline: Timeline, length: float, scale: float, bottom: float) -> str:
     factor, unit = _axis_unit(length, timeline)
     parts: list[str] = []
     for value in ticks(0, length * factor, 8):
@@ -237,7 +240,7 @@ def _time_axis(timeline: Timeline, length: float, scale: float, top: float, bott
         ]
     right = WIDTH - _RIGHT
     parts.append(line(_LEFT, bottom, right, bottom, INK))
-    parts.append(line(_LEFT, top, _LEFT, bottom, GRID))
+    parts.append(line(_LEFT, 0, _LEFT, bottom, GRID))
     parts.append(text(right, bottom + 32, unit, anchor="end", fill=MUTED))
     return "".join(parts)
 

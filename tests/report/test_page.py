@@ -1,0 +1,160 @@
+"""The page: self-contained, small whatever the run, escaped, accessible, tolerant."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from moemesh.report import page
+from moemesh.trace.run import FILES, RunError
+from tests.report.fake_run import write_fake_run
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Document(HTMLParser):
+    """Checks that tags are balanced; collects tags, ids and texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def read(path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_fake_run(tmp_path_factory.mktemp("runs") / "tiny", num_steps=60)
+
+
+def test_one_offline_file(tiny):
+    before = set(tiny.iterdir())
+    path = page.write(tiny)
+    assert path == tiny / "report.html"
+    assert set(tiny.iterdir()) == before | {path}
+    text = read(path)
+    document = Document(text)
+    assert not document.of("script") and not document.of("link") and not document.of("img")
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert len(document.of("svg")) == 9
+    assert text == read(page.write(tiny))
+
+
+def test_what_the_page_says(tiny):
+    texts = " ".join(Document(read(page.write(tiny))).texts)
+    for expected in ("1f1b", "reduce_scatter", "unigram 3.21", "rank 3", "Highest peak 321.2 MiB"):
+        assert expected in texts
+    # 2 phases * 8 operations * 3 * 2**19 bytes halved, plus ranks 0+1+2+3 times 4096, over 4 ranks.
+    assert f"{2 * 8 * (4 * 3 * 2**19 + 6 * 4096) // 2:,}" in texts
+
+
+def test_accessible(tiny):
+    document = Document(read(page.write(tiny)))
+    assert document.of("html")[0]["lang"] == "en"
+    identities = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    for _, attributes in document.tags:
+        for name in (attributes.get("aria-labelledby") or "").split():
+            assert name in identities
+    for attributes in document.of("a"):
+        assert attributes["href"].removeprefix("#") in identities
+    assert all(attributes.get("scope") in ("row", "col") for attributes in document.of("th"))
+    assert len(document.of("caption")) == len(document.of("table")) > 8
+    levels = [int(tag[1]) for tag, _ in document.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and set(levels[1:]) == {2}
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_any_file_may_be_missing(tmp_path, missing):
+    folder = write_fake_run(tmp_path / "run", num_steps=20)
+    (folder / missing).unlink(missing_ok=True)
+    text = read(page.write(folder))
+    Document(text)
+    if missing not in ("summary.json", "failure.json", "plan.json"):
+        assert f"No {missing}." in text
+
+
+@pytest.mark.parametrize("only", FILES)
+def test_any_file_alone_may_be_torn(tmp_path, only):
+    (tmp_path / only).write_text('{"half')
+    assert "Not everything could be read" in read(page.write(tmp_path))
+
+
+def test_what_comes_from_files_is_escaped(tmp_path):
+    hostile = "</pre></title><script>alert('x')</script><img src=x onerror=alert(1)>\x00\ud800"
+    folder = write_fake_run(tmp_path / "<script>alert(2)<script>", num_steps=20)
+    config = f"[model]\npreset = {json.dumps(hostile[:-2])}\n"
+    (folder / "config.toml").write_text(config)
+    (folder / "plan.json").write_text(json.dumps({hostile: hostile, "pp": hostile}))
+    (folder / "failure.json").write_text(json.dumps({"error": hostile, hostile: [hostile]}))
+    (folder / "summary.json").write_text(json.dumps({hostile: {hostile: 1}}))
+    for name in ("ledger.json", "timeline.json"):
+        data = json.loads((folder / name).read_text())
+        for row in data["ranks"][0]["entries"] if name == "ledger.json" else data["records"]:
+            row.update(
+                dict.fromkeys(
+                    ("axis", "op", "caller") if "axis" in row else ("name", "kind"), hostile
+                )
+            )
+        (folder / name).write_text(json.dumps(data))
+    text = read(page.write(folder))
+    document = Document(text)
+    assert not document.of("script") and not document.of("img")
+    assert not any(key.startswith("on") for _, attributes in document.tags for key in attributes)
+    assert "This run failed" in text
+    assert "&lt;script&gt;" in text
+
+
+def test_long_runs_stay_small(tmp_path):
+    folder = write_fake_run(
+        tmp_path / "long",
+        num_steps=50_000,
+        num_layers=16,
+        num_experts=128,
+        num_ranks=64,
+        loads_every=1000,
+        records_per_rank=400,
+    )
+    (folder / "config.toml").write_text("# " + "x" * 3_000_000)
+    (folder / "failure.json").write_text(json.dumps({"traceback": "y" * 3_000_000}))
+    path = page.write(folder)
+    assert path.stat().st_size <= 1_500_000
+    assert "50,000" in read(path)
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(RunError):
+        page.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_is_not_imported():
+    program = "import sys, moemesh.report.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,148 @@
+"""The ledger adds up, filters, renames, pauses, compares, and survives JSON."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moemesh.trace.ledger import Ledger, LedgerEntry, LedgerTotal
+
+
+def enter(ledger: Ledger, **changes) -> None:
+    entry = {
+        "axis": "tp",
+        "op": "all_gather",
+        "phase": "forward",
+        "caller": "qkv",
+        "payload_bytes": 100,
+        "wire_bytes": 50,
+        "received_bytes": 60,
+    }
+    ledger.record(**{**entry, **changes})
+
+
+def test_equal_operations_are_one_entry():
+    ledger = Ledger()
+    enter(ledger)
+    enter(ledger, payload_bytes=1, wire_bytes=2, received_bytes=3)
+    enter(ledger, axis="dp")
+    assert [(entry.axis, entry.count, entry.payload_bytes) for entry in ledger.entries()] == [
+        ("dp", 1, 100),
+        ("tp", 2, 101),
+    ]
+    assert ledger.entries()[1] == LedgerEntry(
+        axis="tp",
+        op="all_gather",
+        phase="forward",
+        caller="qkv",
+        count=2,
+        payload_bytes=101,
+        wire_bytes=52,
+        received_bytes=63,
+    )
+
+
+def test_totals_filter():
+    ledger = Ledger()
+    enter(ledger)
+    enter(ledger, axis="dp")
+    enter(ledger, op="reduce_scatter", phase="backward")
+    assert ledger.total() == LedgerTotal(3, 300, 150, 180)
+    assert ledger.total(axis="tp").count == 2
+    assert ledger.total(axis="tp", phase="backward") == LedgerTotal(1, 100, 50, 60)
+    assert ledger.total(caller="other") == LedgerTotal()
+    assert ledger.total(op="reduce_scatter", caller="qkv").count == 1
+
+
+def test_a_scope_renames_the_forward_only():
+    ledger = Ledger()
+    with ledger.scope("evaluate"):
+        enter(ledger)
+        enter(ledger, phase="backward")
+        with ledger.scope("inner"):
+            enter(ledger)
+    enter(ledger)
+    phases = [entry.phase for entry in ledger.entries()]
+    assert phases == ["backward", "evaluate", "forward", "inner"]
+
+
+def test_a_scope_ends_with_an_exception():
+    ledger = Ledger()
+    with pytest.raises(KeyError), ledger.scope("evaluate"), ledger.paused():
+        raise KeyError
+    enter(ledger)
+    assert [entry.phase for entry in ledger.entries()] == ["forward"]
+
+
+def test_pauses_nest():
+    ledger = Ledger()
+    with ledger.paused():
+        with ledger.paused():
+            enter(ledger)
+        enter(ledger)
+    assert len(ledger) == 0 and ledger == Ledger()
+    enter(ledger)
+    assert len(ledger) == 1
+
+
+def test_difference_says_what_is_not_the_same():
+    predicted, measured = Ledger(), Ledger()
+    for ledger in (predicted, measured):
+        enter(ledger, caller="equal")
+        enter(ledger)
+    enter(measured, wire_bytes=70)
+    enter(predicted, axis="ep", op="all_to_all")
+    assert predicted != measured
+    assert predicted.difference(measured) == [
+        "ep all_to_all forward qkv: "
+        "only here: count 1, payload_bytes 100, wire_bytes 50, received_bytes 60",
+        "tp all_gather forward qkv: count 1 here, 2 there (+1), "
+        "payload_bytes 100 here, 200 there (+100), wire_bytes 50 here, 120 there (+70), "
+        "received_bytes 60 here, 120 there (+60)",
+    ]
+    assert "only there: count 1" in measured.difference(predicted)[0]
+    assert predicted.difference(predicted) == []
+
+
+names = st.sampled_from(["tp", "ep", "ä \n"])
+entries = st.lists(
+    st.fixed_dictionaries(
+        {
+            "axis": names,
+            "op": names,
+            "phase": names,
+            "caller": names,
+            "payload_bytes": st.integers(0, 2**60),
+            "wire_bytes": st.integers(0, 2**60),
+            "received_bytes": st.integers(0, 2**60),
+        }
+    ),
+    max_size=8,
+)
+
+
+def book(rows) -> Ledger:
+    ledger = Ledger()
+    for row in rows:
+        ledger.record(**row)
+    return ledger
+
+
+@given(entries, entries)
+def test_sums_and_json(first, second):
+    both = book(first) + book(second)
+    assert both == book(first + second) == book(second + first)
+    assert both.total().wire_bytes == sum(row["wire_bytes"] for row in first + second)
+    assert Ledger.from_json(both.to_json()) == both
+    assert Ledger.from_rows(both.rows()) == both
+    merged = book(first)
+    merged.merge(book(second))
+    assert merged == both
+
+
+def test_what_is_no_ledger_is_refused():
+    with pytest.raises(ValueError, match="a ledger is a JSON list, got dict"):
+        Ledger.from_json("{}")
+    with pytest.raises(ValueError, match="not a ledger entry"):
+        Ledger.from_json('[{"axis": "tp"}]')

@@ -1,0 +1,112 @@
+"""Run folders: complete, partial, torn, and no run at all."""
+
+import json
+import math
+
+import pytest
+
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.run import FILES, MetricsRow, Run, RunError, ledgers_from_json, ledgers_to_json
+from tests.report.fake_run import write_fake_run
+
+
+def row(step: int, loss: float = 2.5, **details: object) -> MetricsRow:
+    known = {"grad_norm": 1.0, "aux_loss": 0.5, "tokens": 64, "tokens_per_second": 1e3}
+    return MetricsRow(
+        **(known | {"step": step, "loss": loss, "lr": 1e-3, "seconds": 0.1} | details)
+    )
+
+
+def test_a_complete_run(tmp_path):
+    run = Run.load(write_fake_run(tmp_path / "run", num_steps=40))
+    assert run.warnings == ()
+    assert run.config["plan"]["pp"] == 2
+    assert run.plan["ep"] == 2
+    assert [r.step for r in run.metrics] == list(range(1, 41))
+    assert sorted(run.ledgers) == [0, 1, 2, 3]
+    assert run.timeline is not None and run.timeline.ranks == (0, 1, 2, 3)
+    assert run.memory is not None and len(run.memory.ranks) == 4
+    assert [(item.step, item.layer) for item in run.loads[:3]] == [(10, 0), (10, 1), (10, 2)]
+    assert run.failure is None
+
+
+def test_metrics_keep_full_precision():
+    before = row(3, loss=0.1 + 0.2, validation_loss=1 / 3)
+    line = before.to_line()
+    assert "0.30000000000000004" in line
+    assert MetricsRow.from_json(json.loads(line)) == before
+    assert "validation_loss" not in json.loads(row(1).to_line())
+
+
+def test_a_loss_that_is_not_finite_is_strict_json():
+    line = row(3, loss=math.nan, grad_norm=math.inf).to_line()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert math.isnan(MetricsRow.from_json(json.loads(line)).loss)
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_any_file_may_be_missing(tmp_path, missing):
+    folder = write_fake_run(tmp_path / "run", num_steps=20)
+    (folder / missing).unlink(missing_ok=True)
+    assert Run.load(folder).warnings == ()
+
+
+@pytest.mark.parametrize("only", FILES)
+def test_any_file_alone_may_be_torn(tmp_path, only):
+    (tmp_path / only).write_text('{"half": [1, 2, {"written"')
+    run = Run.load(tmp_path)
+    assert len(run.warnings) == 1
+    assert only in run.warnings[0]
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path):
+    lines = row(1).to_line() + row(2).to_line()
+    (tmp_path / "metrics.jsonl").write_text(lines[:-15])
+    run = Run.load(tmp_path)
+    assert [r.step for r in run.metrics] == [1]
+    assert "line 2" in run.warnings[0] and "half-written" in run.warnings[0]
+
+
+def test_a_bad_line_does_not_hide_the_others(tmp_path):
+    text = row(1).to_line() + '{"step": 2}\n[3]\n\n\xff\n' + row(4).to_line()
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    run = Run.load(tmp_path)
+    assert [r.step for r in run.metrics] == [1, 4]
+    assert "3 lines" in run.warnings[0] and "'tokens' is missing" in run.warnings[0]
+
+
+def test_a_step_done_again_after_a_resume_counts_once(tmp_path):
+    rows = (row(1), row(2, loss=9.0), row(3), row(2, loss=2.0))
+    (tmp_path / "metrics.jsonl").write_text("".join(r.to_line() for r in rows))
+    run = Run.load(tmp_path)
+    assert [(r.step, r.loss) for r in run.metrics] == [(1, 2.5), (2, 2.0), (3, 2.5)]
+
+
+def test_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(RunError, match="holds no run"):
+        Run.load(tmp_path)
+    with pytest.raises(RunError, match="no folder"):
+        Run.load(tmp_path / "absent")
+    assert issubclass(RunError, ValueError)
+
+
+def test_ledgers_round_trip():
+    book = Ledger()
+    book.record(
+        axis="tp",
+        op="all_gather",
+        phase="forward",
+        caller="attention",
+        payload_bytes=80,
+        wire_bytes=40,
+        received_bytes=40,
+    )
+    data = json.loads(json.dumps(ledgers_to_json({1: book, 0: Ledger()}, steps=3)))
+    assert [part["rank"] for part in data["ranks"]] == [0, 1]
+    assert data["ranks"][1]["entries"][0]["axis"] == "tp"
+    assert ledgers_from_json(data) == ({0: Ledger(), 1: book}, 3)
+    del data["steps"]
+    assert ledgers_from_json(data)[1] == 1
+    with pytest.raises(ValueError, match="twice"):
+        ledgers_from_json({"ranks": data["ranks"] * 2})

@@ -1,0 +1,243 @@
+"""`moemesh train` as a user meets it: the run folder, any plan, resume, Ctrl-C, mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemesh.trace.run import Run
+from tests.train.runs import arguments, losses, metrics, moemesh, start, train
+
+TWO_RANKS = {"plan__tp": 2, "plan__ep": 2}
+FILES = (
+    "config.toml plan.json metrics.jsonl ledger.json timeline.json memory.json loads.jsonl report.html"
+).split()
+
+
+def assert_close(ours: list[float], theirs: list[float], tolerance: float = 1e-5) -> None:
+    assert len(ours) == len(theirs)
+    assert max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("one") / "run"
+    train(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("two") / "run"
+    train(out, **TWO_RANKS)
+    return out
+
+
+def test_the_run_folder_is_complete(two_ranks: Path) -> None:
+    assert all((two_ranks / name).is_file() for name in FILES)
+    assert (two_ranks / "checkpoints" / "step-4" / "manifest.json").is_file()
+    assert not (two_ranks / "failure.json").exists()
+    keys = "step loss grad_norm aux_loss tokens tokens_per_second lr seconds".split()
+    rows = metrics(two_ranks)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(key in row for row in rows for key in keys)
+    assert rows[0]["tokens"] == 6 * 16 and "validation_loss" in rows[-1]
+    run = Run.load(two_ranks)
+    assert json.loads((two_ranks / "plan.json").read_text())["world_size"] == 2
+    assert {
+        profile["rank"] for profile in json.loads((two_ranks / "memory.json").read_text())["ranks"]
+    } == {0, 1}
+    assert all(sum(loads.tokens_per_expert) == 6 * 16 * 2 for loads in run.loads)
+
+
+def test_two_plans_give_the_same_losses(one_rank: Path, two_ranks: Path) -> None:
+    assert_close(losses(metrics(one_rank)), losses(metrics(two_ranks)))
+
+
+def test_memory_is_what_the_shapes_say(one_rank: Path) -> None:
+    """fp32 AdamW: gradients as large as the weights, moments twice that."""
+    (profile,) = json.loads((one_rank / "memory.json").read_text())["ranks"]
+    weights = profile["dense_weights"] + profile["expert_weights"]
+    summary = json.loads((one_rank / "summary.json").read_text())
+    assert weights == 4 * summary["parameters"]
+    assert profile["gradients"] == weights and profile["optimizer"] == 2 * weights
+    assert profile["activations"] > 0 and profile["peak"] > weights
+
+
+def test_resume_in_another_plan_goes_on_with_the_same_losses(
+    tmp_path: Path, one_rank: Path
+) -> None:
+    short = {"train__checkpoint_every": 2}
+    out = tmp_path / "run"
+    whole = losses(train(tmp_path / "whole", **short, train__steps=6))
+    process = start(*arguments(out, **short, train__steps=6))
+    wait_for_checkpoint(out, 2)
+    process.kill()
+    process.wait()
+    rows = train(out, **short, train__steps=6, plan__dp=2, plan__ep=2)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert_close(losses(rows), whole)
+
+
+def wait_for_checkpoint(out: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / f"step-{step}").exists():
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.02)
+
+
+def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12}
+    whole = losses(train(tmp_path / "whole", **keys))
+    out = tmp_path / "run"
+    process = start(*arguments(out, **keys), start_new_session=True)
+    wait_for_checkpoint(out, 4)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    time.sleep(1.0)  # its ranks are sessions of their own: they leave when they notice
+    rows = train(out, **keys)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert losses(rows) == whole  # bit by bit
+
+
+def test_ctrl_c_saves_and_exits_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    keys = TWO_RANKS | {"train__checkpoint_every": 1000, "train__steps": 2000}
+    process = start(*arguments(out, **keys))
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stdout + stderr
+    assert "stopped at step" in stdout and "Traceback" not in stdout + stderr
+    (saved,) = [int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")]
+    assert len(metrics(out)) == saved
+    again = moemesh(
+        *arguments(out, **keys | {"train__steps": saved + 2}), "--allow-change", "train.steps"
+    )
+    assert f"resumed from step {saved}" in again.stdout
+    assert len(metrics(out)) == saved + 2
+
+
+def test_the_same_command_after_the_end_does_nothing(two_ranks: Path) -> None:
+    before = (two_ranks / "metrics.jsonl").read_bytes()
+    done = moemesh(*arguments(two_ranks, **TWO_RANKS))
+    assert done.returncode == 0 and "already trained" in done.stdout
+    assert (two_ranks / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train__dtype": "bfloat16"},
+        {"train__dtype": "float64", "train__optimizer": "sgd", "train__momentum": 0.9},
+    ],
+)
+def test_precisions_train_and_resume(tmp_path: Path, keys: dict[str, object]) -> None:
+    out = tmp_path / "run"
+    whole = losses(train(tmp_path / "whole", **keys))
+    train(out, **keys, train__steps=2, train__warmup_steps=0, train__final_lr_ratio=1.0)
+    assert whole[0] == losses(metrics(out))[0] and whole[-1] < whole[0]
+    rows = train(tmp_path / "spread", **keys, **TWO_RANKS)
+    assert_close(losses(rows), whole, 3e-3 if keys["train__dtype"] == "bfloat16" else 1e-10)
+
+
+# Mistakes: one clear message, exit code 2 (1 at run time), nothing lost.
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"data__path": "/no/such/file"}, ["/no/such/file"]),
+        ({"plan__ep": 3}, ["ep*etp (3) must divide dp*cp*tp (1)"]),
+        ({"plan__tp": 3}, ["num_heads (8)", "tp (3)"]),
+        ({"plan__pp": 2}, ["plan.pp", "cannot be trained by this version"]),
+        ({"plan__dispatcher": "deepep"}, ["plan.dispatcher", "all_to_all"]),
+        ({"model__vocab_size": 100}, ["vocab_size", "100", "256"]),
+        ({"train__stepz": 3}, ["train.stepz", "train.steps"]),
+        ({"data__seq_len": 100000}, ["tokens", "data.seq_len"]),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    tmp_path: Path, keys: dict[str, object], words: list[str]
+) -> None:
+    done = moemesh(*arguments(tmp_path / "run", **keys))
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    done = moemesh(*arguments(tmp_path / "run", data__path=str(tmp_path / "empty.txt")))
+    assert done.returncode == 2 and "no text" in done.stderr
+
+
+def test_another_model_in_the_same_folder_is_refused(two_ranks: Path) -> None:
+    done = moemesh(*arguments(two_ranks, **TWO_RANKS, model__num_layers=3))
+    assert done.returncode == 2
+    assert "model.num_layers: 2 -> 3" in done.stderr and "another folder" in done.stderr
+
+
+def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = start(*arguments(out, train__steps=100000))
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = moemesh(*arguments(out, train__steps=100000))
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2 and "in use by another run" in second.stderr
+
+
+def test_a_truncated_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    keys = {"train__checkpoint_every": 2}
+    train(out, **keys)
+    whole = losses(metrics(out))
+    broken = out / "checkpoints" / "step-4" / "rank-00000.safetensors"
+    os.truncate(broken, broken.stat().st_size // 2)
+    done = moemesh(*arguments(out, **keys))
+    assert done.returncode == 0 and "checkpoint 4 skipped" in done.stderr
+    assert str(broken) in done.stderr and "resumed from step 2" in done.stdout
+    assert losses(metrics(out)) == whole
+    for checkpoint in (out / "checkpoints").glob("step-*"):
+        (checkpoint / "manifest.json").write_text("{}")
+    done = moemesh(*arguments(out, **keys))
+    assert done.returncode == 1 and "no checkpoint" in done.stderr
+    assert json.loads((out / "failure.json").read_text())["kind"] == "CheckpointError"
+
+
+def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks: Path) -> None:
+    def torchrun(num_ranks: int, out: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        command += ["--standalone", "-m", "moemesh", *arguments(out, **TWO_RANKS)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+    done = torchrun(2, tmp_path / "good")
+    assert done.returncode == 0, done.stderr
+    assert losses(metrics(tmp_path / "good")) == losses(metrics(two_ranks))
+    done = torchrun(3, tmp_path / "bad")
+    assert done.returncode != 0
+    assert "3 ranks were started, the plan needs pp*dp*cp*tp = 1*1*1*2 = 2" in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+def test_every_rank_reports_the_same_gradient_norm_and_skips_together() -> None:
+    from moemesh.comm.mesh import Mesh
+    from moemesh.parallel.norm import gradient_norm
+    from moemesh.parallel.placement import Placement
+
+    where = {"w": Placement(name="w", shape=(2,), shards={}, summed_over="stage")}
+    mesh = Mesh.single("cpu")
+    norm = gradient_norm({"w": torch.tensor([3.0, 4.0])}, where, mesh)
+    assert norm.value == 5.0 and norm.is_finite
+    assert not gradient_norm({"w": torch.tensor([3.0, torch.nan])}, where, mesh).is_finite
