@@ -133,8 +133,26 @@ def all_to_all(
     caller: str,
 ) -> Tensor:
     """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits."""
+    received, work = all_to_all_start(
+        x, axis, input_splits, output_splits, phase=phase, caller=caller
+    )
+    if work is not None:
+        work.wait()
+    return received
+
+
+def all_to_all_start(
+    x: Tensor,
+    axis: Axis,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    *,
+    phase: str,
+    caller: str,
+) -> tuple[Tensor, dist.Work | None]:
+    """As all_to_all, but the rows are there only when the returned work has been waited for."""
     if axis.size == 1:
-        return x
+        return x, None
     if (input_splits is None) != (output_splits is None):
         raise ValueError(f"{caller}: give both input_splits and output_splits, or neither")
     inputs = _blocks(x.shape[0], axis, input_splits)
@@ -149,8 +167,15 @@ def all_to_all(
     )
     record(axis, "all_to_all", phase, caller, moved)
     received = x.new_empty(sum(outputs), *x.shape[1:])
-    dist.all_to_all_single(_raw(received), _raw(x.contiguous()), outputs, inputs, group=axis.group)
-    return received
+    work = dist.all_to_all_single(
+        _raw(received),
+        _raw(x.contiguous()),
+        outputs,
+        inputs,
+        group=axis.group,
+        async_op=True,
+    )
+    return received, work
 
 
 def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str) -> Tensor:

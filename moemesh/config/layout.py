@@ -1,16 +1,28 @@
 """Which rank sits where: the two meshes over the same ranks, and how sizes are cut into shards.
 
-The attention mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is outermost
-and shared, tp and etp are innermost:
+The attention mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is
+outermost and shared, tp and etp are innermost:
 
     rank = ((pp * DP  + dp ) * CP + cp) * TP  + tp
          = ((pp * EDP + edp) * EP + ep) * ETP + etp
+
+Where expert-parallel groups span nodes, ``ep = node * EP_NODE + place in the node``: the two parts
+are axes of their own (``ep_rail`` across nodes, ``ep_node`` inside one).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
+
+#: The dimensions of each view of a world, outermost first: the two meshes, and the expert mesh with
+#: its ep axis cut at node borders.
+VIEWS: dict[str, tuple[str, ...]] = {
+    "dense": ("pp", "dp", "cp", "tp"),
+    "expert": ("pp", "edp", "ep", "etp"),
+    "node": ("pp", "edp", "ep_rail", "ep_node", "etp"),
+}
 
 #: Axis name -> (view, the dimensions of that view that the axis spans).
 #: The combined axes exist because gradients are summed over them: dense parameters over ``dp_cp``,
@@ -24,6 +36,8 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "stage": ("dense", ("dp", "cp", "tp")),
     "edp": ("expert", ("edp",)),
     "ep": ("expert", ("ep",)),
+    "ep_rail": ("node", ("ep_rail",)),
+    "ep_node": ("node", ("ep_node",)),
     "etp": ("expert", ("etp",)),
     "ep_etp": ("expert", ("ep", "etp")),
     "world": ("dense", ("pp", "dp", "cp", "tp")),
@@ -31,7 +45,7 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def shard_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Balanced contiguous split of `size` items: the first ``size % parts`` shards are one larger."""
+    """Balanced contiguous split of `size` items; the first ``size % parts`` are one larger."""
     base, extra = divmod(size, parts)
     return tuple(base + (index < extra) for index in range(parts))
 
@@ -45,7 +59,10 @@ def shard_range(size: int, parts: int, index: int) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks."""
+    """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
+
+    ``ranks_per_node = 0`` means that all ranks share one node.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -53,12 +70,14 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         stage = self.dp * self.cp * self.tp
         if stage % (self.ep * self.etp):
             raise ValueError(
-                f"ep*etp ({self.ep}*{self.etp}) must divide dp*cp*tp ({self.dp}*{self.cp}*{self.tp})"
+                f"ep*etp ({self.ep}*{self.etp}) must divide "
+                f"dp*cp*tp ({self.dp}*{self.cp}*{self.tp})"
             )
 
     @property
@@ -70,15 +89,25 @@ class Layout:
         """Expert replicas: the degree that follows from the others."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
+    @property
+    def ep_node(self) -> int:
+        """Members of an expert-parallel group that share a node: the largest equal blocks."""
+        node = self.ranks_per_node or self.world_size
+        return gcd(self.ep, node // self.etp) if node % self.etp == 0 else 1
+
+    @property
+    def ep_rail(self) -> int:
+        """Nodes (or equal blocks inside nodes) that an expert-parallel group spans."""
+        return self.ep // self.ep_node
+
     def dimensions(self, view: str) -> dict[str, int]:
-        """Degrees of one view ("dense" or "expert"), outermost first."""
-        names = ("pp", "dp", "cp", "tp") if view == "dense" else ("pp", "edp", "ep", "etp")
-        return {name: int(getattr(self, name)) for name in names}
+        """Degrees of one view (a key of :data:`VIEWS`), outermost first."""
+        return {name: int(getattr(self, name)) for name in VIEWS[view]}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Every coordinate of `rank` in both views."""
+        """Every coordinate of `rank` in all views."""
         found: dict[str, int] = {}
-        for view in ("dense", "expert"):
+        for view in VIEWS:
             rest = rank
             for name, degree in reversed(self.dimensions(view).items()):
                 rest, found[name] = divmod(rest, degree)

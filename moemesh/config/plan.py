@@ -79,7 +79,15 @@ class Plan(Section):
     @property
     def layout(self) -> Layout:
         """The two meshes. Raises ValueError when ``check`` would report the degrees."""
-        return Layout(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp)
+        return Layout(
+            pp=self.pp,
+            dp=self.dp,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            etp=self.etp,
+            ranks_per_node=self.ranks_per_node or 0,
+        )
 
     @property
     def world_size(self) -> int:

@@ -129,7 +129,8 @@ def parse_value(text: str, key: str, origin: str) -> object:
         except (ValueError, RecursionError) as error:
             if text[:1] in ("[", "{", '"', "'"):
                 message = f"not a TOML value: {error}"
-                fix = f"close every quote and bracket, or quote the text: {key}={format_value(text)!r}"
+                quoted = f"{key}={format_value(text)!r}"
+                fix = f"close every quote and bracket, or quote the text: {quoted}"
                 return Problem(
                     code="syntax", key=key, value=text, origin=origin, message=message, fix=fix
                 )

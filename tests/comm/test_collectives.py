@@ -237,6 +237,11 @@ def every_dtype(mesh: Mesh) -> None:
         assert torch.equal(collectives.all_gather(mine, axis, sizes, caller="t"), total)
         assert torch.equal(collectives.all_reduce(partial, axis, caller="t"), total)
         assert torch.equal(partial, (base + rank).to(dtype).t()), "the input must stay"
+        dense = partial.contiguous()
+        collectives.all_reduce(dense, axis, caller="t")
+        collectives.broadcast(dense, axis, 1, caller="t")
+        collectives.reduce(dense, axis, 1, caller="t")
+        assert torch.equal(dense, partial), "the input must stay"
         first = base.to(dtype).t()
         assert torch.equal(collectives.broadcast(partial, axis, 0, caller="t"), first)
         turned = collectives.all_to_all(partial[:3], axis, caller="t")
