@@ -1,16 +1,19 @@
 """The contract between a router's choice and the experts: plan, dispatch, combine.
 
 Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, L local experts,
-H hidden. Dispatchers are siblings that do not inherit from one another; all pass one shared test.
+O owners (ranks whose tokens may come here), H hidden. Dispatchers are siblings that do not inherit
+from one another; all pass one shared test.
 
 | call | in | out | may communicate |
 |---|---|---|---|
-| plan | experts [T, K] | a plan: who sends what where; no gradient; replayable | counts only |
+| plan | experts [T, K] | a plan: who sends what where; no gradient; replayable | ids and counts |
 | dispatch | x [T, H], weights [T, K] | :class:`Rows` of the local experts | rows and weights |
 | combine | y [R, H] | unweighted sum per token [T, H] | rows |
 
-The backward of dispatch is a combine and the other way round, with the same plan. Any T >= 0, any
-number of -1 per token and R = 0 are legal, and the same collectives run in all cases.
+dispatch and combine return at once with something :class:`~moemesh.ops.pending.Pending`: a
+dispatcher may have started an exchange that ends when it is waited for. The backward of dispatch is
+a combine and the other way round, with the same plan. Rows of an expert ascend by owner and token.
+Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives run in all cases.
 """
 
 from __future__ import annotations
@@ -20,16 +23,22 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 
 
 class Rows(NamedTuple):
-    """What the local experts compute on: rows that `map` copies from `source_NH`, by expert."""
+    """What the local experts compute on: rows that `map` copies from `source_NH`, by expert.
+
+    ``counts_LO`` (rows per expert and owner) is set when the result must not depend on the layout:
+    the experts then use it to add their weight gradients in a fixed order.
+    """
 
     source_NH: Tensor
     map: RowMap
     weights_R: Tensor
     counts_L: Tensor
+    counts_LO: Tensor | None = None
 
 
 class Dispatcher(Protocol):
@@ -37,9 +46,9 @@ class Dispatcher(Protocol):
 
     def plan(self, experts_TK: Tensor) -> Any: ...
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Rows: ...
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]: ...
 
-    def combine(self, y_RH: Tensor, plan: Any) -> Tensor: ...
+    def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +70,12 @@ class LocalDispatcher:
         tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
         return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Rows:
-        return Rows(x_TH, plan.tokens, pick_weights(weights_TK, plan.slot_R), plan.counts_L)
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
+        weights_R = pick_weights(weights_TK, plan.slot_R)
+        return Pending.ready(Rows(x_TH, plan.tokens, weights_R, plan.counts_L))
 
-    def combine(self, y_RH: Tensor, plan: LocalPlan) -> Tensor:
-        return unpermute(y_RH, plan.tokens)
+    def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
+        return Pending.ready(unpermute(y_RH, plan.tokens))
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:

@@ -59,10 +59,11 @@ class MoE(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context.valid_T)
         plan = self.dispatcher.plan(routing.experts_TK)
-        rows = self.dispatcher.dispatch(x_TH, routing.weights_TK, plan)
-        y_TH = self.dispatcher.combine(self.experts(rows), plan)
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH, context.num_tokens)
+        pending = self.dispatcher.dispatch(x_TH, routing.weights_TK, plan)
+        shared_TH = None if self.shared is None else self.shared(x_TH, context.num_tokens)
+        y_TH = self.dispatcher.combine(self.experts(pending.wait()), plan).wait()
+        if shared_TH is not None:
+            y_TH = y_TH + shared_TH
         counts_E = torch.bincount(
             routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
         )[1:]

@@ -42,6 +42,11 @@ def permutation(order_R: Tensor) -> RowMap:
     return RowMap(source_R=order_R, copies_R=inverse_R, starts_N=places_R, is_permutation=True)
 
 
+def identity(num_rows: int, device: torch.device) -> RowMap:
+    """Rows are their own source."""
+    return permutation(torch.arange(num_rows, device=device))
+
+
 def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
     """The map of rows that copy ``source_R``; the inverse lists each bag in ascending row order."""
     counts_N = torch.bincount(source_R, minlength=num_sources)
@@ -52,8 +57,10 @@ def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
     )
 
 
-def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tensor, Tensor]:
-    """Sort the (token, slot) pairs by expert, stable; pairs with expert -1 get no row.
+def group_by_expert(
+    experts_TK: Tensor, num_experts: int, owner_T: Tensor | None = None
+) -> tuple[RowMap, Tensor, Tensor]:
+    """Sort the (token, slot) pairs by expert, then by owner, stable; expert -1 gets no row.
 
     Returns the map rows -> tokens, the position ``flat_R = token * K + slot`` of each row, and the
     rows per expert (int64 [num_experts]). One stable sort gives all three.
@@ -61,7 +68,12 @@ def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tenso
     num_slots = experts_TK.shape[1]
     flat_TK = experts_TK.reshape(-1)
     counts_E = torch.bincount(flat_TK + 1, minlength=num_experts + 1)
-    flat_R = torch.argsort(flat_TK, stable=True)[int(counts_E[0]) :]  # -1 sorts first: no row
+    key_TK = flat_TK
+    if owner_T is not None and len(owner_T):
+        num_owners = int(owner_T.max()) + 1
+        owner_TK = owner_T[:, None].expand_as(experts_TK).reshape(-1)
+        key_TK = torch.where(flat_TK < 0, -1, flat_TK * num_owners + owner_TK)
+    flat_R = torch.argsort(key_TK, stable=True)[int(counts_E[0]) :]  # -1 sorts first: no row
     row_of_flat = torch.full_like(flat_TK, -1)
     row_of_flat[flat_R] = torch.arange(len(flat_R), device=flat_R.device)
     bags_T = (experts_TK >= 0).sum(1)

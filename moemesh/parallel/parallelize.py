@@ -88,6 +88,6 @@ def make_dispatcher(config: ModelConfig, plan: Plan, mesh: Mesh) -> Dispatcher:
         case "all_to_all":
             return AllToAllDispatcher(mesh["ep"], mesh["etp"], config.num_experts)
         case "all_gather":
-            return AllGatherDispatcher(mesh["ep"], mesh["ep_etp"], config.num_experts)
+            return AllGatherDispatcher(mesh["ep"], mesh["etp"], mesh["ep_etp"], config.num_experts)
         case other:
             raise AssertionError(f"unchecked dispatcher {other}")

@@ -12,6 +12,7 @@ from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN = 8, 3, 4
 #: Tokens of each rank: uneven, one rank empty.
@@ -41,14 +42,20 @@ def routed(rank: int, padding: bool = True) -> Routed:
 
 
 def make(name: str, mesh: Mesh) -> Dispatcher:
+    """`name`, or ``name+exact``."""
+    name, _, mode = name.partition("+")
+    exact, ep, etp = mode == "exact", mesh["ep"], mesh["etp"]
     match name:
         case "local":
             return LocalDispatcher(NUM_EXPERTS)
         case "all_to_all":
-            return AllToAllDispatcher(mesh["ep"], mesh["etp"], NUM_EXPERTS)
+            return AllToAllDispatcher(ep, etp, NUM_EXPERTS, exact=exact)
+        case "hierarchical":
+            rail, node = mesh["ep_rail"], mesh["ep_node"]
+            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS, exact=exact)
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
-            return AllGatherDispatcher(mesh["ep"], mesh["ep_etp"], NUM_EXPERTS, form)
+            return AllGatherDispatcher(ep, etp, mesh["ep_etp"], NUM_EXPERTS, form, exact=exact)
         case _:
             raise ValueError(name)
 
@@ -65,7 +72,7 @@ def dispatch_on_rank(mesh: Mesh, name: str) -> dict[str, Any]:
     x_TH.requires_grad_()
     weights_TK.requires_grad_()
     plan = dispatcher.plan(experts_TK)
-    rows = dispatcher.dispatch(x_TH, weights_TK, plan)
+    rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
     first = mesh["ep"].index * len(rows.counts_L)
     expert_R = torch.repeat_interleave(
         torch.arange(first, first + len(rows.counts_L)), rows.counts_L
@@ -74,9 +81,9 @@ def dispatch_on_rank(mesh: Mesh, name: str) -> dict[str, Any]:
     share = 1 / mesh["etp"].size
     x_RH = rows.source_NH.index_select(0, rows.map.source_R)
     y_RH = x_RH * (scale_of(expert_R) * rows.weights_R)[:, None] * share
-    y_TH = dispatcher.combine(y_RH, plan)
+    y_TH = dispatcher.combine(y_RH, plan).wait()
     (y_TH * (torch.arange(HIDDEN) + 1)).sum().backward()
-    again = dispatcher.dispatch(x_TH, weights_TK, plan)
+    again = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
     return {
         "y": y_TH.detach(),
         "grad_x": x_TH.grad,

@@ -8,16 +8,28 @@ from moemesh.config.layout import Layout
 from tests.parallel.dispatching import NUM_EXPERTS, dispatch_on_rank, expected, routed
 from tests.ranks import mesh_on_ranks
 
-DISPATCHERS = ["all_to_all", "all_gather_dense", "all_gather_uneven", "all_gather_fewest_bytes"]
+DISPATCHERS = [
+    "all_to_all",
+    "all_gather_dense",
+    "all_gather_uneven",
+    "all_gather_fewest_bytes",
+    "hierarchical",
+    "all_to_all+exact",
+    "all_gather_fewest_bytes+exact",
+    "hierarchical+exact",
+]
 LAYOUTS = [
     Layout(dp=4, ep=4),
     Layout(dp=4, ep=2),
+    Layout(dp=4, ep=4, ranks_per_node=2),
     Layout(dp=2, tp=2, ep=2, etp=2),
     Layout(dp=2, etp=2),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"dp{x.dp}tp{x.tp}ep{x.ep}etp{x.etp}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda x: f"dp{x.dp}tp{x.tp}ep{x.ep}etp{x.etp}node{x.ranks_per_node}"
+)
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_every_dispatcher_gives_the_sum_over_experts(name: str, layout: Layout) -> None:
     ranks = mesh_on_ranks(layout, dispatch_on_rank, name)

@@ -25,8 +25,19 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
+from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.model.dispatcher import Rows, pick_weights
-from moemesh.ops.permute import RowMap, group_by_expert, map_from_sources, unpermute
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import (
+    RowMap,
+    group_by_expert,
+    identity,
+    map_from_sources,
+    permute,
+    unpermute,
+)
+from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
+from moemesh.parallel.expert.payload import gather_rows
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
 
@@ -54,15 +65,26 @@ class AllGatherPlan:
     counts_L: Tensor
     results: RowMap
     back: Return | None
+    counts_LO: Tensor | None
+    home: WayHome | None
 
 
 class AllGatherDispatcher:
     """Static shapes and no exchange of per-expert counts; pays when ep is small or K is large."""
 
     def __init__(
-        self, ep: Axis, ep_etp: Axis, num_experts: int, form: Form = "fewest_bytes"
+        self,
+        ep: Axis,
+        etp: Axis,
+        ep_etp: Axis,
+        num_experts: int,
+        form: Form = "fewest_bytes",
+        *,
+        exact: bool = False,
+        codec: Codec | None = None,
     ) -> None:
-        self.group, self.form = ep_etp, form
+        self.ep, self.etp, self.group, self.form = ep, etp, ep_etp, form
+        self.exact, self.codec = exact, codec
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ranks_per_shard = ep_etp.size // ep.size
         self.first = ep.index * self.num_local
@@ -78,8 +100,11 @@ class AllGatherDispatcher:
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=own.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
-        back, results = None, tokens_A
-        if self._uneven_sends_less(visits_AG):
+        back, results, counts_LO, home = None, tokens_A, None, None
+        if self.exact:
+            counts_LO = self._rows_per_owner(tokens_A, counts_L, sizes)
+            home = plan_way_home(experts_TK, counts_LO, self.ep, self.etp)
+        elif self._uneven_sends_less(visits_AG):
             back = self._way_back(visits_AG, sizes)
             place_A = visits_AG[:, self.group.index].cumsum(0) - 1
             results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
@@ -90,7 +115,21 @@ class AllGatherDispatcher:
             counts_L=counts_L,
             results=results,
             back=back,
+            counts_LO=counts_LO,
+            home=home,
         )
+
+    def _rows_per_owner(self, tokens_A: RowMap, counts_L: Tensor, sizes: list[int]) -> Tensor:
+        """Rows per local expert and rank of the group that owns their tokens."""
+        places = torch.arange(max(self.num_local, self.group.size), device=counts_L.device)
+        owner_A = torch.repeat_interleave(
+            places[: self.group.size], torch.tensor(sizes, device=counts_L.device)
+        )
+        expert_R = torch.repeat_interleave(places[: self.num_local], counts_L)
+        return torch.bincount(
+            expert_R * self.group.size + owner_A[tokens_A.source_R],
+            minlength=self.num_local * self.group.size,
+        ).view(self.num_local, self.group.size)
 
     def _uneven_sends_less(self, visits_AG: Tensor) -> bool:
         """Decided from what every rank of the group knows, so all decide alike."""
@@ -110,22 +149,37 @@ class AllGatherDispatcher:
             tokens=map_from_sources(tokens, sizes[index]),
         )
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Rows:
-        x_AH = collectives.all_gather(x_TH, self.group, plan.sizes, caller="moe.dispatch")
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Pending[Rows]:
         weights_AK = collectives.all_gather(
             weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
         )
-        return Rows(x_AH, plan.tokens_A, pick_weights(weights_AK, plan.slot_R), plan.counts_L)
+        weights_R = pick_weights(weights_AK, plan.slot_R)
 
-    def combine(self, y_RH: Tensor, plan: AllGatherPlan) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
+            return gather_rows(x, self.group, plan.sizes, self.codec, caller="moe.dispatch")
+
+        if plan.home is None:
+            return Pending.ready(Rows(gather(x_TH), plan.tokens_A, weights_R, plan.counts_L))
+        x_RH = dispatch_exact(
+            x_TH, lambda x: permute(gather(x), plan.tokens_A), plan.home, caller="moe.dispatch"
+        )
+        own = identity(len(x_RH), x_RH.device)
+        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+
+    def combine(self, y_RH: Tensor, plan: AllGatherPlan) -> Pending[Tensor]:
+        if plan.home is not None:
+            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         partial = unpermute(y_RH, plan.results)
         if plan.back is None:
-            return collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
-        returned = collectives.all_to_all(
+            return Pending.ready(
+                collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
+            )
+        returned = all_to_all_start(
             partial,
             self.group,
             plan.back.input_splits,
             plan.back.output_splits,
             caller="moe.combine",
         )
-        return unpermute(returned, plan.back.tokens)
+        tokens = plan.back.tokens
+        return returned.then(lambda rows: unpermute(rows, tokens))

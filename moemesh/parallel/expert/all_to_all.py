@@ -1,7 +1,7 @@
 """All-to-all expert parallelism: counts first, then each row straight to its expert's rank.
 
-Legend: T own tokens, K slots per token, S rows sent, N rows received (gathered over etp), L local
-experts, H hidden.
+Legend: T own tokens, K slots per token, S rows sent, N rows received (gathered over etp), R the
+same rows by expert, L local experts, O owners (ranks of the ep*etp group), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -22,29 +22,45 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
+from moemesh.comm.overlap import Codec
 from moemesh.model.dispatcher import Rows, pick_weights
-from moemesh.ops.permute import RowMap, group_by_expert, permutation, permute, unpermute
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import RowMap, group_by_expert, identity, permutation, permute, unpermute
+from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
+from moemesh.parallel.expert.hop import Hop
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
-    """Who sends what: rows sent -> own tokens and slots, splits, and the order at the experts."""
+    """Who sends what: the exchange, rows -> (token, slot), and the order at the experts."""
 
-    tokens: RowMap
+    hop: Hop
     slot_S: Tensor
-    input_splits: list[int]
-    output_splits: list[int]
     lane_rows: list[int]
     by_expert: RowMap
-    counts_L: Tensor
+    counts_LO: Tensor
+    home: WayHome | None
+
+    @property
+    def counts_L(self) -> Tensor:
+        return self.counts_LO.sum(1)
 
 
 class AllToAllDispatcher:
     """The reference dispatcher: exact for any load, K(EP-1)/EP rows per token on the wire."""
 
-    def __init__(self, ep: Axis, etp: Axis, num_experts: int) -> None:
+    def __init__(
+        self,
+        ep: Axis,
+        etp: Axis,
+        num_experts: int,
+        *,
+        exact: bool = False,
+        codec: Codec | None = None,
+    ) -> None:
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
+        self.exact, self.codec = exact, codec
 
     def plan(self, experts_TK: Tensor) -> AllToAllPlan:
         # Experts are contiguous per rank: sorted by expert is sorted by destination.
@@ -53,39 +69,56 @@ class AllToAllDispatcher:
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
         # [etp, ep, L]: what each lane receives from each source for each local expert.
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
-        # Inside an expert, rows ascend by source rank (= ep * ETP + etp), hence by token id.
+        # Inside an expert, rows ascend by owner (= ep * ETP + etp), hence by token id.
         places = (torch.arange(size, device=lanes.device) for size in lanes.shape)
         lane, source, expert = torch.meshgrid(*places, indexing="ij")
         key = (expert * self.ep.size + source) * self.etp.size + lane
         key_N = torch.repeat_interleave(key.flatten(), lanes.flatten())
         splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        counts_LO = lanes.permute(2, 1, 0).reshape(self.num_local, -1)
         return AllToAllPlan(
-            tokens=tokens,
+            hop=Hop(axis=self.ep, rows=tokens, input_splits=splits[0], output_splits=splits[1]),
             slot_S=slot_S,
-            input_splits=splits[0],
-            output_splits=splits[1],
             lane_rows=lanes.sum((1, 2)).tolist(),
             by_expert=permutation(torch.argsort(key_N, stable=True)),
-            counts_L=lanes.sum((0, 1)),
+            counts_LO=counts_LO,
+            home=plan_way_home(experts_TK, counts_LO, self.ep, self.etp) if self.exact else None,
         )
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Rows:
-        x_NH = self._to_experts(permute(x_TH, plan.tokens), plan, "moe.dispatch")
-        weights_S = pick_weights(weights_TK, plan.slot_S)
-        weights_N = self._to_experts(weights_S, plan, "moe.dispatch.weights")
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Pending[Rows]:
+        sent = None if plan.home else plan.hop.send(x_TH, "moe.dispatch", self.codec)
+        weights_N = collectives.all_to_all(
+            pick_weights(weights_TK, plan.slot_S),
+            self.ep,
+            plan.hop.input_splits,
+            plan.hop.output_splits,
+            caller="moe.dispatch.weights",
+        )
+        weights_N = self._gather_lanes(weights_N, plan, "moe.dispatch.weights")
         weights_R = weights_N.gather(0, plan.by_expert.source_R)
-        return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-    def _to_experts(self, rows: Tensor, plan: AllToAllPlan, caller: str) -> Tensor:
-        received = collectives.all_to_all(
-            rows, self.ep, plan.input_splits, plan.output_splits, caller=caller
-        )
-        return collectives.all_gather(received, self.etp, plan.lane_rows, caller=caller)
+        def rows_of(received: Tensor) -> Rows:
+            x_NH = self._gather_lanes(received, plan, "moe.dispatch")
+            return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-    def combine(self, y_RH: Tensor, plan: AllToAllPlan) -> Tensor:
+        if sent is not None:
+            return sent.then(rows_of)
+        assert plan.home is not None
+
+        def travel(x: Tensor) -> Tensor:
+            rows = rows_of(plan.hop.send(x, "moe.dispatch", self.codec).wait())
+            return permute(rows.source_NH, rows.map)
+
+        x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
+        own = identity(len(x_RH), x_RH.device)
+        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+
+    def _gather_lanes(self, rows: Tensor, plan: AllToAllPlan, caller: str) -> Tensor:
+        return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
+
+    def combine(self, y_RH: Tensor, plan: AllToAllPlan) -> Pending[Tensor]:
+        if plan.home is not None:
+            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         y_NH = unpermute(y_RH, plan.by_expert)
         y_NH = collectives.reduce_scatter(y_NH, self.etp, plan.lane_rows, caller="moe.combine")
-        y_SH = collectives.all_to_all(
-            y_NH, self.ep, plan.output_splits, plan.input_splits, caller="moe.combine"
-        )
-        return unpermute(y_SH, plan.tokens)
+        return plan.hop.send_back(y_NH, "moe.combine")
