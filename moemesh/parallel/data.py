@@ -1,8 +1,8 @@
 """Data parallelism: gradients summed over their axis, in buckets, while the backward still runs.
 
 One reducer serves the three parameter classes of `placement.py`, each with its own axis (dp_cp,
-stage, edp). torch's DistributedDataParallel knows one process group per module, divides by its size
-and sees neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has the
+stage, edp). torch's DistributedDataParallel knows one process group per module, divides by its
+size and sees neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has the
 reasons). Gradients accumulate in fp32 (float64 for float64 parameters) in flat buckets; when the
 last microbatch has filled a bucket, its all-reduce starts, always in the order of the list, which is
 the same on every rank.
@@ -112,7 +112,7 @@ class GradientReducer:
         self._armed = True
 
     def finish(self) -> None:
-        """Start what has not started (a parameter without gradient counts as zero), wait for all."""
+        """Start what has not started (a missing gradient counts as zero), wait for all."""
         self._launch(only_full=False)
         for bucket in self._buckets:
             if bucket.work is not None:

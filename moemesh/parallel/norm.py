@@ -30,8 +30,8 @@ def gradient_norm(
     """The norm of all (already summed) gradients.
 
     Each rank adds, in float64, the elements it owns (index 0 on the axis that replicates them);
-    one SUM over the world, one square root. Norms are never averaged: sharded experts with norms a and b
-    have the norm sqrt(a^2 + b^2).
+    one SUM over the world, one square root. Norms are never averaged: sharded experts with norms
+    a and b have the norm sqrt(a^2 + b^2).
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for name, gradient in gradients.items():

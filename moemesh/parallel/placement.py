@@ -1,8 +1,8 @@
 """Where each parameter lives: sharded dims, own slices, and the axis of its gradient sum.
 
-The residual stream is always token-sharded, so the local gradient of every parameter is *partial* on
-every axis on which the parameter is replicated: the true gradient is the SUM over those axes. From
-that one rule everything follows (no averaging, no factor):
+The residual stream is always token-sharded, so the local gradient of every parameter is *partial*
+on every axis on which the parameter is replicated: the true gradient is the SUM over those axes.
+From that one rule everything follows (no averaging, no factor):
 
 | parameter | view | sharded over | gradient summed over |
 |---|---|---|---|
