@@ -1,0 +1,1 @@
+"""Checkpoints: sharded, hashed, committed by one rename, readable in any layout."""

@@ -1,0 +1,1 @@
+"""The one door to torch.distributed: ranks, mesh, collectives and their ledger."""

@@ -167,6 +167,9 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="moemesh-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
         logs.mkdir(parents=True, exist_ok=True)
+        (logs / "rank-0.err").unlink(
+            missing_ok=True
+        )  # of an earlier run: ours is written at the end
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -239,7 +242,7 @@ def _write_untold(failures: dict[int, ProcessFailure], logs: Path) -> None:
     """Traces of ranks that have no log of their own: rank 0 leaves it to us to print its own."""
     for rank, failure in failures.items():
         errors = logs / f"rank-{rank}.err"
-        if "trace" in failure.error_file_data and not errors.exists():
+        if rank == 0 and "trace" in failure.error_file_data:
             errors.write_text(failure.error_file_data["trace"])
 
 

@@ -26,7 +26,7 @@ class TrainConfig(Section):
 
     section: ClassVar[str] = "train"
 
-    steps: int = 300
+    steps: int = 200
     seed: int = 0
     dtype: Dtype = "float32"
     optimizer: Optimizer = "adamw"

@@ -1,0 +1,1 @@
+"""A slow truth and a fast path for each operation that costs time or memory."""

@@ -1,6 +1,7 @@
 """The SwiGLU MLPs of many experts over rows grouped by expert, in one autograd Function.
 
-Legend: N source rows, R rows in expert order, E local experts, F expert width, H hidden.
+Legend: N source rows, R rows in expert order, E local experts, F expert width, G = 2 F, H hidden;
+B rows and D experts of one block.
 
     h = x W_gate_up^T          two products fused into one
     y = (silu(h_gate) * h_up * weight) W_down^T
@@ -9,19 +10,26 @@ The router's weight multiplies before the down projection: there is no bias behi
 the same function as weighting the output, on F instead of H numbers a row. The Function copies the
 rows out of their source itself, forward and backward, so that neither the copied rows nor the
 product of gate and up are kept: it saves the source, h and nothing else of activation size.
+
+It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
+operation to the next; only h, the output and the gradient of the copied rows are ever whole.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
-from moemesh.ops.permute import RowMap, gather_rows, sum_rows
-from moemesh.ops.weight_gradient import weight_gradient
+from moemesh.ops.permute import RowMap, sum_rows
+from moemesh.ops.weight_gradient import deferring, weight_gradient
+
+#: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
+BLOCK_ROWS = 256
 
 
 def expert_mlp_loop(
@@ -44,6 +52,96 @@ def expert_mlp_loop(
     return torch.cat(outputs)
 
 
+class Block(NamedTuple):
+    """Consecutive experts, their rows, and the running total of the experts' rows in the block."""
+
+    experts: slice
+    rows: slice
+    ends_D: Tensor
+
+
+def expert_blocks(counts_E: Tensor, num_rows: int) -> list[Block]:
+    """Cut the experts into blocks, at least one; on an accelerator one, without a look at counts."""
+    if counts_E.device.type != "cpu":
+        return [Block(slice(0, len(counts_E)), slice(0, num_rows), row_ends(counts_E))]
+    blocks: list[Block] = []
+    expert = row = end = 0
+    for index, count in enumerate(counts_E.tolist(), start=1):
+        end += count
+        if end - row >= BLOCK_ROWS or index == len(counts_E):
+            ends_D = row_ends(counts_E[expert:index])
+            blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
+            expert, row = index, end
+    return blocks
+
+
+class _Whole:
+    """A tensor written block by block; what a lone block returned is taken without a copy."""
+
+    def __init__(self, blocks: list[Block], like: Tensor, *shape: int) -> None:
+        self._tensor = like.new_empty(shape) if len(blocks) > 1 else None
+
+    def __getitem__(self, part: slice) -> Tensor | None:
+        """Where a block shall write; None: in memory of its own."""
+        return None if self._tensor is None else self._tensor[part]
+
+    def of(self, last: Tensor) -> Tensor:
+        """The whole, given what the last block returned."""
+        return last if self._tensor is None else self._tensor
+
+
+def _swiglu(h_BG: Tensor, weights_B: Tensor) -> Tensor:
+    """``silu(gate) * up * weight`` [B, F]."""
+    gate_BF, up_BF = h_BG.chunk(2, dim=1)
+    return F.silu(gate_BF).mul_(up_BF).mul_(weights_B[:, None].to(h_BG.dtype))
+
+
+def _swiglu_backward(
+    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
+    gate_BF, up_BF = h_BG.chunk(2, dim=1)
+    scale_B1 = weights_B[:, None].to(h_BG.dtype)
+    silu_BF = F.silu(gate_BF)
+    product_BF = silu_BF * up_BF
+    grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
+    product_BF.mul_(scale_B1)
+    grad_BF.mul_(scale_B1)
+    grad_h_BG = torch.empty_like(h_BG)
+    grad_gate_BF, grad_up_BF = grad_h_BG.chunk(2, dim=1)
+    torch.mul(grad_BF, silu_BF, out=grad_up_BF)
+    torch.ops.aten.silu_backward.grad_input(grad_BF.mul_(up_BF), gate_BF, grad_input=grad_gate_BF)
+    return product_BF, grad_h_BG, grad_weights_B
+
+
+class _WeightGradient:
+    """The gradient of stacked weights, block by block: at once, or when the queue asks for it."""
+
+    def __init__(self, weight: Tensor, blocks: list[Block]) -> None:
+        self._weight, self._blocks = weight, blocks
+        self._whole: _Whole | None = None
+        self._last = weight
+        self._pending: list[tuple[Block, Callable[[Tensor | None], Tensor]]] = []
+
+    def add(self, block: Block, compute: Callable[[Tensor | None], Tensor]) -> None:
+        """``compute(out)`` returns the gradient [D, out, in] of the block's experts."""
+        self._pending.append((block, compute))
+        if not deferring():
+            self._compute()
+
+    def result(self) -> Tensor | None:
+        """The gradient, or None when the queue will compute it."""
+        return weight_gradient(self._weight, self._compute)
+
+    def _compute(self) -> Tensor:
+        if self._whole is None:
+            self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
+        for block, compute in self._pending:
+            self._last = compute(self._whole[block.experts])
+        self._pending.clear()
+        return self._whole.of(self._last).view_as(self._weight)
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,56 +153,63 @@ class _ExpertMLP(torch.autograd.Function):
         rows: RowMap,
         counts_E: Tensor,
     ) -> Tensor:
-        ends_E = row_ends(counts_E)
-        x_RH = gather_rows(source_NH, rows)
-        h_RG = grouped_gemm(x_RH, gate_up.flatten(1, 2).transpose(1, 2), ends_E)
-        del x_RH
-        gate_RF, up_RF = h_RG.chunk(2, dim=1)
-        product_RF = F.silu(gate_RF)
-        product_RF.mul_(up_RF).mul_(weights_R[:, None].to(product_RF.dtype))
-        ctx.save_for_backward(source_NH, weights_R, gate_up, down, h_RG)
-        ctx.rows, ctx.ends_E = rows, ends_E
-        return grouped_gemm(product_RF, down.transpose(1, 2), ends_E)
+        blocks = expert_blocks(counts_E, rows.num_rows)
+        gate_up_EGH = gate_up.flatten(1, 2)
+        h = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[1])
+        y = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[2])
+        for experts, part, ends_D in blocks:
+            x_BH = source_NH.index_select(0, rows.source_R[part])
+            h_BG = grouped_gemm(x_BH, gate_up_EGH[experts].transpose(1, 2), ends_D, h[part])
+            product_BF = _swiglu(h_BG, weights_R[part])
+            y_BH = grouped_gemm(product_BF, down[experts].transpose(1, 2), ends_D, y[part])
+        ctx.save_for_backward(source_NH, weights_R, gate_up, down, h.of(h_BG))
+        ctx.rows, ctx.blocks = rows, blocks
+        return y.of(y_BH)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         source_NH, weights_R, gate_up, down, h_RG = ctx.saved_tensors
-        rows, ends_E = ctx.rows, ctx.ends_E
-        needs_source, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
-        grad_RH = grad_RH.contiguous()
-        grad_product_RF = grouped_gemm(grad_RH, down, ends_E)
-        gate_RF, up_RF = h_RG.chunk(2, dim=1)
-        silu_RF = F.silu(gate_RF)
-        product_RF = silu_RF * up_RF
-        grad_weights_R = None
-        if needs_weights:
-            grad_weights_R = torch.linalg.vecdot(grad_product_RF, product_RF).to(weights_R.dtype)
-        scale_R1 = weights_R[:, None].to(h_RG.dtype)
-        grad_product_RF.mul_(scale_R1)
-        product_RF.mul_(scale_R1)
-        grad_h_RG = torch.empty_like(h_RG)
-        grad_gate_RF, grad_up_RF = grad_h_RG.chunk(2, dim=1)
-        torch.mul(grad_product_RF, silu_RF, out=grad_up_RF)
-        grad_product_RF.mul_(up_RF)
-        grad_gate_RF.copy_(torch.ops.aten.silu_backward(grad_product_RF, gate_RF))
-        del silu_RF, grad_product_RF
+        rows, blocks = ctx.rows, ctx.blocks
+        needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
+        gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
+        grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
+        grad_gate_up = _WeightGradient(gate_up, blocks)
+        grad_down = _WeightGradient(down, blocks)
+        grad_weights: list[Tensor] = []
 
-        grad_down = grad_gate_up = None
-        if needs_down:
-            grad_down = weight_gradient(
-                down, lambda: grouped_weight_gradient(grad_RH, product_RF, ends_E)
+        def add_weight_gradients(
+            block: Block, grad_BH: Tensor, product_BF: Tensor, grad_h_BG: Tensor
+        ) -> None:
+            def of_gate_up(out: Tensor | None) -> Tensor:
+                x_BH = source_NH.index_select(0, rows.source_R[block.rows])
+                return grouped_weight_gradient(grad_h_BG, x_BH, block.ends_D, out)
+
+            if needs_down:
+                grad_down.add(
+                    block,
+                    lambda out: grouped_weight_gradient(grad_BH, product_BF, block.ends_D, out),
+                )
+            if needs_gate_up:
+                grad_gate_up.add(block, of_gate_up)
+
+        for block in blocks:
+            experts, part, ends_D = block
+            grad_product_BF = grouped_gemm(grad_RH[part], down[experts], ends_D)
+            product_BF, grad_h_BG, grad_weights_B = _swiglu_backward(
+                grad_product_BF, h_RG[part], weights_R[part]
             )
-        if needs_gate_up:
-            grad_gate_up = weight_gradient(
-                gate_up,
-                lambda: grouped_weight_gradient(
-                    grad_h_RG, gather_rows(source_NH, rows), ends_E
-                ).view_as(gate_up),
-            )
-        grad_source_NH = None
-        if needs_source:
-            grad_source_NH = sum_rows(grouped_gemm(grad_h_RG, gate_up.flatten(1, 2), ends_E), rows)
-        return grad_source_NH, grad_weights_R, grad_gate_up, grad_down, None, None
+            grad_weights.append(grad_weights_B)
+            add_weight_gradients(block, grad_RH[part], product_BF, grad_h_BG)
+            if needs_source:
+                grad_x_BH = grouped_gemm(grad_h_BG, gate_up_EGH[experts], ends_D, grad_x[part])
+        return (
+            sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
+            torch.cat(grad_weights),
+            grad_gate_up.result() if needs_gate_up else None,
+            grad_down.result() if needs_down else None,
+            None,
+            None,
+        )
 
 
 def expert_mlp(

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def grouped_gemm_loop(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_gemm_loop(
+    x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
+) -> Tensor:
     """The obvious form: one product per expert. Any dtype, any alignment."""
-    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
+    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         torch.mm(x_RI[start:end], weight_EIO[expert], out=y_RO[start:end])
@@ -21,9 +23,12 @@ def grouped_gemm_loop(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tenso
     return y_RO
 
 
-def grouped_weight_gradient_loop(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_weight_gradient_loop(
+    grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor, out: Tensor | None = None
+) -> Tensor:
     """``grad.T @ x`` of each expert, [E, O, I]; exact zeros for an expert without rows."""
-    grad_EOI = x_RI.new_empty(len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+    shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+    grad_EOI = x_RI.new_empty(shape) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=grad_EOI[expert])
@@ -41,18 +46,23 @@ def _has_fast_path(*tensors: Tensor) -> bool:
     )
 
 
-def grouped_gemm(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows of expert e times ``weight_EIO[e]``: [R, O]."""
-    if _has_fast_path(x_RI, weight_EIO):
+def grouped_gemm(
+    x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
+    # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there.
+    if out is None and _has_fast_path(x_RI, weight_EIO):
         return F.grouped_mm(x_RI, weight_EIO, offs=ends_E)
-    return grouped_gemm_loop(x_RI, weight_EIO, ends_E)
+    return grouped_gemm_loop(x_RI, weight_EIO, ends_E, out)
 
 
-def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_weight_gradient(
+    grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor, out: Tensor | None = None
+) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows."""
-    if _has_fast_path(grad_RO, x_RI):
+    if out is None and _has_fast_path(grad_RO, x_RI):
         return F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
-    return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E)
+    return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E, out)
 
 
 def row_ends(counts_E: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ One reducer serves the three parameter classes of `placement.py`, each with its 
 stage, edp). torch's DistributedDataParallel knows one process group per module, divides by its
 size and sees neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has the
 reasons). Gradients accumulate in fp32 (float64 for float64 parameters) in flat buckets; when the
-last microbatch has filled a bucket, its all-reduce starts, always in the order of the list, which is
-the same on every rank.
+last microbatch has filled a bucket, its all-reduce starts, always in the order of the list, which
+is the same on every rank.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Pictures and the report page, from trace alone."""

@@ -1,0 +1,1 @@
+"""What was predicted or measured: ledger, timeline, memory, loads, a whole run."""

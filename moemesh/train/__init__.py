@@ -1,0 +1,1 @@
+"""The training run: data, steps, checkpoints, the run folder and the command."""

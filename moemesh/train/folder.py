@@ -35,6 +35,7 @@ FILES = (
     "ledger.json",
     "timeline.json",
     "memory.json",
+    "summary.json",
     "report.html",
     "failure.json",
 )

@@ -7,11 +7,11 @@ from types import FrameType
 
 
 class StopRequest:
-    """Installs itself for SIGINT, SIGTERM and SIGUSR1. The second request stops at once."""
+    """Listens to SIGINT, SIGTERM, SIGHUP and SIGUSR1. The second request stops at once."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -30,11 +30,11 @@ said = f"{ranks.rank} {ranks.world_size} {ranks.local_rank} {ranks.ranks_per_nod
 def touch(times):
     start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(times):
-        torch.empty(1 << 20).fill_(0)
+        torch.empty(1 << 24).fill_(0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
 
-touch(5)
-keeps_memory = touch(10) < 1000  # else 1024 pages each time
+touch(15)  # the heap needs a few to grow to its size
+keeps_memory = touch(5) < 16384  # else that many pages each time
 sys.stdout.write(f"{said} {total.item()} {os.environ['GLOO_SOCKET_IFNAME']} {keeps_memory}\n")
 sys.stdout.flush()
 if what == "fail" and ranks.rank == 1:
@@ -183,7 +183,7 @@ FREED = """
 import resource, sys, torch
 from moemesh.comm.launch import keep_freed_memory
 assert sys.argv[1] == "no" or keep_freed_memory()
-for _ in range(5):
+for _ in range(15):
     torch.empty(1 << 24).fill_(0)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):

@@ -1,4 +1,4 @@
-"""The dispatcher contract, one test for all siblings: dispatch, compute, combine is the same sum."""
+"""The dispatcher contract, one test for all siblings: dispatch, compute, combine."""
 
 import pytest
 import torch

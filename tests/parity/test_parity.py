@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import Shape, Trained, train
+from tests.parity.training import PADDED, Shape, Trained, train
 
 MODEL: dict[str, Any] = {
     "vocab_size": 37,
@@ -54,7 +54,6 @@ TRAIN: dict[str, Any] = {
 }
 #: One sequence for four data ranks: two or three of them hold no token at all.
 LONELY = Shape(global_batch=1, seq_len=5)
-PADDED = Shape(padding=True)
 
 CASES: list[tuple[str, dict[str, Any], Shape]] = [
     # Every exit beside every dispatcher.

@@ -28,6 +28,10 @@ class Shape(NamedTuple):
     padding: bool = False
 
 
+WHOLE = Shape()
+PADDED = Shape(padding=True)
+
+
 class Trained(NamedTuple):
     """Of every step: loss, aux loss, norm, loads; of the last: logical gradients and weights."""
 
@@ -40,8 +44,11 @@ class Trained(NamedTuple):
     biases: list[Tensor]
 
 
-def microbatches(config: ModelConfig, plan: Plan, shape: Shape, step: int, dp: int) -> list[Batch]:
+def microbatches(
+    config: ModelConfig, plan: Plan, shape: Shape, step: int, mesh: Mesh
+) -> list[Batch]:
     """The sequences of one data-parallel rank in one step, cut into the plan's microbatches."""
+    dp, device = mesh["dp"].index, mesh.device
     generator = torch.Generator().manual_seed(1000 + step)
     size = (shape.global_batch, shape.seq_len + 1)
     tokens = torch.randint(config.vocab_size, size, generator=generator)
@@ -53,10 +60,10 @@ def microbatches(config: ModelConfig, plan: Plan, shape: Shape, step: int, dp: i
         rows = slice(own.start + part.start, own.start + part.stop)
         found.append(
             Batch(
-                tokens_BS=tokens[rows, :-1],
-                targets_BS=tokens[rows, 1:],
-                sequences_B=torch.arange(shape.global_batch)[rows],
-                valid_BS=valid[rows] if shape.padding else None,
+                tokens_BS=tokens[rows, :-1].to(device),
+                targets_BS=tokens[rows, 1:].to(device),
+                sequences_B=torch.arange(shape.global_batch, device=device)[rows],
+                valid_BS=valid[rows].to(device) if shape.padding else None,
             )
         )
     return found
@@ -77,7 +84,7 @@ def train_on_rank(
     optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
     steps = []
     for step in range(1, train.steps + 1):
-        batches = microbatches(config, plan, shape, step, mesh["dp"].index)
+        batches = microbatches(config, plan, shape, step, mesh)
         recorder = TimelineRecorder(mesh.rank)
         result = gradients_of_step(parallel, batches, recorder)
         gradients = owned(parallel, dict(parallel.reducer.gradients))
@@ -116,7 +123,7 @@ def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def train(
-    model: dict[str, Any], plan: dict[str, Any], train: dict[str, Any], shape: Shape = Shape()
+    model: dict[str, Any], plan: dict[str, Any], train: dict[str, Any], shape: Shape = WHOLE
 ) -> Trained:
     """Train under `plan` on as many gloo ranks as it needs (in this process for one rank)."""
     checked = Plan(**plan)

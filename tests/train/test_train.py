@@ -15,9 +15,16 @@ from moemesh.trace.run import Run
 from tests.train.runs import arguments, losses, metrics, moemesh, start, train
 
 TWO_RANKS = {"plan__tp": 2, "plan__ep": 2}
-FILES = (
-    "config.toml plan.json metrics.jsonl ledger.json timeline.json memory.json loads.jsonl report.html"
-).split()
+FILES = [
+    "config.toml",
+    "plan.json",
+    "metrics.jsonl",
+    "ledger.json",
+    "timeline.json",
+    "memory.json",
+    "loads.jsonl",
+    "report.html",
+]
 
 
 def assert_close(ours: list[float], theirs: list[float], tolerance: float = 1e-5) -> None:
@@ -43,7 +50,7 @@ def test_the_run_folder_is_complete(two_ranks: Path) -> None:
     assert all((two_ranks / name).is_file() for name in FILES)
     assert (two_ranks / "checkpoints" / "step-4" / "manifest.json").is_file()
     assert not (two_ranks / "failure.json").exists()
-    keys = "step loss grad_norm aux_loss tokens tokens_per_second lr seconds".split()
+    keys = ["step", "loss", "grad_norm", "aux_loss", "tokens", "tokens_per_second", "lr", "seconds"]
     rows = metrics(two_ranks)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(key in row for row in rows for key in keys)

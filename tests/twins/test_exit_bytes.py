@@ -50,7 +50,7 @@ def test_exit_bytes(exit_name: str, n: int) -> None:
 
 
 def test_the_corrected_ratios_of_seed_000() -> None:
-    """Counted alike, all_to_all against all_reduce is 1/(2N), not 1/N; against reduce_scatter 1/N."""
+    """Counted alike, all_to_all / all_reduce is 1/(2N), not 1/N; / reduce_scatter is 1/N."""
     sends = {}
     for name in ("reduce_scatter", "all_reduce", "all_to_all"):
         plan = {"tp": 4, "attention_exit": name}

@@ -1,0 +1,205 @@
+"""Blocks of the documentation that are written from the code.
+
+``python -m tests.documents`` writes everything between ``<!-- generated: NAME -->`` and
+``<!-- end -->`` again. What a person wrote in them (meanings, descriptions) stays; what is new says
+TODO, which `tests/test_docs.py` refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+from moemesh.config.load import load_run
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.schema import SECTIONS, keys_of
+from moemesh.config.section import LARGEST_SIZE, Range
+from moemesh.config.sources import preset_names
+from moemesh.config.suggest import choices_of
+from moemesh.config.toml import format_value
+from moemesh.train.preflight import TRAINABLE, untrainable
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/words.md",
+    "docs/contracts.md",
+    "docs/log.md",
+)
+#: Every default of a training run that costs time, cut down; --set in a snippet is stronger.
+SMALL_RUN = {
+    "MOEMESH__model__num_layers": "2",
+    "MOEMESH__train__steps": "2",
+    "MOEMESH__train__validation_batches": "1",
+    "MOEMESH__data__seq_len": "32",
+    "MOEMESH__data__global_batch": "4",
+}
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def tree(old: str) -> str:
+    """Every module of the library with the first line of its docstring, floors from the top."""
+    config = tomllib.loads(text_of("pyproject.toml"))
+    layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
+    floors = [name.strip().rpartition(".")[2] for row in layers for name in row.split("|")]
+    written = described(old)
+    lines = ["moemesh/"]
+
+    def add(path: Path, depth: int) -> None:
+        name = "  " * depth + path.name + ("/" if path.is_dir() else "")
+        source = path / "__init__.py" if path.is_dir() else path
+        text = written.get(path.relative_to(ROOT).as_posix(), "TODO")
+        if source.suffix == ".py" and source.is_file():
+            text = (ast.get_docstring(ast.parse(source.read_text())) or text).splitlines()[0]
+        lines.append(f"{name:<27} {text}")
+        inside = [p for p in path.iterdir() if is_shown(p)] if path.is_dir() else []
+        for item in sorted(inside, key=lambda p: (p.is_dir(), p.name)):
+            if path.name != "presets":
+                add(item, depth + 1)
+
+    def place(path: Path) -> tuple[int, str]:
+        return (floors.index(path.stem) if path.stem in floors else -1), path.name
+
+    for path in sorted(filter(is_shown, (ROOT / "moemesh").iterdir()), key=place):
+        add(path, 1)
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def is_shown(path: Path) -> bool:
+    if path.is_dir():
+        return path.name != "__pycache__"
+    return path.suffix in (".py", ".html") and path.name != "__init__.py"
+
+
+def described(block: str) -> dict[str, str]:
+    """Path -> what a tree says of it."""
+    found, parents = {}, []
+    for line in block.splitlines():
+        if match := re.fullmatch(r"( *)(\S+?)/?(?: +(.*))?", line):
+            depth = len(match[1]) // 2
+            parents = [*parents[:depth], match[2]]
+            found["/".join(parents)] = match[3] or ""
+    return found
+
+
+def meanings(block: str) -> dict[str, str]:
+    """First cell -> last cell of every row."""
+    rows = re.findall(r"^\| `([^`]+)` \|.*\| ([^|]*) \|$", block, re.MULTILINE)
+    return {key: meaning.strip() for key, meaning in rows}
+
+
+def keys(old: str) -> str:
+    """Every key of the configuration."""
+    written = meanings(old)
+    lines = []
+    for section, kind in SECTIONS.items():
+        lines += ["", f"### [{section}]", "", "| key | default | legal | meaning |"]
+        lines += ["|---|---|---|---|"]
+        for name in keys_of(section):
+            key = f"{section}.{name}"
+            if name in ("preset", "path") and section == "model":
+                default = "`" + (format_value("tiny") if name == "preset" else "not set") + "`"
+                legal = "a preset" if name == "preset" else "a folder"
+            else:
+                field = kind.model_fields[name]
+                shown = "not set" if field.default is None else format_value(field.default)
+                default = f"`{shown}`"
+                legal = legal_values(field.annotation, kind.ranges.get(name))
+            lines.append(f"| `{key}` | {default} | {legal} | {written.get(key, 'TODO')} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def legal_values(annotation: object, limits: Range | None) -> str:
+    if choices := choices_of(annotation):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if limits is None:
+        return "true, false" if annotation is bool else "text"
+    low = f"{'>' if limits.open_low else '≥'} {limits.low:g}"
+    if limits.high is None or limits.high == LARGEST_SIZE:
+        return low
+    high = limits.high if isinstance(limits.high, int) else f"{limits.high:g}"
+    return f"{low}, {'<' if limits.open_high else '≤'} {high}"
+
+
+def trains(old: str) -> str:
+    """What the configuration names and `moemesh train` refuses."""
+    lines = ["| key | trains | named, refused |", "|---|---|---|"]
+    for name, values in TRAINABLE.items():
+        choices = choices_of(Plan.model_fields[name].annotation)
+        rest = [choice for choice in choices if choice not in values] or ["anything else"]
+        shown = [" ".join(f"`{value}`" for value in part) for part in (values, rest)]
+        lines.append(f"| `plan.{name}` | {shown[0]} | {shown[1] if choices else rest[0]} |")
+    lines.append("| `model.attention` | `gqa` | `mla` |")
+    lines.append("| `model.num_mtp_layers` | `0` | anything else |")
+    lines.append("| `model.path` | not set | any folder |")
+    return "\n".join(lines) + "\n"
+
+
+def placement_table(old: str) -> str:
+    """Every parameter of the preset "tiny" with what the placement rules say of it."""
+    from moemesh.model.transformer import Transformer
+    from moemesh.parallel.placement import placements
+
+    rows: dict[str, str] = {}
+    config = ModelConfig(qk_norm=True)
+    for attention_exit in ("reduce_scatter", "all_to_all"):
+        found = placements(Transformer(config), Plan(attention_exit=attention_exit))
+        for where in found.values():
+            name = re.sub(r"\.\d+\.", ".*.", where.name)
+            if name.endswith(".output"):
+                name += f" ({'all_to_all' if attention_exit == 'all_to_all' else 'other'} exit)"
+            cut = ", ".join(f"dim {dim} over {axis}" for axis, dim in where.shards.items())
+            shape = " × ".join(map(str, where.shape))
+            rows[name] = f"| `{name}` | {shape} | {cut or '-'} | {where.summed_over} |"
+    head = ["| parameter | shape in `tiny` | sharded | gradient summed over |", "|---|---|---|---|"]
+    # A stable sort puts the two forms of the output weight side by side.
+    layers = [re.sub(r" \(.*", "", name) for name in rows]
+    order = sorted(zip(layers, rows, strict=True), key=lambda row: layers.index(row[0]))
+    return "\n".join([*head, *(rows[name] for _, name in order)]) + "\n"
+
+
+def presets(old: str) -> str:
+    """The packaged models and clusters."""
+    lines = ["| preset | layers | hidden | experts | trained by this version |"]
+    lines += ["|---|--:|--:|---|---|"]
+    for name in preset_names():
+        resolved = load_run([], [f"model.preset={name}"], {})
+        model = resolved.config.model
+        experts = f"{model.num_experts}, top {model.experts_per_token}"
+        lines.append(
+            f"| `{name}` | {model.num_layers} | {model.hidden_size} | "
+            f"{experts if model.num_experts else 'dense'} | "
+            f"{'no' if untrainable(resolved) else 'yes'} |"
+        )
+    clusters = ", ".join(f"`{name}`" for name in preset_names("clusters"))
+    return "\n".join(lines) + f"\n\nClusters (read by `moemesh.config.cluster`): {clusters}.\n"
+
+
+BLOCKS = {
+    "tree": tree,
+    "keys": keys,
+    "trains": trains,
+    "placements": placement_table,
+    "presets": presets,
+}
+
+
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def regenerate(text: str) -> str:
+    """`text` with every generated block written again."""
+    return BLOCK.sub(lambda m: m[1] + BLOCKS[m[2]](m[3]) + m[4], text)
+
+
+if __name__ == "__main__":
+    for name in DOCUMENTS:
+        (ROOT / name).write_text(regenerate(text_of(name)), encoding="utf-8")

@@ -1,0 +1,222 @@
+"""The documentation is true: snippets run, generated blocks are current, links resolve."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.layout import AXES
+from moemesh.config.load import load_run
+from moemesh.trace.run import MetricsRow
+from moemesh.train.preflight import untrainable
+from tests.documents import BLOCK, BLOCKS, DOCUMENTS, ROOT, SMALL_RUN, regenerate, text_of
+
+#: First words of commands that are not run: they install, build or need a person.
+NOT_RUN = ("make", "pip", "git", "source")
+
+
+class Fence(NamedTuple):
+    """One fenced snippet and the line of the document where it begins."""
+
+    line: int
+    language: str
+    text: str
+
+
+def fences(text: str) -> list[Fence]:
+    pattern = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Fence(text[: match.start()].count("\n") + 1, match[1], match[2])
+        for match in pattern.finditer(text)
+    ]
+
+
+# Snippets.
+
+
+def commands(console: str) -> Iterator[tuple[str, str]]:
+    """(command, shown output) of every line that begins with a prompt."""
+    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        yield command, shown
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether `printed` is what a document shows; ``...`` stands for anything."""
+    pattern = ".*".join(re.escape(part) for part in shown.strip().split("..."))
+    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
+
+
+def run_command(command: str, shown: str, folder: Path) -> None:
+    word = command.split()[0]
+    if word in NOT_RUN:
+        if word == "make":
+            target = command.split()[1]
+            assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), command
+        return
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    if " train" in command or word == "python":
+        environment |= SMALL_RUN
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    # A document that shows a message of the command shows a mistake of the user.
+    expected = 2 if shown.startswith("moemesh: ") else 0
+    assert done.returncode == expected, f"$ {command}\n{printed}"
+    assert not shown or matches(shown, printed), f"$ {command}\n--- printed\n{printed}"
+
+
+def run_snippet(fence: Fence, folder: Path) -> None:
+    match fence.language:
+        case "console":
+            for command, shown in commands(fence.text):
+                run_command(command, shown, folder)
+        case "python":
+            (folder / "snippet.py").write_text(fence.text)
+            run_command("python snippet.py", "", folder)
+        case "toml":
+            (folder / "snippet.toml").write_text(fence.text)
+            assert untrainable(load_run([folder / "snippet.toml"], [], {})) == []
+        case "json":
+            json.loads(fence.text)
+        case "text":
+            pass
+        case other:
+            raise AssertionError(f"a fence in {other!r} would not be tested: use text")
+
+
+@pytest.fixture(scope="module")
+def readme_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every snippet of the README has run, in its order."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for fence in fences(text_of("README.md")):
+        run_snippet(fence, folder)
+    return folder
+
+
+def test_the_snippets_of_the_readme_run(readme_folder: Path) -> None:
+    assert (readme_folder / "runs").is_dir()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS[1:])
+def test_snippets_run(document: str, tmp_path: Path) -> None:
+    for fence in fences(text_of(document)):
+        run_snippet(fence, tmp_path)
+
+
+def test_a_wrong_snippet_is_found(tmp_path: Path) -> None:
+    """The harness itself: a wrong output, a failing command and an unknown language are red."""
+    for fence in (
+        Fence(1, "console", "$ moemesh --version\nmoemesh 99.0\n"),
+        Fence(1, "console", "$ moemesh config check --set plan.ep=3\n"),
+        Fence(1, "console", "$ make nothing\n"),
+        Fence(1, "python", "raise SystemExit(1)\n"),
+        Fence(1, "sh", "true\n"),
+    ):
+        with pytest.raises(AssertionError):
+            run_snippet(fence, tmp_path)
+    with pytest.raises(ConfigError):
+        run_snippet(Fence(1, "toml", "[plan]\nepp = 2\n"), tmp_path)
+
+
+# What the contracts say of a run folder, checked against the runs of the README.
+
+
+def listed(section: str) -> set[str]:
+    """The first cell, in backquotes, of every row of the tables in a section of the contracts."""
+    body = text_of("docs/contracts.md").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)`", body, re.MULTILINE))
+
+
+def test_the_run_folder_is_what_the_contracts_say(readme_folder: Path) -> None:
+    runs = list((readme_folder / "runs").iterdir())
+    found = {path.name for run in runs for path in run.iterdir()}
+    said = {name.split("/")[0] for name in listed("Run folder")}
+    assert found - said == set() and said - found == {"failure.json"}
+
+
+def test_the_metrics_are_what_the_contracts_say() -> None:
+    assert listed("metrics.jsonl") == {field.name for field in fields(MetricsRow)}
+
+
+def test_the_ledger_is_what_the_contracts_say(readme_folder: Path) -> None:
+    keys = set()
+    for file in (readme_folder / "runs").glob("*/ledger.json"):
+        for rank in json.loads(file.read_text())["ranks"]:
+            keys |= {(e["caller"], e["phase"], e["axis"]) for e in rank["entries"]}
+    callers, phases, axes = (set(column) for column in zip(*keys, strict=True))
+    assert len(callers) > 12, "the README trains no plan with tp and ep"
+    assert callers <= listed("Callers of the ledger")
+    assert phases <= listed("Phases of the ledger")
+    assert axes <= listed("Axes") and listed("Axes") == set(AXES)
+
+
+# Generated blocks.
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_generated_blocks_are_current(document: str) -> None:
+    text = text_of(document)
+    assert text == regenerate(text), "run `python -m tests.documents` and say what is new"
+    assert not [match[2] for match in BLOCK.finditer(text) if "TODO" in match[3]]
+
+
+def test_the_refused_keys_of_the_model_are_listed() -> None:
+    """They are written out in preflight, so the generated table writes them out, too."""
+    refused = re.findall(r'key="(model\.\w+)"', text_of("moemesh/train/preflight.py"))
+    assert set(refused) == set(re.findall(r"^\| `(model\.\w+)`", text_of("README.md"), re.M))
+
+
+def test_every_block_is_somewhere() -> None:
+    names = [match[2] for document in DOCUMENTS for match in BLOCK.finditer(text_of(document))]
+    assert sorted(names) == sorted(BLOCKS)
+
+
+# Links.
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_resolve(document: str) -> None:
+    prose = re.sub(r"^```.*?^```$", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / document).parent / path if path else ROOT / document
+        assert file.exists(), f"{document}: {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(head) for head in heads}, f"{document}: {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_files_and_targets_exist(document: str) -> None:
+    """Paths, modules and make targets that are named in backquotes."""
+    for name in re.findall(r"`((?:moemesh|tests|docs|examples)/[\w/.*-]+)`", text_of(document)):
+        assert list(ROOT.glob(name.rstrip("/"))), f"{document}: {name}"
+    for target in re.findall(r"`make ([\w-]+)`", text_of(document)):
+        assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), target
+
+
+def slug(head: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
