@@ -11,15 +11,23 @@ from moemesh.config.section import (
     LARGEST_SIZE,
     NOT_NEGATIVE,
     POSITIVE,
+    SHARE,
     SIZE,
     Range,
     Section,
     nearest_divisors,
 )
+from moemesh.config.toml import format_value
 
-RouterScore = Literal["softmax", "sigmoid"]
+RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RouterWhen = Literal["before", "after"]
 GroupScore = Literal["top2", "max"]
+RouterSelection = Literal["token_choice", "expert_choice", "sinkhorn"]
+RouterDtype = Literal["float32", "model"]
+RouterScaleOn = Literal["weights", "output"]
+SharedCombine = Literal["sum", "average"]
+CapacityPolicy = Literal["probability", "position"]
+AuxLossScope = Literal["sequence", "microbatch", "global"]
 Attention = Literal["gqa", "mla"]
 
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
@@ -56,9 +64,19 @@ class ModelConfig(Section):
     #: Standard deviation of the initial weights.
     init_std: float = 0.02
 
-    #: Logits become gates by softmax or sigmoid, before or after the top-k is taken.
+    #: Logits become gates by softmax, sigmoid or sqrt(softplus), before or after the choice.
     router_score: RouterScore = "softmax"
     router_when: RouterWhen = "before"
+    #: Tokens choose experts, experts choose tokens (arXiv:2202.09368), or tokens choose after a
+    #: Sinkhorn balancing (arXiv:2202.01169). The last two look at whole sequences, so at later
+    #: tokens too: they are for training, elsewhere tokens choose.
+    router_selection: RouterSelection = "token_choice"
+    #: A learned bias on the logits.
+    router_logit_bias: bool = False
+    #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
+    router_dtype: RouterDtype = "float32"
+    #: Training only: each logit is multiplied by a random number within 1 +- jitter.
+    router_jitter: float = 0.0
     #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
     router_selection_bias: bool = False
     router_bias_rate: float = 1e-3
@@ -67,10 +85,24 @@ class ModelConfig(Section):
     router_groups_kept: int = 1
     #: A group counts by the sum of its two best scores, or by its best.
     router_group_score: GroupScore = "top2"
-    #: Divide the gates of a token by (their sum + eps), then multiply them by the scale.
+    #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
+    #: multiply by the scale, either the gates or the summed output of the routed experts.
     router_normalize: bool = True
     router_normalize_eps: float = 0.0
+    router_normalize_min: float = 0.0
     router_scale: float = 1.0
+    router_scale_on: RouterScaleOn = "weights"
+    #: Shared and routed experts are added, or averaged.
+    shared_combine: SharedCombine = "sum"
+    #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
+    #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
+    capacity_factor: float = 0.0
+    #: Who stays when an expert is full: the largest weights, or the earliest tokens.
+    capacity_policy: CapacityPolicy = "probability"
+    #: A token that lost an expert keeps its total weight.
+    capacity_renormalize: bool = False
+    #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
+    aux_loss_scope: AuxLossScope = "sequence"
     aux_loss_coefficient: float = 0.01
     z_loss_coefficient: float = 0.0
 
@@ -105,8 +137,11 @@ class ModelConfig(Section):
         "router_bias_rate": NOT_NEGATIVE,
         "router_groups": SIZE,
         "router_groups_kept": SIZE,
+        "router_jitter": SHARE,
         "router_normalize_eps": NOT_NEGATIVE,
+        "router_normalize_min": NOT_NEGATIVE,
         "router_scale": POSITIVE,
+        "capacity_factor": Range(0.0, 1e6),
         "aux_loss_coefficient": NOT_NEGATIVE,
         "z_loss_coefficient": NOT_NEGATIVE,
         "q_lora_rank": COUNT,
@@ -146,7 +181,7 @@ class ModelConfig(Section):
         ranges = self.range_problems()
         rules = self._attention_rules()
         if self.num_experts > 0:
-            rules += self._expert_rules() + self._group_rules()
+            rules += self._expert_rules() + self._group_rules() + self._router_rules()
         return ranges + independent(rules, {problem.key for problem in ranges})
 
     def _attention_rules(self) -> list[Problem]:
@@ -263,6 +298,48 @@ class ModelConfig(Section):
             related = ("router_groups", "num_experts")
             problems.append(self._problem("conflict", "router_group_score", message, fix, *related))
         return problems
+
+    def _router_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        if self.router_normalize_min > 0 and not self.router_normalize:
+            message = "router_normalize_min has no use: router_normalize is false"
+            fix = "router_normalize = true, or router_normalize_min = 0.0"
+            problems.append(
+                self._problem("conflict", "router_normalize_min", message, fix, "router_normalize")
+            )
+        if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
+            message = "router_normalize_min and router_normalize_eps are two ways to one end"
+            fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
+            problems.append(
+                self._problem(
+                    "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
+                )
+            )
+        if self.router_selection != "token_choice":
+            problems += self._balanced_selection_rules()
+        return problems
+
+    def _balanced_selection_rules(self) -> list[Problem]:
+        """Balanced choices leave no room for other means to the same end."""
+        others: list[tuple[str, bool, str]] = [
+            ("router_selection_bias", self.router_selection_bias, "false"),
+            ("router_groups", self.router_groups > 1, "1"),
+        ]
+        if self.router_selection == "expert_choice":
+            # A token may get no expert at all, or many: no K scores to take the softmax of.
+            others.append(("router_when", self.router_when == "after", '"before"'))
+        return [
+            self._problem(
+                "conflict",
+                name,
+                f'router_selection = "{self.router_selection}" does not go with '
+                f"{name} = {format_value(getattr(self, name))}",
+                f'{name} = {legal}, or router_selection = "token_choice"',
+                "router_selection",
+            )
+            for name, wrong, legal in others
+            if wrong
+        ]
 
     def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
         return Problem(

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import LocalTokens, Tokens
+from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_mlp import expert_mlp
 
 
@@ -37,6 +39,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
 
     def forward(self, rows: Rows) -> Tensor:
+        if rows.counts_LO is not None:
+            return exact_experts(
+                rows.source_NH, rows.weights_R, rows.counts_LO, self.gate_up, self.down
+            )
         return expert_mlp(
             rows.source_NH, rows.map, rows.weights_R, rows.counts_L, self.gate_up, self.down
         )
@@ -54,20 +60,37 @@ class MoE(nn.Module):
         )
         self.shared = MLP(config.hidden_size, config.shared_width) if config.shared_width else None
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
+        self.num_chunks = 1
         self.tokens: Tokens = LocalTokens()
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context.valid_T)
-        plan = self.dispatcher.plan(routing.experts_TK)
-        pending = self.dispatcher.dispatch(x_TH, routing.weights_TK, plan)
-        shared_TH = None if self.shared is None else self.shared(x_TH, context.num_tokens)
-        y_TH = self.dispatcher.combine(self.experts(pending.wait()), plan).wait()
-        if shared_TH is not None:
-            y_TH = y_TH + shared_TH
+        y_TH = self._experts_and_shared(x_TH, routing, context)
         counts_E = torch.bincount(
             routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
         )[1:]
         return MoEOutput(y_TH, self._auxiliary_loss(routing, context), counts_E)
+
+    def _experts_and_shared(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
+        """Dispatch, compute, combine, in `num_chunks` chunks of tokens.
+
+        While the experts of one chunk compute, the rows of the next are under way, and the results
+        of the one before; the shared experts run under the first dispatch. All plans come first,
+        so that their small exchanges do not wait behind rows.
+        """
+        sizes = shard_sizes(len(x_TH), self.num_chunks)
+        weights, xs = routing.weights_TK.split(sizes), x_TH.split(sizes)
+        plans = [self.dispatcher.plan(experts_TK) for experts_TK in routing.experts_TK.split(sizes)]
+        arriving = [self.dispatcher.dispatch(xs[0], weights[0], plans[0])]
+        shared_TH = None if self.shared is None else self.shared(x_TH, context.num_tokens)
+        leaving = []
+        for chunk, plan in enumerate(plans):
+            if (after := chunk + 1) < len(plans):
+                arriving.append(self.dispatcher.dispatch(xs[after], weights[after], plans[after]))
+            rows = arriving[chunk].wait()
+            leaving.append(self.dispatcher.combine(self.experts(rows), plan))
+        y_TH = torch.cat([pending.wait() for pending in leaving])
+        return y_TH if shared_TH is None else y_TH + shared_TH
 
     def _auxiliary_loss(self, routing: Routing, context: Context) -> Tensor:
         """This rank's part of the balance loss and z-loss, each a sum over the sequences here.

@@ -1,12 +1,15 @@
 """Expert products whose bits do not depend on the layout: the arithmetic behind `combine = exact`.
 
-Two things make a grouped product depend on how experts are spread over ranks. A product of very few
-rows takes another path through the BLAS (measured: below 4 rows), so small groups are padded. And a
-weight gradient is a sum over rows that different ranks may hold parts of: here it is one product per
-owner of the rows, added in a balanced binary tree over owners. Expert-parallel groups are contiguous
-ranks, so for powers of two every group's sum is a subtree, and replicas add up to the same tree.
+Three things make an expert's result depend on how experts are spread over ranks. A matrix product
+takes other paths through the BLAS for the last few rows (measured: row counts that are no multiple
+of 4 in float64, fewer than 4 rows in float32), and a vectorised pointwise operation for the last
+few numbers: so rows are laid out in :class:`PaddedRows`. And a weight gradient is a sum over rows
+that several ranks may hold parts of: here it is one product per owner of the rows, added in a
+balanced binary tree over owners. Expert-parallel groups are contiguous ranks, so for powers of two
+the sum of a group is a subtree, and the replicas' sums complete the same tree.
 
-Legend: R rows ordered by expert, then by owner; E local experts, P owners, I in, O out.
+Legend: R rows ordered by expert, then by owner; Q padded rows; E local experts, P owners, I in,
+O out.
 """
 
 from __future__ import annotations
@@ -16,24 +19,42 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Groups of fewer rows are padded to this many.
-MIN_ROWS = 16
+#: Each expert's rows are padded to a multiple of this, all rows to a multiple of four times it.
+ROWS = 16
 
 
-def exact_gemm(x_RI: Tensor, weight_EIO: Tensor, counts_EP: Tensor) -> Tensor:
-    """Rows of expert e times ``weight[e]``, [R, O]: each row's bits as if it were alone."""
-    y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
-    start = 0
-    for expert, count in enumerate(counts_EP.sum(1).tolist()):
-        rows = slice(start, start + count)
-        start += count
-        if count >= MIN_ROWS:
-            torch.mm(x_RI[rows], weight_EIO[expert], out=y_RO[rows])
-        elif count:
-            padded = x_RI.new_zeros(MIN_ROWS, x_RI.shape[1])
-            padded[:count] = x_RI[rows]
-            y_RO[rows] = (padded @ weight_EIO[expert])[:count]
-    return y_RO
+class PaddedRows:
+    """Where each of R rows lies among Q padded ones, so that no row is among a product's last."""
+
+    def __init__(self, counts_EP: Tensor) -> None:
+        counts_E = counts_EP.sum(1)
+        padded_E = (counts_E + ROWS - 1) // ROWS * ROWS
+        shift_E = padded_E.cumsum(0) - padded_E - (counts_E.cumsum(0) - counts_E)
+        rows = torch.arange(int(counts_E.sum()), device=counts_EP.device)
+        self.place_R = rows + torch.repeat_interleave(shift_E, counts_E)
+        self.per_expert: list[int] = padded_E.tolist()
+        self.num_padded = -(-sum(self.per_expert) // (4 * ROWS)) * 4 * ROWS
+
+    def pad(self, x_R: Tensor) -> Tensor:
+        """[R, ...] -> [Q, ...], zeros between."""
+        padded = x_R.new_zeros(self.num_padded, *x_R.shape[1:])
+        padded[self.place_R] = x_R
+        return padded
+
+    def unpad(self, x_Q: Tensor) -> Tensor:
+        """[Q, ...] -> [R, ...]."""
+        return x_Q[self.place_R]
+
+    def gemm(self, x_QI: Tensor, weight_EIO: Tensor) -> Tensor:
+        """Rows of expert e times ``weight[e]``, [Q, O]."""
+        y_QO = x_QI.new_zeros(self.num_padded, weight_EIO.shape[2])
+        start = 0
+        for expert, count in enumerate(self.per_expert):
+            if count:
+                rows = slice(start, start + count)
+                torch.mm(x_QI[rows], weight_EIO[expert], out=y_QO[rows])
+            start += count
+        return y_QO
 
 
 def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> Tensor:

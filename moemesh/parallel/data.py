@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.transfers import all_reduce_in_tree_
 from moemesh.comm.mesh import Mesh
 from moemesh.parallel.placement import Placement
 
@@ -54,8 +55,11 @@ class GradientReducer:
         parameters: Sequence[tuple[str, nn.Parameter, Placement]],
         mesh: Mesh,
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        exact: bool = False,
     ) -> None:
         self.mesh = mesh
+        self._exact = exact
         self.gradients: dict[str, Tensor] = {}
         self._armed = False
         self._buckets: list[_Bucket] = []
@@ -126,6 +130,12 @@ class GradientReducer:
             if only_full and bucket.waiting > 0:
                 return  # never out of order: every rank issues the same sequence
             bucket.launched = True
+            if self._exact and bucket.axis == "edp":
+                # Replicas' parts continue the tree in which the experts added their owners' parts.
+                all_reduce_in_tree_(
+                    bucket.flat, self.mesh["edp"], phase="backward", caller="gradients"
+                )
+                continue
             bucket.work = all_reduce_(
                 bucket.flat,
                 self.mesh[bucket.axis],

@@ -29,19 +29,26 @@ def gradient_norm(
 ) -> GradientNorm:
     """The norm of all (already summed) gradients.
 
-    Each rank adds, in float64, the elements it owns (index 0 on the axis that replicates them);
-    one SUM over the world, one square root. Norms are never averaged: sharded experts with norms
-    a and b have the norm sqrt(a^2 + b^2).
+    Every logical tensor (each expert of a stack by itself) has a place in one float64 vector; each
+    rank adds the squares it owns (index 0 on the axis that replicates them). One SUM over the
+    world, one sum over the vector in its fixed order, one square root: the bits do not depend on
+    which rank holds which expert. Norms are never averaged: sharded experts with norms a and b have
+    the norm sqrt(a^2 + b^2).
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for name, gradient in gradients.items():
-        if placements[name].is_owner(mesh):
-            square = gradient.double().square().sum()
-            totals[0] += square
-            totals[1] += ~torch.isfinite(square)
-    all_reduce_(totals, mesh["world"], caller="gradient_norm", phase="optimizer")
-    square, bad = totals.tolist()
-    return GradientNorm(value=math.sqrt(square) if square >= 0 else math.nan, is_finite=bad == 0)
+    sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
+    squares = torch.zeros(sum(sizes), dtype=torch.float64)
+    start = 0
+    for (name, where), size in zip(placements.items(), sizes, strict=True):
+        if where.is_owner(mesh):
+            first = where.slices(mesh)[0].start if where.is_expert else 0
+            pieces = gradients[name] if where.is_expert else [gradients[name]]
+            for place, piece in enumerate(pieces, start=start + first):
+                squares[place] = piece.double().square().sum()
+        start += size
+    squares = squares.to(mesh.device)
+    all_reduce_(squares, mesh["world"], caller="gradient_norm", phase="optimizer")
+    total = float(squares.sum())
+    return GradientNorm(value=math.sqrt(total), is_finite=math.isfinite(total))
 
 
 @torch.no_grad()

@@ -1,0 +1,296 @@
+"""Routings W0 to W7: reproducible imbalance, and an oracle that is exact in bfloat16.
+
+Routing is a pure function of (workload, seed, step, gid), where gid is the global id of a token: the
+same logical work in every layout, however the tokens are spread. Defaults: 64 experts, 8 per token,
+4096 tokens, 8 placement groups of consecutive experts, 16 logical sources of consecutive tokens.
+
+| id | definition | isolates | expert max/mean | group max/mean |
+|---|---|---|---|---|
+| W0 | cycle(all experts) | control | 1.0 | 1.0 |
+| W1 | hot(Z, 4), Z at seeded random ids | per-expert heat | 4.0 | by chance |
+| W2 | hot(Z, 4), Z = first ids of group ``seed mod G`` | placement | 4.0 | 4.0 |
+| W3 | hot(Z, 4), Z spread evenly over the groups | the same heat, spread | 4.0 | 1.0 |
+| W4 | W0's routing; a quarter of the sources is empty, the others grow | skew before dispatch | 1.0 | 1.0 |
+| W5 | cycle(all but group 0 and the odd ids of group 1) | idle experts and ranks | 1.23 | 1.23 |
+| W6 | W2 with group ``step mod G`` (W6p16: ``step // 16 mod G``) | stale plans | 4.0 | 4.0 |
+| W7 | W0; for ``32 <= step mod 64 < 36`` W2 with heat 8 | bursts | 1.0 / 8.0 | 1.0 / 8.0 |
+
+*cycle(ids)*: slot ``n = gid * K + k`` takes ``ids[(n + step * K) mod len(ids)]``, ids in a seeded
+permutation. *hot(Z, heat)*: token t takes each hot expert i of Z with probability ``heat * K / E``
+and fills up with the cold experts of smallest u(t, i). u is uniform from a counter-based hash.
+
+Legend: T tokens, E experts, K experts per token, G groups, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moemesh.config.errors import UserError
+from moemesh.config.layout import shard_sizes
+
+NUM_GROUPS, NUM_SOURCES = 8, 16
+HEAT, BURST_HEAT = 4.0, 8.0
+#: Steps of W7's burst, in a period of 64.
+BURST, BURST_PERIOD = range(32, 36), 64
+
+#: Base-4 digits of a token id in the oracle: ids below 4**16.
+NUM_DIGITS = 16
+
+
+class WorkloadError(UserError):
+    """A workload that cannot be made with these numbers."""
+
+
+class Shape(NamedTuple):
+    """The numbers of a routing: E, K, and G placement groups."""
+
+    num_experts: int
+    experts_per_token: int
+    num_groups: int = NUM_GROUPS
+
+    @property
+    def group_size(self) -> int:
+        return self.num_experts // self.num_groups
+
+    @property
+    def num_hot(self) -> int:
+        return min(self.experts_per_token, self.group_size)
+
+
+class _Draw(NamedTuple):
+    """What identifies a routing besides its name."""
+
+    shape: Shape
+    seed: int
+    step: int
+    gids_T: NDArray[np.int64]
+
+
+def workload(
+    name: str,
+    *,
+    seed: int,
+    step: int,
+    gids: Tensor | range,
+    num_experts: int = 64,
+    experts_per_token: int = 8,
+    num_groups: int = NUM_GROUPS,
+) -> Tensor:
+    """The experts of tokens `gids` in `step`, int64 [T, K]; K distinct ones in every row.
+
+    Raises WorkloadError when `name` is unknown or the numbers do not allow it.
+    """
+    shape = Shape(num_experts, experts_per_token, num_groups)
+    _check(name, shape)
+    wanted = np.asarray(gids, dtype=np.int64)
+    return torch.from_numpy(_ROUTINGS[name](_Draw(shape, seed, step, wanted)))
+
+
+def source_sizes(
+    name: str, *, num_tokens: int = 4096, num_sources: int = NUM_SOURCES
+) -> tuple[int, ...]:
+    """Tokens of each logical source; sources own consecutive ids.
+
+    W4: source s weighs 0 for ``s < Q / 4``, else ``s - Q / 4 + 1``, rounded by largest remainder;
+    all others: balanced.
+    """
+    if name != "W4":
+        return shard_sizes(num_tokens, num_sources)
+    empty = num_sources // 4
+    weights = [max(0, source - empty + 1) for source in range(num_sources)]
+    total = sum(weights)
+    sizes = [num_tokens * weight // total for weight in weights]
+    # Of equal remainders the first source gets the token.
+    order = sorted(range(num_sources), key=lambda s: -(num_tokens * weights[s] % total))
+    for source in order[: num_tokens - sum(sizes)]:
+        sizes[source] += 1
+    return tuple(sizes)
+
+
+def rank_tokens(
+    name: str, *, num_ranks: int, num_tokens: int = 4096, num_sources: int = NUM_SOURCES
+) -> tuple[range, ...]:
+    """The token ids of each data rank: rank r of n owns the sources ``[r Q / n, (r + 1) Q / n)``."""
+    sizes = source_sizes(name, num_tokens=num_tokens, num_sources=num_sources)
+    starts = [sum(sizes[: rank * num_sources // num_ranks]) for rank in range(num_ranks + 1)]
+    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def _check(name: str, shape: Shape) -> None:
+    num_experts, num_chosen, num_groups = shape
+    if name not in _ROUTINGS:
+        raise WorkloadError(f"no workload {name!r}: choose from {', '.join(WORKLOADS)}")
+    if not 1 <= num_chosen <= num_experts:
+        raise WorkloadError(f"top-k ({num_chosen}) must lie between 1 and experts ({num_experts})")
+    if num_groups < 1 or num_experts % num_groups:
+        raise WorkloadError(f"groups ({num_groups}) must divide experts ({num_experts})")
+    if name == "W5" and len(_without_idle(shape)) < num_chosen:
+        raise WorkloadError(
+            f"W5 leaves {len(_without_idle(shape))} of {num_experts} experts, "
+            f"fewer than top-k ({num_chosen})"
+        )
+
+
+def _balanced(draw: _Draw) -> NDArray[np.int64]:
+    return _cycle(np.arange(draw.shape.num_experts), draw)
+
+
+def _hot_experts(draw: _Draw) -> NDArray[np.int64]:
+    order = _permutation(draw.shape.num_experts, draw.seed)
+    return _hot(order[: draw.shape.num_hot], HEAT, draw)
+
+
+def _hot_rank(draw: _Draw) -> NDArray[np.int64]:
+    return _hot_group(draw.seed, HEAT, draw)
+
+
+def _spread_heat(draw: _Draw) -> NDArray[np.int64]:
+    num_hot = draw.shape.num_hot
+    return _hot(np.arange(num_hot) * draw.shape.num_experts // num_hot, HEAT, draw)
+
+
+def _idle(draw: _Draw) -> NDArray[np.int64]:
+    return _cycle(_without_idle(draw.shape), draw)
+
+
+def _rotating(period: int) -> Callable[[_Draw], NDArray[np.int64]]:
+    return lambda draw: _hot_group(draw.step // period, HEAT, draw)
+
+
+def _burst(draw: _Draw) -> NDArray[np.int64]:
+    if draw.step % BURST_PERIOD in BURST:
+        return _hot_group(draw.seed, BURST_HEAT, draw)
+    return _balanced(draw)
+
+
+_ROUTINGS: dict[str, Callable[[_Draw], NDArray[np.int64]]] = {
+    "W0": _balanced,
+    "W1": _hot_experts,
+    "W2": _hot_rank,
+    "W3": _spread_heat,
+    "W4": _balanced,
+    "W5": _idle,
+    "W6": _rotating(1),
+    "W6p16": _rotating(16),
+    "W7": _burst,
+}
+#: Every workload; W6p16 keeps its hot group for 16 steps.
+WORKLOADS = tuple(_ROUTINGS)
+
+
+def _without_idle(shape: Shape) -> NDArray[np.int64]:
+    ids = np.arange(shape.num_experts)
+    group = ids // shape.group_size
+    return ids[(group > 1) | ((group == 1) & (ids % 2 == 0))]
+
+
+def _cycle(ids: NDArray[np.int64], draw: _Draw) -> NDArray[np.int64]:
+    num_slots = draw.shape.experts_per_token
+    slots_TK = draw.gids_T[:, None] * num_slots + np.arange(num_slots)
+    ids = ids[_permutation(len(ids), draw.seed)]
+    return ids[(slots_TK + draw.step * num_slots) % len(ids)]
+
+
+def _hot_group(group: int, heat: float, draw: _Draw) -> NDArray[np.int64]:
+    first = group % draw.shape.num_groups * draw.shape.group_size
+    return _hot(np.arange(first, first + draw.shape.num_hot), heat, draw)
+
+
+def _hot(hot: NDArray[np.int64], heat: float, draw: _Draw) -> NDArray[np.int64]:
+    """The hot experts that a token takes come first, then the cold by u; others only in need."""
+    num_experts, num_chosen, _ = draw.shape
+    u_TE = uniform(draw.seed, draw.step, draw.gids_T[:, None], np.arange(num_experts)[None])
+    key_TE = u_TE.copy()
+    # At most E / K: then the probability is 1.
+    probability = min(heat * num_chosen / num_experts, 1.0)
+    u_TZ = u_TE[:, hot]
+    key_TE[:, hot] = np.where(u_TZ < probability, u_TZ - 1, u_TZ + 1)
+    return np.argsort(key_TE, axis=1, kind="stable")[:, :num_chosen]
+
+
+def _permutation(size: int, seed: int) -> NDArray[np.int64]:
+    return np.argsort(uniform(seed, 0, np.int64(-1), np.arange(size)), kind="stable")
+
+
+def uniform(
+    seed: int, step: int, gids: NDArray[np.int64] | np.int64, ids: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Uniform in [0, 1), a function of its four arguments alone; arrays broadcast.
+
+    A chain of SplitMix64 finalisers (Steele, Lea, Flood, 2014), one for each argument.
+    """
+    mixed = np.zeros((), dtype=np.uint64)
+    for part in (seed, step, gids, ids):
+        mixed = _mix(mixed ^ np.asarray(part, dtype=np.int64).astype(np.uint64))
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is wanted
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+class Oracle(NamedTuple):
+    """Inputs whose layer output and gradients are known exactly, whatever the order of addition.
+
+    In units of 1/8 every partial sum of rows is an integer below 256 (for K <= 10), which bfloat16
+    holds. ``grad_weights_TK`` is a sum over H, exact in the fp32 in which weights live.
+    """
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    gradient_TH: Tensor
+    y_TH: Tensor
+    grad_x_TH: Tensor
+    grad_weights_TK: Tensor
+
+
+def multiplier(experts: Tensor) -> Tensor:
+    """What expert i multiplies a row by: ``2 ** (i mod 3)``, negative for every other three; fp32,
+    0 for -1."""
+    sign = 1 - 2 * (experts // 3 % 2)
+    return torch.where(experts < 0, 0, sign * 2 ** (experts % 3)).float()
+
+
+def oracle(gids: Tensor | range, experts_TK: Tensor, hidden: int, *, dtype: torch.dtype) -> Oracle:
+    """x and the incoming gradient hold base-4 digits of ``gid + 1`` (no row is all zero), weights
+    are 1/8 and 1/4 by slot, and each expert multiplies by :func:`multiplier`."""
+    if experts_TK.shape[1] > 10:
+        raise WorkloadError(f"the oracle is exact for top-k <= 10, not {experts_TK.shape[1]}")
+    ids_T1 = torch.as_tensor(np.asarray(gids, dtype=np.int64))[:, None] + 1
+    places_H = torch.arange(hidden)
+    x_TH = (ids_T1 >> 2 * (places_H % NUM_DIGITS) & 3).double()
+    gradient_TH = (ids_T1 >> 2 * ((places_H + 1) % NUM_DIGITS) & 3).double()
+    slots_K = torch.arange(experts_TK.shape[1])
+    weights_TK = torch.where(slots_K % 2 == 0, 1 / 8, 1 / 4).double().expand(experts_TK.shape)
+    weights_TK = weights_TK.masked_fill(experts_TK < 0, 0.0)
+    scale_TK = multiplier(experts_TK).double()
+    total_T1 = (weights_TK * scale_TK).sum(1, keepdim=True)
+    grad_weights_TK = scale_TK * (x_TH * gradient_TH).sum(1, keepdim=True)
+    return Oracle(
+        x_TH=x_TH.to(dtype),
+        weights_TK=weights_TK.float(),
+        gradient_TH=gradient_TH.to(dtype),
+        y_TH=(total_T1 * x_TH).to(dtype),
+        grad_x_TH=(total_T1 * gradient_TH).to(dtype),
+        grad_weights_TK=grad_weights_TK.float(),
+    )
+
+
+def oracle_experts(x_RH: Tensor, weights_R: Tensor, experts_R: Tensor) -> Tensor:
+    """The oracle's experts on dispatched rows: weighted outputs [R, H] in the dtype of x.
+
+    Computed in fp32, so that the gradient of the weights is exact too.
+    """
+    scale_R1 = (multiplier(experts_R) * weights_R)[:, None]
+    return (x_RH.float() * scale_R1).to(x_RH.dtype)

@@ -1,0 +1,236 @@
+"""Low-latency expert parallelism: every rank sends every rank the same number of row slots.
+
+Legend: T own tokens, K slots per token, P ep ranks, C row slots per pair of ranks, B = P * C slots
+of one buffer, S rows sent, N = etp * B received slots, R rows at the experts, L local experts,
+O owners (ranks of the ep*etp group), H hidden.
+
+| step | in | out | forward comm | backward comm |
+|---|---|---|---|---|
+| plan | experts T x K | filter | all_to_all of P headers, all_gather(etp) | none |
+| dispatch | T x H | N x H | all_to_all of B slots over ep, all_gather(etp) | the way back |
+| combine | N x H | T x H | reduce_scatter(etp), all_to_all of B slots over ep | the way there |
+
+Sizes are known before the routing is: no counts, no splits, and nothing on the way of the rows
+waits for the host. A header says, for each slot, which local expert its row is for (-1: none). A
+slot that holds nothing carries a copy of token 0 that nobody reads or computes on.
+
+Bytes that a rank sends, whatever the routing: ``(P-1) * C * row`` over ep for dispatch, for combine
+and for the backward of each, ``(P-1) * (C+1) * 4`` for the headers, ``(P-1) * C`` weights; over etp
+``(etp-1) * B`` rows, headers and weights likewise. Memory of one layer: a send and a receive buffer
+of B rows, and N rows that the experts keep for the backward, filled or not.
+
+A rank with more rows for some destination than C raises a flag in its headers. All ranks of the
+ep*etp group see it, and all take the two-phase all-to-all for this plan: nothing is ever dropped.
+Source: the fixed-size buffers of DeepEP's low-latency mode (DeepSeek-AI, "DeepSeek-V3 Technical
+Report", 2024), here with an even all-to-all, and with a backward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moemesh.comm import collectives
+from moemesh.comm.mesh import Axis
+from moemesh.comm.overlap import Codec
+from moemesh.config.errors import UserError
+from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import (
+    RowMap,
+    group_by_expert,
+    identity,
+    map_from_sources,
+    permute,
+    unpermute,
+)
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
+from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
+from moemesh.parallel.expert.hop import Hop
+
+#: Row slots per pair of ranks, as a multiple of the rows under uniform routing.
+CAPACITY_FACTOR = 2.0
+
+
+def slots_per_rank(
+    max_tokens: int, experts_per_token: int, num_experts: int, ep: int, capacity_factor: float
+) -> int:
+    """C: `capacity_factor` times the rows that one of `ep` ranks gets when max_tokens tokens choose
+    uniformly, at most what it can get at all. The same on every rank: no argument is its own."""
+    if max_tokens < 1 or not 0 < capacity_factor < math.inf:
+        raise UserError(
+            f"the low_latency dispatcher needs max_tokens >= 1 and a capacity factor > 0, "
+            f"got {max_tokens} and {capacity_factor}"
+        )
+    most = max_tokens * min(experts_per_token, num_experts // ep)
+    return min(most, math.ceil(max_tokens * experts_per_token / ep * capacity_factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotPlan:
+    """Which token each sent slot carries, and which received slots hold rows of which expert.
+
+    `hop.rows` maps the B slots to tokens (at least one: a rank without tokens sends a row of
+    zeros), its bags list the S slots that hold a row. `slot_B` is the position ``token * K + k``
+    behind each slot.
+    """
+
+    num_tokens: int
+    hop: Hop
+    slot_B: Tensor
+    by_expert: RowMap
+    counts_LO: Tensor
+    home: WayHome | None
+
+    @property
+    def counts_L(self) -> Tensor:
+        return self.counts_LO.sum(1)
+
+
+class LowLatencyDispatcher:
+    """Wins with a few tokens per rank, where the latency of an exchange outweighs its bytes.
+
+    `num_plans` and `num_fallbacks` count the plans made and those that took the two-phase path; the
+    ranks of an ep*etp group agree on both. Raises UserError for sizes without a slot.
+    """
+
+    def __init__(
+        self,
+        ep: Axis,
+        etp: Axis,
+        num_experts: int,
+        *,
+        experts_per_token: int,
+        max_tokens: int,
+        capacity_factor: float = CAPACITY_FACTOR,
+        exact: bool = False,
+        codec: Codec | None = None,
+    ) -> None:
+        self.ep, self.etp, self.num_experts = ep, etp, num_experts
+        self.num_local = num_experts // ep.size
+        self.exact, self.codec = exact, codec
+        self.num_slots = slots_per_rank(
+            max_tokens, experts_per_token, num_experts, ep.size, capacity_factor
+        )
+        self.two_phase = AllToAllDispatcher(ep, etp, num_experts, exact=exact, codec=codec)
+        self.num_plans = self.num_fallbacks = 0
+
+    def plan(self, experts_TK: Tensor) -> SlotPlan | AllToAllPlan:
+        self.num_plans += 1
+        tokens, slot_S, counts_E = group_by_expert(experts_TK, self.num_experts)
+        sent_P = counts_E.view(self.ep.size, self.num_local).sum(1)
+        expert_S = experts_TK.reshape(-1).gather(0, slot_S)
+        place_S = self._places(expert_S, sent_P)
+        local_B = self._fill(place_S, expert_S % self.num_local, -1)
+        header_PC = local_B.view(self.ep.size, self.num_slots).to(torch.int32)
+        overflow = (sent_P > self.num_slots).any().to(torch.int32).expand(self.ep.size, 1)
+        lanes, fallback, num_rows = self._exchange(torch.cat([header_PC, overflow], dim=1))
+        if fallback:
+            self.num_fallbacks += 1
+            return self.two_phase.plan(experts_TK)
+        by_expert, counts_LO = self._order(lanes, num_rows)
+        num_tokens = len(experts_TK)
+        hop = Hop(
+            axis=self.ep,
+            rows=RowMap(
+                source_R=self._fill(place_S, tokens.source_R, 0),
+                copies_R=place_S.index_select(0, tokens.copies_R),
+                starts_N=tokens.starts_N if num_tokens else slot_S.new_zeros(1),
+            ),
+            input_splits=[self.num_slots] * self.ep.size,
+            output_splits=[self.num_slots] * self.ep.size,
+        )
+        return SlotPlan(
+            num_tokens=num_tokens,
+            hop=hop,
+            slot_B=self._fill(place_S, slot_S, 0),
+            by_expert=by_expert,
+            counts_LO=counts_LO,
+            home=plan_way_home(experts_TK, counts_LO, self.ep, self.etp) if self.exact else None,
+        )
+
+    def _places(self, expert_S: Tensor, sent_P: Tensor) -> Tensor:
+        """The slot of each sent row; rows beyond the C-th for their rank get the place behind all
+        slots (the plan that they belong to is thrown away)."""
+        rank_S = expert_S // self.num_local
+        start_P = sent_P.cumsum(0) - sent_P
+        index_S = torch.arange(len(rank_S), device=rank_S.device) - start_P.gather(0, rank_S)
+        place_S = rank_S * self.num_slots + index_S
+        return torch.where(index_S < self.num_slots, place_S, self.ep.size * self.num_slots)
+
+    def _fill(self, place_S: Tensor, value_S: Tensor, empty: int) -> Tensor:
+        """One value per slot [B]: that of its row, or `empty`."""
+        slots = value_S.new_full((self.ep.size * self.num_slots + 1,), empty)
+        return slots.scatter(0, place_S, value_S)[:-1]
+
+    def _exchange(self, header: Tensor) -> tuple[Tensor, bool, int]:
+        """Headers [P, C + 1] out -> local experts [etp, P, C] in, whether any rank of the ep*etp
+        group overflows, and the rows to come. The only look at data from the host."""
+        header = collectives.all_to_all(header, self.ep, caller="moe.headers")
+        lanes = collectives.all_gather(header[None], self.etp, caller="moe.headers").long()
+        local = lanes[:, :, :-1]
+        overflow, num_rows = torch.stack([lanes[:, :, -1].sum(), (local >= 0).sum()]).tolist()
+        return local, overflow > 0, num_rows
+
+    def _order(self, lanes: Tensor, num_rows: int) -> tuple[RowMap, Tensor]:
+        """Rows by expert, then owner (= ep * ETP + etp), then token; rows per expert and owner."""
+        num_lanes, num_sources, _ = lanes.shape
+        num_owners = num_lanes * num_sources
+        lane = torch.arange(num_lanes, device=lanes.device)[:, None, None]
+        source = torch.arange(num_sources, device=lanes.device)[:, None]
+        key = torch.where(lanes < 0, -1, lanes * num_owners + source * num_lanes + lane).flatten()
+        filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
+        counts = torch.bincount(key + 1, minlength=self.num_local * num_owners + 1)[1:]
+        return map_from_sources(filled_R, len(key)), counts.view(self.num_local, num_owners)
+
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: SlotPlan | AllToAllPlan
+    ) -> Pending[Rows]:
+        if isinstance(plan, AllToAllPlan):
+            return self.two_phase.dispatch(x_TH, weights_TK, plan)
+        started = None if plan.home else self._send(x_TH, plan)
+        weights_N = collectives.all_to_all(
+            pick_weights(_at_least_one_row(weights_TK), plan.slot_B),
+            self.ep,
+            caller="moe.dispatch.weights",
+        )
+        weights_N = collectives.all_gather(weights_N, self.etp, caller="moe.dispatch.weights")
+        weights_R = weights_N.gather(0, plan.by_expert.source_R)
+
+        def rows_of(received: Tensor) -> Rows:
+            x_NH = collectives.all_gather(received, self.etp, caller="moe.dispatch")
+            return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
+
+        if started is not None:
+            return started.then(rows_of)
+        assert plan.home is not None
+
+        def travel(x: Tensor) -> Tensor:
+            rows = rows_of(self._send(x, plan).wait())
+            return permute(rows.source_NH, rows.map)
+
+        x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
+        own = identity(len(x_RH), x_RH.device)
+        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+
+    def _send(self, x_TH: Tensor, plan: SlotPlan) -> Pending[Tensor]:
+        return plan.hop.send(_at_least_one_row(x_TH), "moe.dispatch", self.codec)
+
+    def combine(self, y_RH: Tensor, plan: SlotPlan | AllToAllPlan) -> Pending[Tensor]:
+        if isinstance(plan, AllToAllPlan):
+            return self.two_phase.combine(y_RH, plan)
+        if plan.home is not None:
+            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
+        y_NH = unpermute(y_RH, plan.by_expert)
+        y_NH = collectives.reduce_scatter(y_NH, self.etp, caller="moe.combine")
+        num_tokens = plan.num_tokens
+        return plan.hop.send_back(y_NH, "moe.combine").then(lambda y_TH: y_TH[:num_tokens])
+
+
+def _at_least_one_row(rows: Tensor) -> Tensor:
+    """Empty slots need something to copy: a row of zeros where there is none."""
+    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1))

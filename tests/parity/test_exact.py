@@ -1,0 +1,48 @@
+"""`combine = exact`: the same bits for every ep, dispatcher and chunk count."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.test_parity import MODELS, TRAIN
+from tests.parity.training import Shape, Trained, train
+
+SHAPE = Shape(global_batch=6, seq_len=9)
+FLOAT32 = TRAIN | {"dtype": "float32"}
+PLANS: list[dict[str, Any]] = [
+    {"ep": 2},
+    {"ep": 4},
+    {"ep": 2, "dispatcher": "all_gather"},
+    {"ep": 4, "dispatcher": "all_gather"},
+    {"ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
+    {"ep": 2, "dispatcher": "hierarchical"},
+    {"ep": 4, "dispatch_chunks": 3},
+]
+#: Every run of a comparison has the same ranks for everything but the experts.
+BASES: list[dict[str, Any]] = [{"dp": 4}, {"dp": 2, "tp": 2}]
+
+
+def assert_same_bits(got: Trained, expected: Trained) -> None:
+    assert (got.losses, got.aux, got.norms) == (expected.losses, expected.aux, expected.norms)
+    for name, tensor in expected.weights.items():
+        assert torch.equal(got.weights[name], tensor), name
+        assert torch.equal(got.gradients[name], expected.gradients[name]), name
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_is_bitwise_the_same(base: dict[str, Any], dtype: str) -> None:
+    keys = TRAIN | {"dtype": dtype}
+    exact = {**base, "combine": "exact"}
+    expected = train(MODELS["moe"], exact, keys, SHAPE)
+    for plan in PLANS:
+        assert_same_bits(train(MODELS["moe"], exact | plan, keys, SHAPE), expected)
+
+
+def test_fast_is_not_bitwise_the_same() -> None:
+    """Otherwise the test above would prove nothing."""
+    first = train(MODELS["moe"], {"dp": 4}, FLOAT32, SHAPE)
+    second = train(MODELS["moe"], {"dp": 4, "ep": 4, "dispatcher": "hierarchical"}, FLOAT32, SHAPE)
+    assert first.weights.keys() == second.weights.keys()
+    assert any(not torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
