@@ -148,6 +148,64 @@ def bench_layer(
     layer.command(shape=shape.value, ranks=ranks, dtype=dtype.value, rounds=rounds, json=as_json)
 
 
+@bench_app.command("dispatch")
+def bench_dispatch(
+    workload: Annotated[str, typer.Option(help="W0 to W7, several with commas, or all.")] = "W0",
+    dispatcher: Annotated[str, typer.Option(help="Names with commas, or all.")] = "all",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks; all share the experts.")] = 4,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=0, help="Where node borders lie; 0: one node.")
+    ] = 0,
+    hosts: Annotated[
+        int, typer.Option(min=0, help="Emulate as many hosts (Linux, root); 0: none.")
+    ] = 0,
+    link: Annotated[str, typer.Option(help="Rate of each host's link.")] = "1gbit",
+    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 64,
+    top_k: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 8,
+    groups: Annotated[int, typer.Option(min=1, help="Placement groups of the workload.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of all ranks together.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Numbers of a token's row.")] = 512,
+    width: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 256,
+    payload: Annotated[str, typer.Option(help="Dispatched rows: same or fp8.")] = "same",
+    dtype: Annotated[Dtype, typer.Option(help="Number type.")] = Dtype.FLOAT32,
+    mode: Annotated[str, typer.Option(help="dispatch_only or moe_fwd_bwd.")] = "dispatch_only",
+    chunks: Annotated[int, typer.Option(min=1, help="Also measure so many chunks.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the routing.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time every dispatcher under a given load, against the bare all-to-all.
+
+    All take turns; a step takes as long as its slowest rank. Example:
+
+        moemesh bench dispatch --workload W3 --hosts 2 --link 1gbit
+    """
+    from moemesh.bench import dispatch
+    from moemesh.parallel.parallelize import make_dispatcher
+
+    settings = dispatch.Settings(
+        workload=workload,
+        dispatcher=dispatcher,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        hosts=hosts,
+        link=link,
+        experts=experts,
+        top_k=top_k,
+        groups=groups,
+        tokens=tokens,
+        hidden=hidden,
+        width=width,
+        payload=payload,
+        dtype=dtype.value,
+        mode=mode,
+        chunks=chunks,
+        rounds=rounds,
+        seed=seed,
+    )
+    raise typer.Exit(dispatch.command(settings, make_dispatcher, as_json=as_json))
+
+
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],

@@ -1,8 +1,9 @@
 """Routings W0 to W7: reproducible imbalance, and an oracle that is exact in bfloat16.
 
-Routing is a pure function of (workload, seed, step, gid), where gid is the global id of a token: the
-same logical work in every layout, however the tokens are spread. Defaults: 64 experts, 8 per token,
-4096 tokens, 8 placement groups of consecutive experts, 16 logical sources of consecutive tokens.
+Routing is a pure function of (workload, seed, step, gid), where gid is the global id of a token:
+the same logical work in every layout, however the tokens are spread. Defaults: 64 experts, 8 per
+token, 4096 tokens, 8 placement groups of consecutive experts, 16 logical sources of consecutive
+tokens.
 
 | id | definition | isolates | expert max/mean | group max/mean |
 |---|---|---|---|---|
@@ -10,7 +11,7 @@ same logical work in every layout, however the tokens are spread. Defaults: 64 e
 | W1 | hot(Z, 4), Z at seeded random ids | per-expert heat | 4.0 | by chance |
 | W2 | hot(Z, 4), Z = first ids of group ``seed mod G`` | placement | 4.0 | 4.0 |
 | W3 | hot(Z, 4), Z spread evenly over the groups | the same heat, spread | 4.0 | 1.0 |
-| W4 | W0's routing; a quarter of the sources is empty, the others grow | skew before dispatch | 1.0 | 1.0 |
+| W4 | W0; a quarter of the sources is empty, the others grow | skewed sources | 1.0 | 1.0 |
 | W5 | cycle(all but group 0 and the odd ids of group 1) | idle experts and ranks | 1.23 | 1.23 |
 | W6 | W2 with group ``step mod G`` (W6p16: ``step // 16 mod G``) | stale plans | 4.0 | 4.0 |
 | W7 | W0; for ``32 <= step mod 64 < 36`` W2 with heat 8 | bursts | 1.0 / 8.0 | 1.0 / 8.0 |
@@ -25,15 +26,15 @@ Legend: T tokens, E experts, K experts per token, G groups, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moemesh.config.errors import UserError
 from moemesh.config.layout import shard_sizes
+from moemesh.ops.uniform import uniform
 
 NUM_GROUPS, NUM_SOURCES = 8, 16
 HEAT, BURST_HEAT = 4.0, 8.0
@@ -70,7 +71,7 @@ class _Draw(NamedTuple):
     shape: Shape
     seed: int
     step: int
-    gids_T: NDArray[np.int64]
+    gids_T: Tensor
 
 
 def workload(
@@ -89,8 +90,7 @@ def workload(
     """
     shape = Shape(num_experts, experts_per_token, num_groups)
     _check(name, shape)
-    wanted = np.asarray(gids, dtype=np.int64)
-    return torch.from_numpy(_ROUTINGS[name](_Draw(shape, seed, step, wanted)))
+    return _ROUTINGS[name](_Draw(shape, seed, step, _ids(gids)))
 
 
 def source_sizes(
@@ -117,10 +117,16 @@ def source_sizes(
 def rank_tokens(
     name: str, *, num_ranks: int, num_tokens: int = 4096, num_sources: int = NUM_SOURCES
 ) -> tuple[range, ...]:
-    """The token ids of each data rank: rank r of n owns the sources ``[r Q / n, (r + 1) Q / n)``."""
+    """The token ids of each data rank; rank r of n owns sources ``[r Q / n, (r + 1) Q / n)``."""
     sizes = source_sizes(name, num_tokens=num_tokens, num_sources=num_sources)
     starts = [sum(sizes[: rank * num_sources // num_ranks]) for rank in range(num_ranks + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def _ids(gids: Tensor | range) -> Tensor:
+    if isinstance(gids, Tensor):
+        return gids
+    return torch.arange(gids.start, gids.stop, gids.step)
 
 
 def _check(name: str, shape: Shape) -> None:
@@ -138,39 +144,39 @@ def _check(name: str, shape: Shape) -> None:
         )
 
 
-def _balanced(draw: _Draw) -> NDArray[np.int64]:
-    return _cycle(np.arange(draw.shape.num_experts), draw)
+def _balanced(draw: _Draw) -> Tensor:
+    return _cycle(torch.arange(draw.shape.num_experts), draw)
 
 
-def _hot_experts(draw: _Draw) -> NDArray[np.int64]:
+def _hot_experts(draw: _Draw) -> Tensor:
     order = _permutation(draw.shape.num_experts, draw.seed)
     return _hot(order[: draw.shape.num_hot], HEAT, draw)
 
 
-def _hot_rank(draw: _Draw) -> NDArray[np.int64]:
+def _hot_rank(draw: _Draw) -> Tensor:
     return _hot_group(draw.seed, HEAT, draw)
 
 
-def _spread_heat(draw: _Draw) -> NDArray[np.int64]:
+def _spread_heat(draw: _Draw) -> Tensor:
     num_hot = draw.shape.num_hot
-    return _hot(np.arange(num_hot) * draw.shape.num_experts // num_hot, HEAT, draw)
+    return _hot(torch.arange(num_hot) * draw.shape.num_experts // num_hot, HEAT, draw)
 
 
-def _idle(draw: _Draw) -> NDArray[np.int64]:
+def _idle(draw: _Draw) -> Tensor:
     return _cycle(_without_idle(draw.shape), draw)
 
 
-def _rotating(period: int) -> Callable[[_Draw], NDArray[np.int64]]:
+def _rotating(period: int) -> Callable[[_Draw], Tensor]:
     return lambda draw: _hot_group(draw.step // period, HEAT, draw)
 
 
-def _burst(draw: _Draw) -> NDArray[np.int64]:
+def _burst(draw: _Draw) -> Tensor:
     if draw.step % BURST_PERIOD in BURST:
         return _hot_group(draw.seed, BURST_HEAT, draw)
     return _balanced(draw)
 
 
-_ROUTINGS: dict[str, Callable[[_Draw], NDArray[np.int64]]] = {
+_ROUTINGS: dict[str, Callable[[_Draw], Tensor]] = {
     "W0": _balanced,
     "W1": _hot_experts,
     "W2": _hot_rank,
@@ -185,59 +191,38 @@ _ROUTINGS: dict[str, Callable[[_Draw], NDArray[np.int64]]] = {
 WORKLOADS = tuple(_ROUTINGS)
 
 
-def _without_idle(shape: Shape) -> NDArray[np.int64]:
-    ids = np.arange(shape.num_experts)
+def _without_idle(shape: Shape) -> Tensor:
+    ids = torch.arange(shape.num_experts)
     group = ids // shape.group_size
     return ids[(group > 1) | ((group == 1) & (ids % 2 == 0))]
 
 
-def _cycle(ids: NDArray[np.int64], draw: _Draw) -> NDArray[np.int64]:
+def _cycle(ids: Tensor, draw: _Draw) -> Tensor:
     num_slots = draw.shape.experts_per_token
-    slots_TK = draw.gids_T[:, None] * num_slots + np.arange(num_slots)
+    slots_TK = draw.gids_T[:, None] * num_slots + torch.arange(num_slots)
     ids = ids[_permutation(len(ids), draw.seed)]
     return ids[(slots_TK + draw.step * num_slots) % len(ids)]
 
 
-def _hot_group(group: int, heat: float, draw: _Draw) -> NDArray[np.int64]:
+def _hot_group(group: int, heat: float, draw: _Draw) -> Tensor:
     first = group % draw.shape.num_groups * draw.shape.group_size
-    return _hot(np.arange(first, first + draw.shape.num_hot), heat, draw)
+    return _hot(torch.arange(first, first + draw.shape.num_hot), heat, draw)
 
 
-def _hot(hot: NDArray[np.int64], heat: float, draw: _Draw) -> NDArray[np.int64]:
+def _hot(hot: Tensor, heat: float, draw: _Draw) -> Tensor:
     """The hot experts that a token takes come first, then the cold by u; others only in need."""
     num_experts, num_chosen, _ = draw.shape
-    u_TE = uniform(draw.seed, draw.step, draw.gids_T[:, None], np.arange(num_experts)[None])
-    key_TE = u_TE.copy()
+    experts = torch.arange(num_experts)
+    key_TE = uniform(draw.seed, draw.step, draw.gids_T[:, None], experts).double()
     # At most E / K: then the probability is 1.
     probability = min(heat * num_chosen / num_experts, 1.0)
-    u_TZ = u_TE[:, hot]
-    key_TE[:, hot] = np.where(u_TZ < probability, u_TZ - 1, u_TZ + 1)
-    return np.argsort(key_TE, axis=1, kind="stable")[:, :num_chosen]
+    u_TZ = key_TE[:, hot]
+    key_TE[:, hot] = torch.where(u_TZ < probability, u_TZ - 1, u_TZ + 1)
+    return torch.argsort(key_TE, dim=1, stable=True)[:, :num_chosen]
 
 
-def _permutation(size: int, seed: int) -> NDArray[np.int64]:
-    return np.argsort(uniform(seed, 0, np.int64(-1), np.arange(size)), kind="stable")
-
-
-def uniform(
-    seed: int, step: int, gids: NDArray[np.int64] | np.int64, ids: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Uniform in [0, 1), a function of its four arguments alone; arrays broadcast.
-
-    A chain of SplitMix64 finalisers (Steele, Lea, Flood, 2014), one for each argument.
-    """
-    mixed = np.zeros((), dtype=np.uint64)
-    for part in (seed, step, gids, ids):
-        mixed = _mix(mixed ^ np.asarray(part, dtype=np.int64).astype(np.uint64))
-    return (mixed >> np.uint64(11)) * 2.0**-53
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is wanted
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+def _permutation(size: int, seed: int) -> Tensor:
+    return torch.argsort(uniform(seed, 0, -1, torch.arange(size)), stable=True)
 
 
 class Oracle(NamedTuple):
@@ -267,7 +252,7 @@ def oracle(gids: Tensor | range, experts_TK: Tensor, hidden: int, *, dtype: torc
     are 1/8 and 1/4 by slot, and each expert multiplies by :func:`multiplier`."""
     if experts_TK.shape[1] > 10:
         raise WorkloadError(f"the oracle is exact for top-k <= 10, not {experts_TK.shape[1]}")
-    ids_T1 = torch.as_tensor(np.asarray(gids, dtype=np.int64))[:, None] + 1
+    ids_T1 = _ids(gids)[:, None] + 1
     places_H = torch.arange(hidden)
     x_TH = (ids_T1 >> 2 * (places_H % NUM_DIGITS) & 3).double()
     gradient_TH = (ids_T1 >> 2 * ((places_H + 1) % NUM_DIGITS) & 3).double()

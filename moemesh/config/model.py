@@ -176,6 +176,22 @@ class ModelConfig(Section):
         """Whether layer `index` (from 0) routes its tokens to experts."""
         return index >= self.num_dense_layers
 
+    @property
+    def layout_warning(self) -> str:
+        """What of the objective changes with the layout; "" when nothing does."""
+        if not self.num_experts or not (self.aux_loss_coefficient or self.z_loss_coefficient):
+            return ""
+        changes = {
+            "microbatch": "plan.dp, plan.microbatches and data.global_batch",
+            "global": "plan.microbatches",
+        }
+        if self.aux_loss_scope not in changes:
+            return ""
+        return (
+            f'with aux_loss_scope = "{self.aux_loss_scope}" the auxiliary loss changes with '
+            f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
+        )
+
     def check(self) -> list[Problem]:
         """Every rule that one model must keep by itself; an empty list is a good model."""
         ranges = self.range_problems()

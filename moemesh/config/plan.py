@@ -98,6 +98,11 @@ class Plan(Section):
         """Expert replicas, the degree that follows from the others."""
         return self.layout.edp
 
+    def tokens_per_rank(self, seq_len: int, global_batch: int) -> int:
+        """Most tokens of one microbatch that a rank's residual stream holds."""
+        sequences = -(-(-(-global_batch // self.dp)) // self.microbatches)
+        return -(-sequences * seq_len // (self.cp * self.tp))
+
     def check(
         self,
         model: ModelConfig | None = None,

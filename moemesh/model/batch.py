@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ class Batch:
     ``sequence * S + position`` whatever the layout. Two masks that are not the same thing:
     ``valid_BS`` (False = padding, never routed) and ``loss_mask_BS`` (False = carries no loss).
     None means all True.
+
+    ``seed`` and ``step`` key the random numbers of a training forward; without ``training`` there
+    are none. ``experts`` replays a routing: global layer index -> experts [B*S, K] (int64, -1 =
+    none), in place of the router's choice; the weights still come from the router.
     """
 
     tokens_BS: Tensor
@@ -23,6 +28,10 @@ class Batch:
     sequences_B: Tensor
     valid_BS: Tensor | None = None
     loss_mask_BS: Tensor | None = None
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+    experts: Mapping[int, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +44,12 @@ class Batch:
             return None
         return torch.stack(masks).all(0).flatten()
 
+    def num_routed_sequences(self) -> int:
+        """Sequences with at least one token that is not padding."""
+        if self.valid_BS is None:
+            return len(self.tokens_BS)
+        return int(self.valid_BS.any(1).sum())
+
     def num_loss_tokens(self) -> int:
         mask_T = self.loss_mask_T()
         return self.num_tokens if mask_T is None else int(mask_T.sum())
@@ -46,7 +61,7 @@ class Context:
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
-    describe those rows.
+    describe those rows, as does ``experts`` (see :class:`Batch`).
     """
 
     num_sequences: int
@@ -57,6 +72,10 @@ class Context:
     sequence_T: Tensor
     valid_T: Tensor | None
     token_ids_T: Tensor
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+    experts: Mapping[int, Tensor] | None = None
 
 
 def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -> Context:
@@ -74,6 +93,12 @@ def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -
     valid_T = None
     if batch.valid_BS is not None:
         valid_T = batch.valid_BS.flatten()[local.start : local.stop]
+    experts = None
+    if batch.experts is not None:
+        experts = {
+            layer: experts_TK[local.start : local.stop]
+            for layer, experts_TK in batch.experts.items()
+        }
     return Context(
         num_sequences=num_sequences,
         seq_len=seq_len,
@@ -83,4 +108,8 @@ def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -
         sequence_T=sequence_T,
         valid_T=valid_T,
         token_ids_T=batch.sequences_B[sequence_T] * seq_len + rows_T % max(seq_len, 1),
+        seed=batch.seed,
+        step=batch.step,
+        training=batch.training,
+        experts=experts,
     )

@@ -49,7 +49,8 @@ def normal_slice(
     columns = slice(slices[-1].start, slices[-1].stop)
     out = np.empty((len(rows), columns.stop - columns.start), dtype=np.float32)
     blocks, starts = np.unique(rows // block_rows, return_index=True)  # rows ascend
-    for block, start, stop in zip(blocks, starts, [*starts[1:], len(rows)], strict=True):
+    stops = [*starts[1:], len(rows)] if len(rows) else []
+    for block, start, stop in zip(blocks, starts, stops, strict=True):
         generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, int(block), 0]))
         drawn = generator.standard_normal((block_rows, width), dtype=np.float32)
         out[start:stop] = drawn[rows[start:stop] % block_rows, columns]
@@ -66,13 +67,14 @@ def initialize(
 ) -> None:
     """Give every parameter of `model` memory and its initial value, in place.
 
-    Norms are ones. The router stays in fp32 in a bfloat16 model; its bias is fp32 in every run.
+    Norms are ones, biases zeros. The router stays in fp32 in a bfloat16 model; its selection bias
+    is fp32 in every run.
     """
     for name, parameter in list(model.named_parameters()):
         shape = tuple(parameter.shape)
         parts = slices(name, shape)
         if len(shape) == 1:
-            value = torch.ones([len(part) for part in parts])
+            value = torch.full([len(part) for part in parts], float(not name.endswith(".bias")))
         else:
             value = normal_slice(seed, name, shape, parts) * standard_deviation(name, model.config)
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype

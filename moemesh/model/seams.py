@@ -48,8 +48,20 @@ class Tokens(Protocol):
         """The rows of the flattened tokens that are held here."""
         ...
 
+    def gather(self, x_T: Tensor, num_tokens: int) -> Tensor:
+        """Own rows [T, ...] -> all rows of the microbatch [num_tokens, ...]; no gradient."""
+        ...
+
     def sum_over_shards(self, counts: Tensor) -> Tensor:
         """Integer counts summed over the ranks that hold the other rows of the same sequences."""
+        ...
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Integer counts summed over all ranks that run these layers."""
+        ...
+
+    def max_over_ranks(self, number: Tensor) -> Tensor:
+        """The largest of a number over all ranks that run these layers."""
         ...
 
 
@@ -79,5 +91,14 @@ class LocalTokens:
     def local(self, num_tokens: int) -> range:
         return range(num_tokens)
 
+    def gather(self, x_T: Tensor, num_tokens: int) -> Tensor:
+        return x_T
+
     def sum_over_shards(self, counts: Tensor) -> Tensor:
         return counts
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def max_over_ranks(self, number: Tensor) -> Tensor:
+        return number

@@ -14,18 +14,21 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.attention import Attention
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.layers import MLP, RMSNorm, Rows
-from moemesh.model.moe import MoE
+from moemesh.model.moe import MoE, MoEOutput
 from moemesh.model.seams import LocalTokens, LocalVocabulary, Tokens, Vocabulary
 
 
 class Output(NamedTuple):
     """Of one forward: ``losses_T`` negative log-likelihood (nats) of all tokens of the microbatch;
-    ``aux`` this rank's part of the auxiliary losses, summed over layers and sequences;
-    ``counts_LE`` tokens of this rank per MoE layer and expert (int64)."""
+    ``aux`` this rank's part of the auxiliary losses, summed over layers and scopes; of this rank's
+    tokens per MoE layer (int64): ``counts_LE`` of each expert, ``dropped_L`` choices that found
+    their expert full, ``fault_L`` the first fault (:mod:`moemesh.model.faults`)."""
 
     losses_T: Tensor
     aux: Tensor
     counts_LE: Tensor
+    dropped_L: Tensor
+    fault_L: Tensor
 
 
 class Layer(nn.Module):
@@ -37,20 +40,18 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward: MoE | MLP = (
-            MoE(config)
+            MoE(config, index)
             if config.is_moe_layer(index)
             else MLP(config.hidden_size, config.intermediate_size)
         )
 
-    def forward(
-        self, x_TH: Tensor, context: Context
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
         x_TH = x_TH + self.attention(self.attention_norm(x_TH), context)
         normed_TH = self.feed_forward_norm(x_TH)
         if isinstance(self.feed_forward, MLP):
-            return x_TH + self.feed_forward(normed_TH, context.num_tokens), None, None
-        y_TH, aux, counts_E = self.feed_forward(normed_TH, context)
-        return x_TH + y_TH, aux, counts_E
+            return x_TH + self.feed_forward(normed_TH, context.num_tokens), None
+        routed = self.feed_forward(normed_TH, context)
+        return x_TH + routed.y_TH, routed
 
 
 class Transformer(nn.Module):
@@ -79,18 +80,19 @@ class Transformer(nn.Module):
         x_TH = self.vocabulary.embed(batch.tokens_BS.flatten(), self.embedding.weight)
         # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
         aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        counts: list[Tensor] = []
+        loads = [torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)]
         for layer in self.layers:
-            x_TH, layer_aux, counts_E = layer(x_TH, context)
-            if layer_aux is not None:
-                aux = aux + layer_aux
-                counts.append(counts_E)
+            x_TH, routed = layer(x_TH, context)
+            if routed is not None:
+                aux = aux + routed.aux
+                scalars = torch.stack([routed.num_dropped, routed.fault])
+                loads.append(torch.cat([routed.counts_E, scalars])[None])
         head = self.embedding if self.head is None else self.head
         losses_T = self.vocabulary.cross_entropy(
             self.norm(x_TH), head.weight, batch.targets_BS.flatten()
         )
-        empty = torch.zeros(0, config.num_experts, dtype=torch.int64, device=x_TH.device)
-        return Output(losses_T, aux, torch.stack(counts) if counts else empty)
+        loads_L = torch.cat(loads)
+        return Output(losses_T, aux, loads_L[:, :-2], loads_L[:, -2], loads_L[:, -1])
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts."""

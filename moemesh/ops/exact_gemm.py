@@ -58,11 +58,15 @@ class PaddedRows:
 
 
 def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> Tensor:
-    """``grad.T @ x`` of each expert, [E, O, I], added over owners in a binary tree."""
+    """``grad.T @ x`` of each expert, [E, O, I], added over owners in a binary tree; at least fp32.
+
+    Rounding a rank's sum to bfloat16 would tell which owners it was made of.
+    """
+    wide = torch.promote_types(x_RI.dtype, torch.float32)
     splits = counts_EP.flatten().tolist()
-    grads, xs = grad_RO.split(splits), x_RI.split(splits)
+    grads, xs = grad_RO.to(wide).split(splits), x_RI.to(wide).split(splits)
     num_experts, num_owners = counts_EP.shape
-    total = x_RI.new_empty(num_experts, grad_RO.shape[1], x_RI.shape[1])
+    total = x_RI.new_empty(num_experts, grad_RO.shape[1], x_RI.shape[1], dtype=wide)
     for expert in range(num_experts):
         pieces = slice(expert * num_owners, (expert + 1) * num_owners)
         total[expert] = tree_sum(

@@ -33,7 +33,7 @@ def quantize(x_RH: Tensor) -> Tensor:
     x_RCB = F.pad(x_RH.float(), (0, blocks * BLOCK - hidden)).view(rows, blocks, BLOCK)
     scale_RC = x_RCB.abs().amax(2) / LARGEST
     scale_RC = torch.where(scale_RC > 0, scale_RC, 1.0)
-    values_RH = (x_RCB / scale_RC[:, :, None]).view(rows, -1)[:, :hidden]
+    values_RH = (x_RCB / scale_RC[:, :, None]).view(rows, blocks * BLOCK)[:, :hidden]
     values_RH = values_RH.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return torch.cat([values_RH.view(torch.uint8), scale_RC.view(torch.uint8)], dim=1)
 
@@ -44,4 +44,4 @@ def dequantize(packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
     values_RH = packed[:, :hidden].contiguous().view(torch.float8_e4m3fn).float()
     scale_RC = packed[:, hidden:].contiguous().view(torch.float32)
     values = F.pad(values_RH, (0, blocks * BLOCK - hidden)).view(rows, blocks, BLOCK)
-    return (values * scale_RC[:, :, None]).view(rows, -1)[:, :hidden].to(dtype)
+    return (values * scale_RC[:, :, None]).view(rows, blocks * BLOCK)[:, :hidden].to(dtype)

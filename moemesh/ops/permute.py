@@ -47,6 +47,11 @@ def identity(num_rows: int, device: torch.device) -> RowMap:
     return permutation(torch.arange(num_rows, device=device))
 
 
+def slice_map(rows: RowMap, start: int, stop: int) -> RowMap:
+    """The map of the rows ``start .. stop`` alone."""
+    return map_from_sources(rows.source_R[start:stop], rows.num_sources)
+
+
 def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
     """The map of rows that copy ``source_R``; the inverse lists each bag in ascending row order."""
     counts_N = torch.bincount(source_R, minlength=num_sources)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moemesh.comm.collectives import all_reduce_
-from moemesh.comm.transfers import all_reduce_in_tree_
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.transfers import all_reduce_in_tree_
 from moemesh.parallel.placement import Placement
 
 #: Bytes of one bucket: large enough for bandwidth, small enough to start early.
@@ -86,6 +86,7 @@ class GradientReducer:
         for (name, parameter), part in zip(bucket.members, parts, strict=True):
             self.gradients[name] = part.view(parameter.shape)
             self._home[parameter] = (bucket, self.gradients[name])
+            parameter.grad_dtype = bucket.dtype
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: nn.Parameter) -> None:

@@ -1,6 +1,6 @@
 """The hub: the only file that sees model, plan and mesh together. It works in a fixed order.
 
-1. token shards and block boundaries (tensor and sequence parallelism)
+1. token shards, then block boundaries (sequence and tensor parallelism)
 2. vocabulary shards
 3. dispatchers (expert parallelism)
 4. parameter placements, local shards and their initial values
@@ -17,16 +17,11 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
-from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.data import GradientReducer
-from moemesh.parallel.expert.all_gather import AllGatherDispatcher
-from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
-from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
-from moemesh.parallel.expert.payload import codec_of
+from moemesh.parallel.expert.build import set_experts
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
@@ -35,27 +30,36 @@ from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """What one rank runs: the model with its seams set, where its parameters live, their sums."""
+    """What one rank runs: the model with its seams set, where its parameters live, their sums,
+    and what was decided on the way (`notes`, for a person)."""
 
     model: Transformer
     mesh: Mesh
     placements: dict[str, Placement]
     reducer: GradientReducer
+    notes: list[str]
 
 
 def parallelize(
-    config: ModelConfig, plan: Plan, mesh: Mesh, *, seed: int, dtype: torch.dtype
+    config: ModelConfig,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    tokens_per_rank: int,
 ) -> ParallelModel:
-    """Build this rank's part of the model; on a mesh of one rank that is the plain model."""
+    """Build this rank's part of the model; on a mesh of one rank that is the plain model.
+
+    `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
+    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher.
+    """
     model = Transformer(config)
+    set_tokens(model, mesh)
     if mesh["tp"].size > 1:
         set_boundaries(model, plan, mesh)
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
-    exact = plan.combine == "exact"
-    for moe in model.moe_layers().values():
-        moe.dispatcher = make_dispatcher(config, plan, mesh)
-        # The exact sums run over all rows of an expert: nothing to overlap between chunks.
-        moe.num_chunks = 1 if exact else plan.dispatch_chunks
+    notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     where = placements(model, plan)
     initialize(
         model,
@@ -67,46 +71,27 @@ def parallelize(
     reducer = GradientReducer(
         [(name, parameter, where[name]) for name, parameter in model.named_parameters()],
         mesh,
-        exact=exact,
+        exact=plan.combine == "exact",
     )
-    return ParallelModel(model=model, mesh=mesh, placements=where, reducer=reducer)
+    return ParallelModel(model=model, mesh=mesh, placements=where, reducer=reducer, notes=notes)
+
+
+def set_tokens(model: Transformer, mesh: Mesh) -> None:
+    """Shard the residual stream over tp; what layers sum over tokens is summed over ranks."""
+    if mesh["stage"].size > 1:
+        model.tokens = ShardedTokens(mesh["tp"], mesh["stage"])
+        for moe in model.moe_layers().values():
+            moe.tokens = model.tokens
 
 
 def set_boundaries(model: Transformer, plan: Plan, mesh: Mesh) -> None:
-    """Shard the residual stream over tp, and enter and leave every sharded block."""
+    """Enter and leave every block whose weights are sharded over tp."""
     axis = mesh["tp"]
-    model.tokens = ShardedTokens(axis)
     for module in model.modules():
         match module:
             case Attention():
                 module.boundary = ATTENTION_BOUNDARIES[plan.attention_exit](axis, "attention")
             case MLP():
                 module.boundary = ReduceScatterBoundary(axis, "mlp")
-            case MoE():
-                module.tokens = model.tokens
             case _:
                 pass
-
-
-def make_dispatcher(config: ModelConfig, plan: Plan, mesh: Mesh) -> Dispatcher:
-    """`plan.dispatcher` by name; the plan has been checked.
-
-    The exact combine needs the way home of an exchange, so there `all_to_all` stands in for the
-    local dispatcher too: over an axis of one rank it sends nothing.
-    """
-    exact, ep, etp = plan.combine == "exact", mesh["ep"], mesh["etp"]
-    codec = codec_of(plan.payload) if mesh["ep_etp"].size > 1 else None
-    if mesh["ep_etp"].size == 1 and not exact:
-        return LocalDispatcher(config.num_experts)
-    match plan.dispatcher:
-        case "all_gather" if mesh["ep_etp"].size > 1:
-            return AllGatherDispatcher(
-                ep, etp, mesh["ep_etp"], config.num_experts, exact=exact, codec=codec
-            )
-        case "hierarchical" if mesh["ep_etp"].size > 1:
-            rail, node = mesh["ep_rail"], mesh["ep_node"]
-            return HierarchicalDispatcher(
-                ep, rail, node, etp, config.num_experts, exact=exact, codec=codec
-            )
-        case _:
-            return AllToAllDispatcher(ep, etp, config.num_experts, exact=exact, codec=codec)

@@ -20,8 +20,8 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention
+from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, Rows
-from moemesh.model.moe import Experts
 from moemesh.model.transformer import Transformer
 
 

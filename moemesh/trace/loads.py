@@ -54,13 +54,24 @@ class LayerLoads:
         """Experts that received no token."""
         return sum(tokens == 0 for tokens in self.tokens_per_expert)
 
+    @property
+    def dropped_share(self) -> float:
+        """Dropped assignments over all that were wanted; 0 when nothing was."""
+        wanted = self.dropped + sum(self.tokens_per_expert)
+        return self.dropped / wanted if wanted else 0.0
+
     def to_json(self) -> dict[str, Any]:
+        """The fields, and behind them what is derived from them, for readers without this class."""
         return {
             "step": self.step,
             "layer": self.layer,
             "tokens_per_expert": list(self.tokens_per_expert),
             "tokens_per_rank": list(self.tokens_per_rank),
             "dropped": self.dropped,
+            "max_over_mean": self.expert_max_over_mean,
+            "rank_max_over_mean": self.rank_max_over_mean,
+            "entropy": self.entropy,
+            "dead_experts": self.dead_experts,
         }
 
     def to_line(self) -> str:
@@ -69,7 +80,7 @@ class LayerLoads:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerLoads:
-        """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Invert :meth:`to_json`; derived numbers are derived again. Raises KeyError, TypeError or ValueError on other data."""
         return cls(
             step=int(data["step"]),
             layer=int(data["layer"]),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moemesh.comm.collectives import gather_json
 from moemesh.config.load import resolved_toml
@@ -22,20 +21,28 @@ from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
+from moemesh.train.alarms import LoadAlarms
 from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.step import StepResult
 
 
 class Artifacts:
     """Collects on every rank, writes on rank 0."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, parallel: ParallelModel, optimizer: Optimizer
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        say: Callable[[str], None],
     ) -> None:
         self.folder, self.config = folder, config
         self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
         self._writes = self.mesh.rank == 0
+        self._alarms = LoadAlarms(say)
         self._last: TimelineRecorder | None = None
         self._steps = 0
         self._row: MetricsRow | None = None
@@ -56,7 +63,7 @@ class Artifacts:
             self.folder.truncate_after(name, done)
         (self.folder.path / "failure.json").unlink(missing_ok=True)
 
-    def record(self, row: MetricsRow, counts_LE: Tensor, recorder: TimelineRecorder) -> None:
+    def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
         """One finished step."""
         self._last, self._row = recorder, row
         self._steps += 1
@@ -66,14 +73,18 @@ class Artifacts:
             return
         self.folder.append("metrics.jsonl", row.to_json())
         ep = self.config.plan.ep
-        for layer, counts_E in zip(self.parallel.model.moe_layers(), counts_LE, strict=True):
+        layers = self.parallel.model.moe_layers()
+        found = zip(layers, result.counts_LE, result.dropped_L.tolist(), strict=True)
+        for layer, counts_E, dropped in found:
             loads = LayerLoads(
                 step=row.step,
                 layer=layer,
                 tokens_per_expert=tuple(counts_E.tolist()),
                 tokens_per_rank=tuple(counts_E.view(ep, -1).sum(1).tolist()),
+                dropped=dropped,
             )
             self.folder.append("loads.jsonl", loads.to_json())
+            self._alarms.look(loads)
 
     @contextmanager
     def first_step_memory(self, step: int) -> Iterator[None]:

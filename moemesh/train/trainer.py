@@ -47,15 +47,20 @@ def train(job: Job) -> int:
         mesh,
         seed=config.train.seed,
         dtype=getattr(torch, config.train.dtype),
+        tokens_per_rank=config.plan.tokens_per_rank(config.data.seq_len, config.data.global_batch),
     )
     optimizer = Optimizer(dict(parallel.model.named_parameters()), config.train)
-    artifacts = Artifacts(job.folder, config, parallel, optimizer)
+    artifacts = Artifacts(job.folder, config, parallel, optimizer, console.say)
     checkpoint = saving.newest(
         job.folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
     )
     done, position = _resume(job, parallel, optimizer, checkpoint)
     artifacts.begin(done, unigram_loss=job.samples.unigram_loss())
     console.say(artifacts.banner(job.samples))
+    for note in parallel.notes:
+        console.say(note)
+    if warning := config.model.layout_warning:
+        console.say(f"warning: {warning}")
     if done >= config.train.steps:
         console.say(f"already trained to step {done} of {config.train.steps}")
         return 0
@@ -109,7 +114,7 @@ def _step(
     recorder.step = step
     with recorder.span("data"):
         ids = job.samples.ids_at(position, job.config.data.global_batch)
-        batches = own_batches(job, ids, job.config.plan.microbatches)
+        batches = own_batches(job, ids, job.config.plan.microbatches, step)
     with artifacts.first_step_memory(step):
         result = gradients_of_step(parallel, batches, recorder)
     if result.skipped:
@@ -132,12 +137,14 @@ def _step(
         seconds=seconds,
         validation_loss=validation,
     )
-    artifacts.record(row, result.counts_LE, recorder)
+    artifacts.record(row, result, recorder)
     return row
 
 
-def own_batches(job: Job, ids: object, num_parts: int) -> list[Batch]:
+def own_batches(job: Job, ids: object, num_parts: int, step: int = 0) -> list[Batch]:
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
+
+    `step` (from 1; 0 = none) keys the random numbers of a training forward.
 
     Shares may differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
     """
@@ -148,7 +155,15 @@ def own_batches(job: Job, ids: object, num_parts: int) -> list[Batch]:
         rows = slice(own.start + part.start, own.start + part.stop)
         tokens, targets = (t.to(job.mesh.device) for t in job.samples.batch(ids[rows]))
         sequences = torch.arange(rows.start, rows.stop, device=job.mesh.device)
-        found.append(Batch(tokens_BS=tokens, targets_BS=targets, sequences_B=sequences))
+        found.append(
+            Batch(
+                tokens_BS=tokens,
+                targets_BS=targets,
+                sequences_B=sequences,
+                seed=job.config.train.seed,
+                step=step,
+            )
+        )
     return found
 
 

@@ -13,6 +13,7 @@ from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
+from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN = 8, 3, 4
 #: Tokens of each rank: uneven, one rank empty.
@@ -53,6 +54,15 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
             return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS, exact=exact)
+        case "low_latency" | "low_latency_overflowing":
+            return LowLatencyDispatcher(
+                ep,
+                etp,
+                NUM_EXPERTS,
+                experts_per_token=NUM_SLOTS,
+                max_tokens=max(TOKENS) if name == "low_latency" else 1,
+                exact=exact,
+            )
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
             return AllGatherDispatcher(ep, etp, mesh["ep_etp"], NUM_EXPERTS, form, exact=exact)

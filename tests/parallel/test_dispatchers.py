@@ -14,9 +14,12 @@ DISPATCHERS = [
     "all_gather_uneven",
     "all_gather_fewest_bytes",
     "hierarchical",
+    "low_latency",
+    "low_latency_overflowing",
     "all_to_all+exact",
     "all_gather_fewest_bytes+exact",
     "hierarchical+exact",
+    "low_latency+exact",
 ]
 LAYOUTS = [
     Layout(dp=4, ep=4),

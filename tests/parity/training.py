@@ -80,7 +80,8 @@ def train_on_rank(
     config, plan = ModelConfig(**model_keys), Plan(**plan_keys)
     train = TrainConfig(**train_keys)
     dtype = getattr(torch, train.dtype)
-    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype)
+    tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
+    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
     optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
     steps = []
     for step in range(1, train.steps + 1):

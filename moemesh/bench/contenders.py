@@ -1,0 +1,174 @@
+"""The things that are timed against each other: one step of a dispatcher, and its bounds.
+
+Legend: T own tokens, K experts per token, R rows at this rank's experts, S rows sent, H hidden.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from moemesh.comm import transfers
+from moemesh.comm.mesh import Axis
+from moemesh.config.model import ModelConfig
+from moemesh.model.batch import Batch, Context, make_context
+from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.model.moe import Experts, MoE
+from moemesh.model.router import Routing
+from moemesh.ops.permute import gather_rows, identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One rank's share of one step: who goes where, and what the bounds need to know.
+
+    ``x_TH`` are own tokens and ``gradient_TH`` what comes back for them; ``counts_L`` are the rows
+    of each local expert; the splits are those of a copy per expert.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    x_TH: Tensor
+    gradient_TH: Tensor
+    counts_L: Tensor
+    input_splits: list[int]
+    output_splits: list[int]
+
+
+#: One timed step on this rank; what it returns is thrown away.
+Step = Callable[[Work], object]
+
+
+class FixedRouter(nn.Module):
+    """Stands in for a router: the routing is given, its weights take a gradient."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.routing: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x_TH: Tensor, *_: object) -> Routing:
+        assert self.routing is not None, "no routing was set"
+        weights_TK, experts_TK = self.routing
+        zeros_TE = weights_TK.new_zeros(len(x_TH), self.num_experts)
+        return Routing(weights_TK, experts_TK, zeros_TE, zeros_TE)
+
+
+def make_layer(config: ModelConfig, num_ranks: int, rank: int, dtype: torch.dtype) -> MoE:
+    """A mixture of experts without a router, holding this rank's share of the experts."""
+    with torch.device("meta"):
+        layer = MoE(config)
+    layer.router = FixedRouter(config.num_experts)  # type: ignore[assignment]
+    layer.experts = Experts(
+        config.num_experts // num_ranks, config.hidden_size, config.expert_intermediate_size
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(rank)
+    for parameter in layer.experts.parameters():
+        nn.init.normal_(parameter, std=config.init_std, generator=generator)
+    return layer
+
+
+def dispatch_step(dispatcher: Dispatcher) -> Step:
+    """plan, dispatch, copy the rows into expert order, combine; no gradient."""
+
+    @torch.no_grad()
+    def step(work: Work) -> Tensor:
+        plan = dispatcher.plan(work.experts_TK)
+        rows = dispatcher.dispatch(work.x_TH, work.weights_TK, plan).wait()
+        return dispatcher.combine(gather_rows(rows.source_NH, rows.map), plan).wait()
+
+    return step
+
+
+def layer_step(layer: MoE, dispatcher: Dispatcher, num_chunks: int) -> Step:
+    """Forward and backward of the layer, all gradients included."""
+
+    def step(work: Work) -> None:
+        layer.dispatcher, layer.num_chunks = dispatcher, num_chunks
+        x_TH = work.x_TH.detach().requires_grad_()
+        weights_TK = work.weights_TK.detach().requires_grad_()
+        layer.router.routing = (weights_TK, work.experts_TK)  # type: ignore[assignment]
+        for parameter in layer.parameters():
+            parameter.grad = None
+        layer(x_TH, _context(len(x_TH))).y_TH.backward(work.gradient_TH)
+
+    return step
+
+
+def _context(num_tokens: int) -> Context:
+    tokens_BS = torch.zeros(1, num_tokens, dtype=torch.int64)
+    batch = Batch(
+        tokens_BS=tokens_BS,
+        targets_BS=tokens_BS,
+        sequences_B=torch.zeros(1, dtype=torch.int64),
+    )
+    return make_context(batch, range(num_tokens), 2, 10000.0)
+
+
+def bare_exchange_step(axis: Axis, num_exchanges: int) -> Step:
+    """The rows of a copy per expert, there and back: nothing but the all-to-all."""
+
+    def step(work: Work) -> None:
+        sent, received = work.input_splits, work.output_splits
+        hidden = work.x_TH.shape[1]
+        rows = work.x_TH.new_empty(sum(sent), hidden)
+        with axis.ledger.paused():
+            for _ in range(num_exchanges // 2):
+                there = transfers.all_to_all(
+                    rows, axis, sent, received, phase="bound", caller="bench"
+                )
+                transfers.all_to_all(there, axis, received, sent, phase="bound", caller="bench")
+
+    return step
+
+
+def experts_step(layer: MoE) -> Step:
+    """Forward and backward of the local experts on as many rows as arrive; nothing is sent."""
+
+    def step(work: Work) -> None:
+        num_rows = int(work.counts_L.sum())
+        x_RH = work.x_TH.new_ones(num_rows, work.x_TH.shape[1]).requires_grad_()
+        weights_R = torch.ones(num_rows, requires_grad=True)
+        for parameter in layer.parameters():
+            parameter.grad = None
+        rows = Rows(x_RH, identity(num_rows, x_RH.device), weights_R, work.counts_L)
+        y_RH = layer.experts(rows)
+        y_RH.backward(torch.ones_like(y_RH))
+
+    return step
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most tensor memory held at one time during `run`, over what was held before it."""
+    gc.collect()
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """The profiler's library writes two lines to stderr each time."""
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nothing)

@@ -1,0 +1,203 @@
+"""Several hosts on one Linux machine: network namespaces, a bridge, and links of a given rate.
+
+    with hosts(2, "1gbit") as names:            # needs root, `ip` and `tc`
+        run_ranks(names, ranks_per_host=2, command=[sys.executable, "-m", ...])
+
+Every host is a namespace of its own with one interface, :data:`INTERFACE`, that leads to a bridge
+in a further namespace; the machine's own network is never touched. Both ends of every link are
+shaped with a token bucket, so that a host sends and receives at the given rate. All names carry
+this process's id, and everything is removed at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from moemesh.config.errors import UserError
+
+#: The one interface of every host, by this name in its namespace.
+INTERFACE = "moemesh0"
+#: Addresses exist in the namespaces only.
+_SUBNET = "10.117.0"
+_PORT = 29411
+_MOST_HOSTS = 16
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
+_TAIL_LINES = 30
+
+
+class HostsError(UserError):
+    """Hosts cannot be emulated here, or one of their ranks failed."""
+
+
+def link_rate(link: str) -> float:
+    """Bits per second of "1gbit", "200mbit", ... Raises HostsError for anything else."""
+    match = _RATE.fullmatch(link)
+    rate = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
+    if not 1e5 <= rate <= 1e11:
+        raise HostsError(f"link {link!r} is no rate from 100kbit to 100gbit, such as 1gbit")
+    return rate
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be emulated here; None when they can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (Linux package iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"moemesh-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+@contextmanager
+def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
+    """Namespaces of `num_hosts` hosts joined at rate `link`; yields their names.
+
+    Raises HostsError when this machine does not allow it.
+    """
+    rate = link_rate(link)
+    if not 2 <= num_hosts <= _MOST_HOSTS:
+        raise HostsError(f"hosts ({num_hosts}) must lie between 2 and {_MOST_HOSTS}")
+    if reason := why_not():
+        raise HostsError(f"cannot emulate hosts: {reason}")
+    prefix = f"moemesh-{os.getpid()}"
+    with ExitStack() as cleanup, _terminated_as_exit():
+
+        def namespace(name: str) -> str:
+            _ip("netns", "add", name)
+            cleanup.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            _ip("-n", name, "link", "set", "lo", "up")
+            return name
+
+        switch = namespace(f"{prefix}-switch")
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        names: list[str] = []
+        for host in range(num_hosts):
+            names.append(namespace(f"{prefix}-host{host}"))
+            _connect(names[-1], switch, host, rate)
+        yield names
+
+
+def _connect(name: str, switch: str, host: int, rate: float) -> None:
+    """A pair of interfaces between a host and the bridge, shaped at both ends."""
+    port = f"port{host}"
+    # Born inside their namespaces: nothing ever appears in the machine's own.
+    _ip(
+        *("-n", name, "link", "add", INTERFACE),
+        *("type", "veth", "peer", "name", port, "netns", switch),
+    )
+    _ip("-n", name, "addr", "add", f"{_SUBNET}.{host + 1}/24", "dev", INTERFACE)
+    _ip("-n", switch, "link", "set", port, "master", "bridge0")
+    for where, device in ((name, INTERFACE), (switch, port)):
+        _ip("-n", where, "link", "set", device, "up")
+        # A bucket of half a millisecond, at least a few packets; a queue that drops nothing.
+        bucket = max(16384, int(rate / 8 * 0.0005))
+        _command(
+            *("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf"),
+            *("rate", f"{int(rate)}bit", "burst", str(bucket), "limit", str(64 << 20)),
+        )
+
+
+def run_ranks(
+    names: Sequence[str], *, ranks_per_host: int, command: Sequence[str], timeout: float
+) -> str:
+    """Run `command` as ``len(names) * ranks_per_host`` ranks; returns what rank 0 printed.
+
+    The ranks find each other as torchrun's do. Raises HostsError with the last words of the first
+    rank that failed, or after `timeout` seconds; no rank outlives the call.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="moemesh-hosts-") as folder:
+        try:
+            for rank in range(len(names) * ranks_per_host):
+                host, local = divmod(rank, ranks_per_host)
+                variables = {
+                    "RANK": rank,
+                    "LOCAL_RANK": local,
+                    "WORLD_SIZE": len(names) * ranks_per_host,
+                    "LOCAL_WORLD_SIZE": ranks_per_host,
+                    "MASTER_ADDR": f"{_SUBNET}.1",
+                    "MASTER_PORT": _PORT,
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
+                }
+                ranks.append(_start(names[host], variables, command, Path(folder), rank))
+            _wait(ranks, time.monotonic() + timeout, timeout, Path(folder))
+            return (Path(folder) / "0.out").read_text()
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _start(
+    name: str, variables: dict[str, object], command: Sequence[str], folder: Path, rank: int
+) -> subprocess.Popen[bytes]:
+    """Start one rank; `ip` and `env` replace themselves by it, so the process is the rank."""
+    assigned = [f"{key}={value}" for key, value in variables.items()]
+    with open(folder / f"{rank}.out", "wb") as out, open(folder / f"{rank}.err", "wb") as errors:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", name, "env", *assigned, *command], stdout=out, stderr=errors
+        )
+
+
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], deadline: float, timeout: float, folder: Path
+) -> None:
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for rank, process in enumerate(ranks):
+        if process.returncode:
+            words = (folder / f"{rank}.err").read_text(errors="replace").splitlines()
+            tail = "\n".join(words[-_TAIL_LINES:])
+            raise HostsError(f"rank {rank} failed with exit code {process.returncode}:\n{tail}")
+    running = [rank for rank, process in enumerate(ranks) if process.returncode is None]
+    if running:
+        raise HostsError(f"rank(s) {running} did not finish within {timeout:.0f} s")
+
+
+def bytes_on_link() -> int | None:
+    """Bytes that this host has put on its link, headers included; None outside of a host."""
+    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else None
+
+
+@contextmanager
+def _terminated_as_exit() -> Generator[None]:
+    """A SIGTERM unwinds the stack, so that namespaces are removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    earlier = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _ip(*arguments: str) -> None:
+    _command("ip", *arguments)
+
+
+def _command(*arguments: str) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    if done.returncode:
+        raise HostsError(f"{' '.join(arguments)}: {done.stderr.strip() or done.returncode}")

@@ -1,0 +1,334 @@
+"""One workload through all contenders, turn by turn: times, bytes, memory and drops of all ranks.
+
+Legend: R ranks, T own tokens, K experts per token, L local experts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from moemesh.bench import contenders, crossing, hosts, peers
+from moemesh.bench.contenders import Step, Work
+from moemesh.bench.workloads import rank_tokens, workload
+from moemesh.comm import collectives
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
+from moemesh.model.moe import MoE
+from moemesh.ops.fp8 import packed_bytes
+
+#: Where the rounds of a workload start: those of W7 shall meet its burst (steps 32 to 35).
+FIRST_STEPS = {"W7": 28}
+
+#: What carries token rows; everything else is counts, ids and weights.
+ROW_CALLERS = ("moe.dispatch", "moe.combine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured on this rank; `dispatchers` were made from the same configuration."""
+
+    config: ModelConfig
+    mesh: Mesh
+    dispatchers: dict[str, Dispatcher]
+    ranks_per_node: int
+    dtype: torch.dtype
+    coded: bool
+    num_chunks: int
+    num_groups: int
+    num_tokens: int
+    with_layer: bool
+    num_rounds: int
+    seed: int
+
+    @cached_property
+    def layer(self) -> MoE:
+        return contenders.make_layer(self.config, self.mesh.world_size, self.mesh.rank, self.dtype)
+
+    def share(self, name: str, step: int) -> Share:
+        """This rank's part of one step of workload `name`."""
+        num_ranks, rank = self.mesh.world_size, self.mesh.rank
+        tokens = rank_tokens(name, num_ranks=num_ranks, num_tokens=self.num_tokens)
+        chosen = workload(
+            name,
+            seed=self.seed,
+            step=step,
+            gids=range(self.num_tokens),
+            num_experts=self.config.num_experts,
+            experts_per_token=self.config.experts_per_token,
+            num_groups=self.num_groups,
+        )
+        experts = [chosen[part.start : part.stop] for part in tokens]
+        copies = crossing.rows_between(
+            "all_to_all", experts, num_experts=self.config.num_experts, ranks_per_node=1
+        )
+        assert copies is not None
+        generator = torch.Generator().manual_seed(rank)
+        shape = (len(experts[rank]), self.config.hidden_size)
+        weights_TK = torch.rand(experts[rank].shape, generator=generator) + 0.1
+        counts_E = torch.bincount(chosen.flatten(), minlength=self.config.num_experts)
+        return Share(
+            experts=experts,
+            work=Work(
+                experts_TK=experts[rank],
+                weights_TK=weights_TK / weights_TK.sum(1, keepdim=True),
+                x_TH=torch.randn(shape, generator=generator).to(self.dtype),
+                gradient_TH=torch.randn(shape, generator=generator).to(self.dtype),
+                counts_L=counts_E.view(num_ranks, -1)[rank],
+                input_splits=copies.dispatch_RR[rank].tolist(),
+                output_splits=copies.dispatch_RR[:, rank].tolist(),
+            ),
+        )
+
+    def contestants(self) -> list[Contender]:
+        """Bounds first, then every dispatcher, with one chunk and with as many as asked for."""
+        found: list[Contender] = []
+        if self.mesh.world_size > 1:
+            exchanges = 4 if self.with_layer else 2
+            bare = contenders.bare_exchange_step(self.mesh["ep"], exchanges)
+            found.append(Contender("bare_all_to_all", bare))
+        if self.with_layer:
+            found.append(Contender("experts", contenders.experts_step(self.layer)))
+        for name, dispatcher in self.dispatchers.items():
+            if not self.with_layer:
+                found.append(Contender(name, contenders.dispatch_step(dispatcher), dispatcher))
+                continue
+            for chunks in sorted({1, self.num_chunks}):
+                step = contenders.layer_step(self.layer, dispatcher, chunks)
+                found.append(Contender(name, step, dispatcher, chunks))
+        return found
+
+    def expected(self, dispatcher: str, share: Share) -> dict[tuple[str, str], crossing.Sent]:
+        """Rows that this rank must send in a step, by caller and phase; empty if unknown."""
+        rows = crossing.rows_between(
+            dispatcher,
+            share.experts,
+            num_experts=self.config.num_experts,
+            ranks_per_node=self.ranks_per_node,
+        )
+        if rows is None:
+            return {}
+        row_bytes = self.config.hidden_size * self.dtype.itemsize
+        return crossing.bytes_sent(
+            rows,
+            self.mesh.rank,
+            ranks_per_node=self.ranks_per_node,
+            row_bytes=row_bytes,
+            coded_row_bytes=packed_bytes(self.config.hidden_size) if self.coded else row_bytes,
+            with_backward=self.with_layer,
+        )
+
+    def against_transformers(self) -> dict[str, Any] | None:
+        """The whole layer of W0 in this process alone, ours beside transformers'; None without it.
+
+        Medians of interleaved rounds.
+        """
+        layer = contenders.make_layer(self.config, 1, 0, self.dtype)
+        if (peer := peers.transformers_step(layer)) is None:
+            return None
+        version, theirs = peer
+        alone = LocalDispatcher(self.config.num_experts)
+        ours = contenders.layer_step(layer, alone, 1)
+        alone_bench = replace(self, mesh=Mesh.single("cpu"), dispatchers={})
+        work = alone_bench.share("W0", 0).work
+        times: dict[Step, list[float]] = {ours: [], theirs: []}
+        for _ in range(self.num_rounds + 1):
+            for step, taken in times.items():
+                start = time.perf_counter()
+                step(work)
+                taken.append(time.perf_counter() - start)
+        return {
+            "version": version,
+            "ours_seconds": float(np.median(times[ours][1:])),
+            "transformers_seconds": float(np.median(times[theirs][1:])),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One step: the experts of every rank's tokens, and this rank's work."""
+
+    experts: list[torch.Tensor]
+    work: Work
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something timed; a bound has no dispatcher. `samples` are this rank's, one a round."""
+
+    name: str
+    step: Step
+    dispatcher: Dispatcher | None = None
+    chunks: int = 1
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One step of one contender on this rank. Bytes that it sent: `sent` token rows and `other`
+    things by the ledger; `own_node` and `across` by the closed formula, which `as_expected` says is
+    what the ledger has; `link` by the interface's counter."""
+
+    seconds: float
+    sent: int
+    own_node: int
+    across: int
+    other: int
+    as_expected: bool
+    link: int
+
+
+def measure(bench: Bench, name: str) -> dict[str, Any]:
+    """One workload, measured on every rank and gathered on every rank."""
+    contestants = bench.contestants()
+    first = FIRST_STEPS.get(name, 0)
+    share = bench.share(name, first)
+    inspected = [_inspect(contender, share.work) for contender in contestants]
+    for contender in contestants:
+        contender.step(share.work)  # the profiler leaves things cold
+    for number in range(bench.num_rounds):
+        share = bench.share(name, first + number)
+        turn = number % len(contestants)
+        for contender in contestants[turn:] + contestants[:turn]:
+            contender.samples.append(_timed(bench, contender, share))
+    told = [
+        {"samples": [vars(sample) for sample in contender.samples], **inspection}
+        for contender, inspection in zip(contestants, inspected, strict=True)
+    ]
+    ranks = collectives.gather_json(told, bench.mesh["world"])
+    return _result(bench, name, contestants, [list(rows) for rows in zip(*ranks, strict=True)])
+
+
+def _inspect(contender: Contender, work: Work) -> dict[str, Any]:
+    """Peak memory of a step, and the (token, slot) pairs sent out and arrived."""
+    peak = contenders.peak_bytes(lambda: contender.step(work))
+    found = {"peak": peak, "routed": 0, "arrived": 0}
+    if contender.dispatcher is not None:
+        with torch.no_grad():
+            plan = contender.dispatcher.plan(work.experts_TK)
+            rows = contender.dispatcher.dispatch(work.x_TH, work.weights_TK, plan).wait()
+        found["routed"] = int((work.experts_TK >= 0).sum())
+        found["arrived"] = int(rows.counts_L.sum())
+    return found
+
+
+def _timed(bench: Bench, contender: Contender, share: Share) -> Sample:
+    world = bench.mesh["world"]
+    collectives.barrier(world)
+    link, before = _on_link(bench), _sent(bench)
+    collectives.barrier(world)  # nobody starts before everybody has read the counters
+    start = time.perf_counter()
+    contender.step(share.work)
+    seconds = time.perf_counter() - start
+    collectives.barrier(world)
+    sent = {key: size - before.get(key, 0) for key, size in _sent(bench).items()}
+    expected = {} if contender.dispatcher is None else bench.expected(contender.name, share)
+    rows = {key: size for key, size in sent.items() if key[1] in ROW_CALLERS}
+    return Sample(
+        seconds=seconds,
+        sent=sum(rows.values()),
+        own_node=sum(part.own_node for part in expected.values()),
+        across=sum(part.across for part in expected.values()),
+        other=sum(sent.values()) - sum(rows.values()),
+        as_expected=bool(expected) and _agree(rows, expected),
+        link=_on_link(bench) - link,
+    )
+
+
+def _on_link(bench: Bench) -> int:
+    """This host's counter, read by its first rank."""
+    if bench.mesh.rank % bench.ranks_per_node:
+        return 0
+    return hosts.bytes_on_link() or 0
+
+
+def _sent(bench: Bench) -> dict[tuple[str, str, str], int]:
+    """Bytes sent so far, by axis, caller and phase."""
+    found: dict[tuple[str, str, str], int] = {}
+    for entry in bench.mesh.ledger.entries():
+        key = (entry.axis, entry.caller, entry.phase)
+        found[key] = found.get(key, 0) + entry.wire_bytes
+    return found
+
+
+def _agree(
+    rows: dict[tuple[str, str, str], int], expected: dict[tuple[str, str], crossing.Sent]
+) -> bool:
+    """Whether the ledger has the closed formula's bytes: by caller and phase, and where an axis
+    stays inside a node or leaves it, there too."""
+    measured = dict.fromkeys(expected, 0)
+    for (axis, caller, phase), size in rows.items():
+        if (caller, phase) not in expected:
+            return size == 0
+        measured[caller, phase] += size
+        side = {"ep_node": "own_node", "ep_rail": "across"}.get(axis)
+        if side is not None and size != getattr(expected[caller, phase], side):
+            return False
+    return all(measured[key] == part.total for key, part in expected.items())
+
+
+def _result(
+    bench: Bench, name: str, contestants: list[Contender], told: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+    bounds: dict[str, Any] = {}
+    dispatchers: list[dict[str, Any]] = []
+    for contender, ranks in zip(contestants, told, strict=True):
+        entry = _entry(bench, contender, ranks)
+        if contender.dispatcher is None:
+            bounds[contender.name] = entry
+        else:
+            dispatchers.append({"dispatcher": contender.name, "chunks": contender.chunks, **entry})
+    bare = bounds.get("bare_all_to_all")
+    for entry in dispatchers:
+        if bare is not None:
+            ratio = entry["seconds"]["p50"] / bare["seconds"]["p50"]
+            entry["ratio_to_bare_all_to_all"] = ratio
+    return {
+        "workload": name,
+        "first_step": FIRST_STEPS.get(name, 0),
+        "tokens_per_rank": [
+            len(part)
+            for part in rank_tokens(
+                name, num_ranks=bench.mesh.world_size, num_tokens=bench.num_tokens
+            )
+        ],
+        "bounds": bounds,
+        "dispatchers": dispatchers,
+    }
+
+
+def _entry(bench: Bench, contender: Contender, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One contender: the slowest rank of every step; bytes of all ranks together, a mean step."""
+    samples = [rank["samples"] for rank in ranks]
+    slowest = [max(sample["seconds"] for sample in step) for step in zip(*samples, strict=True)]
+
+    def per_step(key: str) -> float:
+        return sum(sample[key] for rank in samples for sample in rank) / bench.num_rounds
+
+    entry: dict[str, Any] = {
+        "seconds": {
+            "p50": float(np.percentile(slowest, 50)),
+            "p95": float(np.percentile(slowest, 95)),
+            "max": max(slowest),
+        },
+        "steps": slowest,
+        "peak_bytes": max(rank["peak"] for rank in ranks),
+        "link_bytes": per_step("link") if hosts.bytes_on_link() is not None else None,
+    }
+    if contender.dispatcher is not None:
+        known = all(sample["as_expected"] for rank in samples for sample in rank)
+        entry |= {
+            "sent_bytes": per_step("sent"),
+            "own_node_bytes": per_step("own_node") if known else None,
+            "across_bytes": per_step("across") if known else None,
+            "other_bytes": per_step("other"),
+            "bytes_as_expected": known,
+            "dropped": sum(rank["routed"] - rank["arrived"] for rank in ranks),
+        }
+    return entry

@@ -1,0 +1,109 @@
+"""Run the same work on every rank and agree on how it went, even when a rank stops half-way.
+
+A rank that raises between two collectives leaves its peers waiting inside the next one, where no
+collective can reach them. So the work runs in a thread, and ranks talk through the store that the
+process group was made with: the first failure there is seen by all within milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from moemesh.comm.mesh import Mesh
+
+_POLL_SECONDS = 0.005
+#: How long a rank waits for the others' answers after its own.
+_ANSWER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one rank fared: `problem` is None when all is well.
+
+    `raised`: the work did not run to its end there; `followed`: only because another rank's did
+    not.
+    """
+
+    problem: str | None
+    raised: bool = False
+    followed: bool = False
+
+
+def run_together(
+    work: Callable[[], str | None], mesh: Mesh, *, name: str, timeout_seconds: float
+) -> list[Outcome]:
+    """``work()`` on every rank of `mesh`; the outcome of each, in rank order, on each.
+
+    `work` may use collectives and returns what is wrong, or None. All ranks call this at the same
+    point with the same `name`. It returns on every rank within `timeout_seconds` and a little more,
+    whatever `work` does; where a rank raised or hung, the groups of the mesh are of no further use.
+    """
+    if mesh.world_size == 1:
+        return [_outcome(work)]
+    store = dist.PrefixStore(f"moemesh/together/{name}", _get_default_store())
+    call = store.add(f"calls/{mesh.rank}", 1)
+    store = dist.PrefixStore(f"call/{call}", store)
+    deadline = time.monotonic() + timeout_seconds
+    own = _watched(work, mesh, store, deadline, timeout_seconds)
+    store.set(str(mesh.rank), json.dumps(asdict(own)))
+    outcomes = _answers(store, mesh.world_size, deadline + _ANSWER_SECONDS)
+    if any(outcome.problem for outcome in outcomes):
+        # The store may live in one of us: nobody leaves, and takes it along, before all have read.
+        limit = time.monotonic() + _ANSWER_SECONDS
+        store.add("read", 1)
+        while store.add("read", 0) < mesh.world_size and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+    return outcomes
+
+
+def _watched(
+    work: Callable[[], str | None],
+    mesh: Mesh,
+    store: dist.Store,
+    deadline: float,
+    timeout_seconds: float,
+) -> Outcome:
+    """This rank's outcome: of the work, of the clock, or of a peer's failure, what comes first."""
+    done: list[Outcome] = []
+
+    def run() -> None:
+        if mesh.device.type == "cuda":
+            torch.cuda.set_device(mesh.device)  # a property of the thread
+        done.append(_outcome(work))
+
+    thread = threading.Thread(target=run, name="together", daemon=True)
+    thread.start()
+    while not done:
+        thread.join(_POLL_SECONDS)
+        if not done and store.check(["raised"]):
+            return Outcome(
+                problem="stopped because another rank failed", raised=True, followed=True
+            )
+        if not done and time.monotonic() > deadline:
+            done.append(Outcome(problem=f"no end after {timeout_seconds:g} s", raised=True))
+    if done[0].raised:
+        store.set("raised", "yes")
+    return done[0]
+
+
+def _outcome(work: Callable[[], str | None]) -> Outcome:
+    try:
+        return Outcome(problem=work())
+    except Exception as error:
+        return Outcome(problem=f"{type(error).__name__}: {error}", raised=True)
+
+
+def _answers(store: dist.Store, num_ranks: int, limit: float) -> list[Outcome]:
+    keys = [str(rank) for rank in range(num_ranks)]
+    while not store.check(keys) and time.monotonic() < limit:
+        time.sleep(_POLL_SECONDS)
+    silent = Outcome(problem="no answer", raised=True)
+    return [Outcome(**json.loads(store.get(k))) if store.check([k]) else silent for k in keys]

@@ -1,0 +1,68 @@
+"""What can be wrong with a routing, named by layer, token and expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: "Nothing is wrong", larger than every code.
+NO_FAULT = 2**63 - 1
+
+
+class RoutingError(ValueError):
+    """A routing that cannot be used: logits that are not finite, or experts that do not exist."""
+
+
+def first_fault(logits_TE: Tensor, token_ids_T: Tensor, valid_T: Tensor | None) -> Tensor:
+    """The first logit that is not finite, as ``token id * E + expert``, else NO_FAULT.
+
+    An int64 scalar, on the device, without waiting for it. Padding is not looked at.
+    """
+    bad_TE = ~torch.isfinite(logits_TE.detach())
+    bad_T = bad_TE.any(1) if valid_T is None else bad_TE.any(1) & valid_T
+    code_T = token_ids_T * logits_TE.shape[1] + bad_TE.to(torch.uint8).argmax(1)
+    code_T = torch.where(bad_T, code_T, NO_FAULT)
+    none = torch.full((1,), NO_FAULT, dtype=torch.int64, device=logits_TE.device)
+    return torch.cat([code_T, none]).min()
+
+
+def describe_logit(layer: int, code: int, num_experts: int, seq_len: int) -> str:
+    """A code of :func:`first_fault` in words."""
+    token, expert = divmod(code, num_experts)
+    sequence, position = divmod(token, max(seq_len, 1))
+    where = f"token {token} (sequence {sequence}, position {position})"
+    return f"layer {layer}, {where}, expert {expert}: the router's logit is not finite"
+
+
+def check_experts(
+    experts_TK: Tensor, num_experts: int, *, layer: int, token_ids_T: Tensor | None = None
+) -> None:
+    """Raise RoutingError unless `experts_TK` is a routing: int64 [T, K], ids below `num_experts` or
+    -1, none twice in a row. The message names the first wrong choice; ids are rows where no
+    `token_ids_T` are given.
+    """
+    where = f"layer {layer}"
+    if experts_TK.ndim != 2 or experts_TK.dtype != torch.int64:
+        raise RoutingError(
+            f"{where}: a routing is int64 [tokens, experts per token], not "
+            f"{str(experts_TK.dtype).removeprefix('torch.')} {list(experts_TK.shape)}"
+        )
+    if experts_TK.shape[1] > num_experts:
+        raise RoutingError(
+            f"{where}: {experts_TK.shape[1]} experts per token, but there are {num_experts}"
+        )
+    bad_TK = (experts_TK < -1) | (experts_TK >= num_experts)
+    ordered_TK = experts_TK.sort(dim=1, stable=True)
+    twice_TK = torch.zeros_like(bad_TK)
+    same = (ordered_TK.values[:, 1:] == ordered_TK.values[:, :-1]) & (ordered_TK.values[:, 1:] >= 0)
+    twice_TK.scatter_(1, ordered_TK.indices[:, 1:], same)
+    for wrong_TK, why in (
+        (bad_TK, f"is not one of the experts 0 to {num_experts - 1}, nor -1 (none)"),
+        (twice_TK, "is chosen twice"),
+    ):
+        found = wrong_TK.nonzero()
+        if len(found):
+            row, slot = found[0].tolist()
+            token = row if token_ids_T is None else int(token_ids_T[row])
+            expert = int(experts_TK[row, slot])
+            raise RoutingError(f"{where}, token {token}: expert {expert} {why}")

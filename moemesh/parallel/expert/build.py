@@ -1,0 +1,117 @@
+"""From `plan.dispatcher` to the dispatcher of every MoE layer: chosen, built, tested at start."""
+
+from __future__ import annotations
+
+import torch
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
+from moemesh.model.transformer import Transformer
+from moemesh.ops.fp8 import packed_bytes
+from moemesh.parallel.expert.all_gather import AllGatherDispatcher
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.choose import CallSite, choose
+from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
+from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
+from moemesh.parallel.expert.payload import codec_of
+
+#: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
+ROWS_SLACK = 2
+#: Low-latency slots are candidates for `auto` only where they cost less memory than this.
+LOW_LATENCY_BYTES = 1 << 28
+
+
+def set_experts(
+    model: Transformer, plan: Plan, mesh: Mesh, *, dtype: torch.dtype, tokens_per_rank: int
+) -> list[str]:
+    """Give every MoE layer its dispatcher, chunks and memory bound; returns what `auto` decided."""
+    config, notes = model.config, []
+    if not config.num_moe_layers:
+        return notes
+    name = plan.dispatcher
+    if name == "auto":
+        name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
+        notes.append(note)
+    # Plans are objects of their own: all layers share one dispatcher.
+    dispatcher = make_dispatcher(name, config, plan, mesh, tokens_per_rank)
+    for moe in model.moe_layers().values():
+        moe.dispatcher = dispatcher
+        # The exact sums run over all rows of an expert: nothing to overlap between chunks.
+        moe.num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+        balanced = tokens_per_rank * config.experts_per_token * plan.etp
+        moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
+    return notes
+
+
+def make_dispatcher(
+    name: str, config: ModelConfig, plan: Plan, mesh: Mesh, tokens_per_rank: int
+) -> Dispatcher:
+    """The dispatcher called `name` over the mesh's expert axes.
+
+    The exact combine needs the way home of an exchange: there `all_to_all` stands in for the local
+    dispatcher, and over an axis of one rank it sends nothing.
+    """
+    ep, etp, experts = mesh["ep"], mesh["etp"], config.num_experts
+    exact = plan.combine == "exact"
+    if mesh["ep_etp"].size == 1:
+        return (
+            AllToAllDispatcher(ep, etp, experts, exact=True) if exact else LocalDispatcher(experts)
+        )
+    codec = codec_of(plan.payload)
+    match name:
+        case "all_to_all":
+            return AllToAllDispatcher(ep, etp, experts, exact=exact, codec=codec)
+        case "all_gather":
+            return AllGatherDispatcher(ep, etp, mesh["ep_etp"], experts, exact=exact, codec=codec)
+        case "hierarchical":
+            rail, node = mesh["ep_rail"], mesh["ep_node"]
+            return HierarchicalDispatcher(ep, rail, node, etp, experts, exact=exact, codec=codec)
+        case "low_latency":
+            return LowLatencyDispatcher(
+                ep,
+                etp,
+                experts,
+                experts_per_token=config.experts_per_token,
+                max_tokens=tokens_per_rank,
+                exact=exact,
+                codec=codec,
+            )
+        case _:
+            raise AssertionError(f"unchecked dispatcher {name}")
+
+
+def choose_dispatcher(
+    config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
+) -> tuple[str, str]:
+    """The name that `auto` stands for here, the same on every rank, and a line that says why."""
+    site = call_site(config, plan, dtype, tokens_per_rank)
+    if site.ranks == 1:
+        return "all_to_all", "dispatcher auto: experts are not spread over ranks"
+    name, seconds = choose(site, mesh)
+    table = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in sorted(seconds.items()))
+    return name, f"dispatcher auto: {name} (predicted a layer: {table})"
+
+
+def call_site(
+    config: ModelConfig, plan: Plan, dtype: torch.dtype, tokens_per_rank: int
+) -> CallSite:
+    """What a prediction needs to know about this plan's MoE layers."""
+    result_bytes = config.hidden_size * dtype.itemsize
+    row_bytes = packed_bytes(config.hidden_size) if plan.payload == "fp8" else result_bytes
+    capacity = slots_per_rank(
+        tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep
+    )
+    if capacity * plan.ep * result_bytes > LOW_LATENCY_BYTES:
+        capacity = 0
+    return CallSite(
+        tokens=tokens_per_rank,
+        experts_per_token=config.experts_per_token,
+        num_experts=config.num_experts,
+        row_bytes=row_bytes,
+        result_bytes=result_bytes,
+        ranks=plan.ep,
+        ranks_per_node=plan.layout.ep_node,
+        capacity=capacity,
+    )

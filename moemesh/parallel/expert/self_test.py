@@ -1,0 +1,191 @@
+"""The start-up self-test: a dispatcher that loses, swaps or scales rows is refused, by name.
+
+Legend: T own tokens, K slots per token, R rows at the experts, L local experts, H hidden.
+
+Experts that return their input must give every token (its number of valid slots) times itself. The
+payload is small integers that say whose token a row is: sums are exact in every dtype down to
+bfloat16, a row of them survives 8-bit coding, and equality is the only tolerance. Tokens are uneven
+with one empty rank, some slots are -1; routings are spread out, all to the same experts (buffers of
+fixed size overflow), and none at all; each plan is used twice.
+
+It runs on the real groups and costs a handful of small exchanges. Why at all: a broken exchange
+still trains, only worse, and the more so the larger ep is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.together import run_together
+from moemesh.config.errors import UserError
+from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.ops.permute import permute
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+
+_MAX_TOKENS = 8
+_TIMEOUT_SECONDS = 300.0
+
+
+class DispatcherError(UserError):
+    """A dispatcher does not do what it promises on these ranks; raised on all of them."""
+
+
+def self_test(
+    dispatcher: Dispatcher,
+    mesh: Mesh,
+    num_experts: int,
+    experts_per_token: int,
+    *,
+    name: str,
+    hidden: int = 16,
+    dtype: torch.dtype = torch.float32,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> None:
+    """Compare `dispatcher` (called `name` in messages) with the two-phase all-to-all.
+
+    Every rank of the mesh calls this at the same point. `hidden` and `dtype` are those of the rows,
+    for a dispatcher that has rules about them. Nothing is entered in the ledger, and counters of
+    the dispatcher stay as they are.
+
+    Raises DispatcherError on every rank when any rank saw a difference, raised, or did not come to
+    an end within `timeout_seconds`; the message is that of the first such rank.
+    """
+    # A copy: what it counts about its plans is not about the run.
+    tested = copy.copy(dispatcher)
+
+    def work() -> str | None:
+        with mesh.ledger.paused():
+            return _first_difference(tested, mesh, num_experts, experts_per_token, hidden, dtype)
+
+    outcomes = run_together(work, mesh, name="self_test", timeout_seconds=timeout_seconds)
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.problem]
+    if not failed:
+        return
+    # Of ranks that failed by themselves, one that stopped half-way explains the others.
+    first = min(failed, key=lambda r: (outcomes[r].followed, not outcomes[r].raised, r))
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    raise DispatcherError(
+        f'dispatcher "{name}" failed its start-up self-test on rank {first}{others} of '
+        f"{mesh.world_size}: {outcomes[first].problem}. Nothing was trained. "
+        'Use plan.dispatcher = "all_to_all" until this is repaired'
+    )
+
+
+class _Case(NamedTuple):
+    """One rank's part of a routing: rows, the gradients of their sums, and chosen experts."""
+
+    name: str
+    x_TH: Tensor
+    grad_TH: Tensor
+    experts_TK: Tensor
+
+
+class _Seen(NamedTuple):
+    """What one use of a plan shows from outside."""
+
+    counts_L: Tensor
+    rows_RH: Tensor
+    weights_R: Tensor
+    y_TH: Tensor
+    grad_x_TH: Tensor
+    grad_weights_TK: Tensor
+
+
+def _first_difference(
+    dispatcher: Dispatcher,
+    mesh: Mesh,
+    num_experts: int,
+    experts_per_token: int,
+    hidden: int,
+    dtype: torch.dtype,
+) -> str | None:
+    """What is wrong on this rank, or None. All collectives run, whatever is found on the way."""
+    reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
+    found: list[str] = []
+    for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
+        expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
+        plan = dispatcher.plan(case.experts_TK)
+        for use in ("", ", again from the saved plan"):
+            seen = _use(dispatcher, plan, case, mesh["etp"])
+            if difference := _compare(seen, expected, case):
+                found.append(f"{difference} ({case.name}{use})")
+    return found[0] if found else None
+
+
+def _cases(
+    group: Axis, num_experts: int, num_slots: int, hidden: int, dtype: torch.dtype
+) -> list[_Case]:
+    num_tokens = 0 if group.index == 1 else 2 + (3 * group.index + 4) % (_MAX_TOKENS - 1)
+    gid_T = torch.arange(num_tokens, device=group.device) + group.index * _MAX_TOKENS
+    x_TH, grad_TH = _digits(gid_T, hidden), _digits(5 * gid_T + 3, hidden)
+    # Blocks of 128 that reach 7 = 448 / 64 get the scale 1 / 64 as e4m3: their integers are exact.
+    x_TH[:, ::128] = 7
+    generator = torch.Generator().manual_seed(group.index)
+    spread_TK = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :num_slots]
+    same_TK = torch.arange(num_slots).expand(num_tokens, num_slots)
+    token_TK = torch.arange(num_tokens)[:, None] * num_slots + torch.arange(num_slots)
+    padding_TK = (token_TK % 5 == 4) | (torch.arange(num_tokens)[:, None] == num_tokens - 1)
+    routings = {
+        "spread routing": spread_TK.masked_fill(padding_TK, -1),
+        "all tokens to the same experts": same_TK.masked_fill(padding_TK, -1),
+        "no token routed": torch.full_like(spread_TK, -1),
+    }
+    return [
+        _Case(name, x_TH.to(dtype), grad_TH.to(dtype), experts_TK.to(group.device))
+        for name, experts_TK in routings.items()
+    ]
+
+
+def _digits(number_T: Tensor, hidden: int) -> Tensor:
+    """The octal digits of each number, lowest first, in columns 1, 2, ...; repeated over H."""
+    place_H = (torch.arange(hidden, device=number_T.device) - 1) % 8
+    return (number_T[:, None] >> (3 * place_H)) & 7
+
+
+def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
+    """dispatch, experts that return their input, combine, and the backward of it all."""
+    x_TH = case.x_TH.clone().requires_grad_()
+    weights_TK = torch.ones(case.experts_TK.shape, device=x_TH.device, requires_grad=True)
+    rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
+    rows_RH = permute(rows.source_NH, rows.map)
+    y_TH = dispatcher.combine(_return_input(rows_RH, rows, etp), plan).wait()
+    y_TH.backward(case.grad_TH)
+    assert x_TH.grad is not None and weights_TK.grad is not None, "no gradient arrived"
+    return _Seen(
+        rows.counts_L, rows_RH.detach(), rows.weights_R.detach(), y_TH.detach(), x_TH.grad,
+        weights_TK.grad,
+    )  # fmt: skip
+
+
+def _return_input(rows_RH: Tensor, rows: Rows, etp: Axis) -> Tensor:
+    """Each expert-tensor rank returns its share of the columns: the shares add up to the input."""
+    columns_H = torch.arange(rows_RH.shape[1], device=rows_RH.device)
+    share_H = columns_H % etp.size == etp.index
+    return (rows_RH.float() * share_H * rows.weights_R[:, None].float()).to(rows_RH.dtype)
+
+
+def _compare(seen: _Seen, reference: _Seen, case: _Case) -> str | None:
+    """The first check that fails, in words."""
+    valid_TK = case.experts_TK >= 0
+    num_valid_T1 = valid_TK.sum(1, keepdim=True).to(case.x_TH.dtype)
+    inner_T1 = (case.x_TH.float() * case.grad_TH.float()).sum(1, keepdim=True)
+    checks = {
+        "rows per expert": (seen.counts_L, reference.counts_L),
+        "rows at the experts, in their order": (seen.rows_RH, reference.rows_RH),
+        "weights at the experts": (seen.weights_R, reference.weights_R),
+        "sum over the experts": (seen.y_TH, num_valid_T1 * case.x_TH),
+        "gradient of the rows": (seen.grad_x_TH, num_valid_T1 * case.grad_TH),
+        "gradient of the weights": (seen.grad_weights_TK, inner_T1 * valid_TK),
+    }
+    for what, (have, want) in checks.items():
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return f"{what}: {list(have.shape)} {have.dtype}, not {list(want.shape)} {want.dtype}"
+        if not torch.equal(have, want):
+            place = tuple((have != want).nonzero()[0].tolist())
+            return f"{what}: {have[place].item():g} at {list(place)}, not {want[place].item():g}"
+    return None
