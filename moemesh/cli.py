@@ -181,7 +181,7 @@ def bench_dispatch(
         moemesh bench dispatch --workload W3 --hosts 2 --link 1gbit
     """
     from moemesh.bench import dispatch
-    from moemesh.parallel.parallelize import make_dispatcher
+    from moemesh.parallel.expert import build
 
     settings = dispatch.Settings(
         workload=workload,
@@ -203,7 +203,7 @@ def bench_dispatch(
         rounds=rounds,
         seed=seed,
     )
-    raise typer.Exit(dispatch.command(settings, make_dispatcher, as_json=as_json))
+    raise typer.Exit(dispatch.command(settings, build, as_json=as_json))
 
 
 @app.command()

@@ -20,7 +20,8 @@ from moemesh.comm.mesh import Axis
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.dispatcher import Dispatcher, Rows
-from moemesh.model.moe import Experts, MoE
+from moemesh.model.experts import Experts
+from moemesh.model.moe import MoE
 from moemesh.model.router import Routing
 from moemesh.ops.permute import gather_rows, identity
 
@@ -46,29 +47,12 @@ class Work:
 Step = Callable[[Work], object]
 
 
-class FixedRouter(nn.Module):
-    """Stands in for a router: the routing is given, its weights take a gradient."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.routing: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x_TH: Tensor, *_: object) -> Routing:
-        assert self.routing is not None, "no routing was set"
-        weights_TK, experts_TK = self.routing
-        zeros_TE = weights_TK.new_zeros(len(x_TH), self.num_experts)
-        return Routing(weights_TK, experts_TK, zeros_TE, zeros_TE)
-
-
 def make_layer(config: ModelConfig, num_ranks: int, rank: int, dtype: torch.dtype) -> MoE:
-    """A mixture of experts without a router, holding this rank's share of the experts."""
+    """A mixture of experts that holds this rank's share of them; its router is not used."""
     with torch.device("meta"):
         layer = MoE(config)
-    layer.router = FixedRouter(config.num_experts)  # type: ignore[assignment]
-    layer.experts = Experts(
-        config.num_experts // num_ranks, config.hidden_size, config.expert_intermediate_size
-    ).to(dtype)
+    shape = (config.hidden_size, config.expert_intermediate_size)
+    layer.experts = Experts(config.num_experts // num_ranks, *shape).to(dtype)
     generator = torch.Generator().manual_seed(rank)
     for parameter in layer.experts.parameters():
         nn.init.normal_(parameter, std=config.init_std, generator=generator)
@@ -87,19 +71,37 @@ def dispatch_step(dispatcher: Dispatcher) -> Step:
     return step
 
 
-def layer_step(layer: MoE, dispatcher: Dispatcher, num_chunks: int) -> Step:
-    """Forward and backward of the layer, all gradients included."""
+def layer_step(
+    layer: MoE, dispatcher: Dispatcher, *, num_chunks: int = 1, max_rows: int | None = None
+) -> Step:
+    """Forward and backward of the layer behind its router, all gradients included.
+
+    `max_rows` bounds the rows that the experts compute on at once, as in training.
+    """
 
     def step(work: Work) -> None:
         layer.dispatcher, layer.num_chunks = dispatcher, num_chunks
+        layer.experts.max_rows = max_rows
+        layer.experts.zero_grad()
         x_TH = work.x_TH.detach().requires_grad_()
-        weights_TK = work.weights_TK.detach().requires_grad_()
-        layer.router.routing = (weights_TK, work.experts_TK)  # type: ignore[assignment]
-        for parameter in layer.parameters():
-            parameter.grad = None
-        layer(x_TH, _context(len(x_TH))).y_TH.backward(work.gradient_TH)
+        routing = _given(work.experts_TK, work.weights_TK.detach().requires_grad_())
+        layer.apply_experts(x_TH, routing, _context(len(x_TH))).backward(work.gradient_TH)
 
     return step
+
+
+def _given(experts_TK: Tensor, weights_TK: Tensor) -> Routing:
+    """A routing as the experts see it; what only balance losses look at is left empty."""
+    nothing = weights_TK.new_zeros(0)
+    return Routing(
+        weights_TK=weights_TK,
+        experts_TK=experts_TK,
+        probabilities_TE=nothing,
+        logits_TE=nothing,
+        preferred_TK=experts_TK,
+        num_dropped=nothing,
+        fault=nothing,
+    )
 
 
 def _context(num_tokens: int) -> Context:
@@ -136,8 +138,8 @@ def experts_step(layer: MoE) -> Step:
         num_rows = int(work.counts_L.sum())
         x_RH = work.x_TH.new_ones(num_rows, work.x_TH.shape[1]).requires_grad_()
         weights_R = torch.ones(num_rows, requires_grad=True)
-        for parameter in layer.parameters():
-            parameter.grad = None
+        layer.experts.zero_grad()
+        layer.experts.max_rows = None
         rows = Rows(x_RH, identity(num_rows, x_RH.device), weights_R, work.counts_L)
         y_RH = layer.experts(rows)
         y_RH.backward(torch.ones_like(y_RH))

@@ -9,6 +9,7 @@ expert-parallel group. Per token and destination:
 | all_to_all | one row per expert there | as many |
 | all_gather | one row to every rank | one row from every rank that it visits |
 | hierarchical | one row per node, then one per rank inside | as many |
+| low_latency | the same number of slots to every rank, or as all_to_all on overflow | as many |
 
 Legend: R ranks (senders first, then receivers), T tokens, K experts per token.
 """
@@ -41,28 +42,39 @@ class Sent(NamedTuple):
 
 
 def rows_between(
-    dispatcher: str, experts: Sequence[Tensor], *, num_experts: int, ranks_per_node: int
-) -> Rows | None:
+    dispatcher: str,
+    experts: Sequence[Tensor],
+    *,
+    num_experts: int,
+    ranks_per_node: int,
+    num_slots: int = 0,
+) -> Rows:
     """The rows of one layer whose rank i routes its tokens to ``experts[i]`` (int64 [T, K]).
 
-    None for a dispatcher without a closed formula here.
+    `num_slots` are the row slots of low_latency for each pair of ranks.
     """
     num_ranks = len(experts)
     per_rank = num_experts // num_ranks
     homes = [torch.where(chosen < 0, -1, chosen // per_rank) for chosen in experts]
     places = torch.arange(num_ranks)
-    if dispatcher == "all_to_all":
-        copies = torch.stack([(home[:, :, None] == places).sum((0, 1)) for home in homes])
-        return Rows(copies, copies.t())
+    copies = torch.stack([(home[:, :, None] == places).sum((0, 1)) for home in homes])
     visits = [(home[:, :, None] == places).any(1) for home in homes]
-    if dispatcher == "all_gather":
-        own = torch.tensor([len(home) for home in homes])
-        gathered = own[:, None].expand(num_ranks, num_ranks)
-        return Rows(gathered, torch.stack([visit.sum(0) for visit in visits]).t())
-    if dispatcher == "hierarchical":
-        there = _by_node(visits, ranks_per_node)
-        return Rows(there, there.t())
-    return None
+    match dispatcher:
+        case "all_to_all":
+            return Rows(copies, copies.t())
+        case "low_latency":
+            slots = torch.full_like(copies, num_slots)
+            there = copies if bool((copies > slots).any()) else slots
+            return Rows(there, there.t())
+        case "all_gather":
+            own = torch.tensor([len(home) for home in homes])
+            gathered = own[:, None].expand(num_ranks, num_ranks)
+            return Rows(gathered, torch.stack([visit.sum(0) for visit in visits]).t())
+        case "hierarchical":
+            there = _by_node(visits, ranks_per_node)
+            return Rows(there, there.t())
+        case _:
+            raise AssertionError(f"no closed formula for {dispatcher}")
 
 
 def _by_node(visits: list[Tensor], ranks_per_node: int) -> Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from moemesh.bench import hosts
-from moemesh.bench.measure import Bench, measure
+from moemesh.bench.measure import Bench, Builder, against_transformers, measure
 from moemesh.bench.workloads import WORKLOADS, workload
 from moemesh.comm import collectives, launch
 from moemesh.comm.mesh import Mesh
@@ -23,19 +23,15 @@ from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.dispatcher import Dispatcher
 from moemesh.trace.memory import format_bytes
 
 #: In the order of the table. "all" means these.
-DISPATCHERS = ("all_to_all", "all_gather", "hierarchical")
+DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MODES = ("dispatch_only", "moe_fwd_bwd")
 PAYLOADS = ("same", "fp8")
 #: A run that takes longer is stopped.
 TIMEOUT_SECONDS = 1200
-
-#: `moemesh.parallel.parallelize.make_dispatcher`, or anything like it.
-MakeDispatcher = Callable[[ModelConfig, Plan, Mesh], Dispatcher]
 
 
 class BenchError(UserError):
@@ -129,11 +125,11 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def command(settings: Settings, make_dispatcher: MakeDispatcher, *, as_json: bool) -> int:
+def command(settings: Settings, builder: Builder, *, as_json: bool) -> int:
     """Start the ranks that `settings` ask for, or be one of them; returns the exit code."""
     arguments = settings.arguments() + (["--json"] if as_json else [])
     if launch.joined() or settings.ranks == 1:
-        return _rank(settings, make_dispatcher, as_json)
+        return _rank(settings, builder, as_json)
     if not settings.hosts:
         return launch.launch(settings.ranks, arguments)
     with hosts.hosts(settings.hosts, settings.link) as names:
@@ -147,12 +143,12 @@ def command(settings: Settings, make_dispatcher: MakeDispatcher, *, as_json: boo
     return 0
 
 
-def _rank(settings: Settings, make_dispatcher: MakeDispatcher, as_json: bool) -> int:
+def _rank(settings: Settings, builder: Builder, as_json: bool) -> int:
     ranks = launch.start("cpu", TIMEOUT_SECONDS)
     launch.keep_freed_memory()
     if ranks.world_size != settings.ranks:
         raise BenchError(f"{ranks.world_size} ranks were started for ranks = {settings.ranks}")
-    found = run(settings, make_dispatcher, make_mesh(settings))
+    found = run(settings, builder, make_mesh(settings))
     if ranks.rank == 0:
         print(json.dumps(found) if as_json else table(found), flush=True)
     launch.stop()
@@ -167,7 +163,7 @@ def make_mesh(settings: Settings) -> Mesh:
     return Mesh.create(Layout(dp=num_ranks, ep=num_ranks, ranks_per_node=settings.node), "cpu")
 
 
-def run(settings: Settings, make_dispatcher: MakeDispatcher, mesh: Mesh) -> dict[str, Any]:
+def run(settings: Settings, builder: Builder, mesh: Mesh) -> dict[str, Any]:
     """Measure on every rank; the same object on all, as `--json` prints it."""
     config = ModelConfig(
         hidden_size=settings.hidden,
@@ -182,17 +178,14 @@ def run(settings: Settings, make_dispatcher: MakeDispatcher, mesh: Mesh) -> dict
         payload=settings.payload,  # type: ignore[arg-type]
         ranks_per_node=settings.node,
     )
-    made = {
-        name: make_dispatcher(config, plan.model_copy(update={"dispatcher": name}), mesh)
-        for name in settings.dispatchers
-    }
     bench = Bench(
         config=config,
+        plan=plan,
         mesh=mesh,
-        dispatchers=made,
+        builder=builder,
+        dispatchers=settings.dispatchers,
         ranks_per_node=settings.node,
         dtype=DTYPES[settings.dtype],
-        coded=settings.payload == "fp8",
         num_chunks=settings.chunks,
         num_groups=settings.groups,
         num_tokens=settings.tokens,
@@ -201,7 +194,7 @@ def run(settings: Settings, make_dispatcher: MakeDispatcher, mesh: Mesh) -> dict
         seed=settings.seed,
     )
     found = [measure(bench, name) for name in settings.workloads]
-    peer = bench.against_transformers() if mesh.rank == 0 and bench.with_layer else None
+    peer = against_transformers(bench) if mesh.rank == 0 and bench.with_layer else None
     (peer, *_) = collectives.gather_json(peer, mesh["world"])
     return {"settings": settings.to_json(), "workloads": found, "single_process": peer}
 
@@ -233,7 +226,8 @@ def _named(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     named = [(name.replace("_", " "), entry) for name, entry in result["bounds"].items()]
     for entry in result["dispatchers"]:
         chunks = f", {entry['chunks']} chunks" if entry["chunks"] > 1 else ""
-        named.append((entry["dispatcher"] + chunks, entry))
+        chosen = f" = {entry['chosen']}" if entry["chosen"] != entry["dispatcher"] else ""
+        named.append((entry["dispatcher"] + chosen + chunks, entry))
     return named
 
 

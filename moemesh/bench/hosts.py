@@ -4,9 +4,9 @@
         run_ranks(names, ranks_per_host=2, command=[sys.executable, "-m", ...])
 
 Every host is a namespace of its own with one interface, :data:`INTERFACE`, that leads to a bridge
-in a further namespace; the machine's own network is never touched. Both ends of every link are
-shaped with a token bucket, so that a host sends and receives at the given rate. All names carry
-this process's id, and everything is removed at the end, whatever happened.
+in a further namespace; the machine's own network is never touched. Token buckets shape what a host
+sends, and with more than two hosts what it receives. All names carry this process's id, and
+everything is removed at the end, whatever happened.
 """
 
 from __future__ import annotations
@@ -89,12 +89,15 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
         names: list[str] = []
         for host in range(num_hosts):
             names.append(namespace(f"{prefix}-host{host}"))
-            _connect(names[-1], switch, host, rate)
+            _connect(names[-1], switch, host)
+            _shape(names[-1], INTERFACE, rate)
+            if num_hosts > 2:  # of two hosts, one receives what the other sends
+                _shape(switch, f"port{host}", rate)
         yield names
 
 
-def _connect(name: str, switch: str, host: int, rate: float) -> None:
-    """A pair of interfaces between a host and the bridge, shaped at both ends."""
+def _connect(name: str, switch: str, host: int) -> None:
+    """A pair of interfaces between a host and the bridge."""
     port = f"port{host}"
     # Born inside their namespaces: nothing ever appears in the machine's own.
     _ip(
@@ -103,14 +106,20 @@ def _connect(name: str, switch: str, host: int, rate: float) -> None:
     )
     _ip("-n", name, "addr", "add", f"{_SUBNET}.{host + 1}/24", "dev", INTERFACE)
     _ip("-n", switch, "link", "set", port, "master", "bridge0")
-    for where, device in ((name, INTERFACE), (switch, port)):
-        _ip("-n", where, "link", "set", device, "up")
-        # A bucket of half a millisecond, at least a few packets; a queue that drops nothing.
-        bucket = max(16384, int(rate / 8 * 0.0005))
-        _command(
-            *("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf"),
-            *("rate", f"{int(rate)}bit", "burst", str(bucket), "limit", str(64 << 20)),
-        )
+    _ip("-n", name, "link", "set", INTERFACE, "up")
+    _ip("-n", switch, "link", "set", port, "up")
+
+
+def _shape(name: str, device: str, rate: float) -> None:
+    """A bucket of one millisecond, at least a few packets; a queue so long that it drops nothing.
+
+    Packets larger than the bucket are cut on the way, which costs time on the processor.
+    """
+    bucket = max(16384, int(rate / 8 * 0.001))
+    _command(
+        *("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf"),
+        *("rate", f"{int(rate)}bit", "burst", str(bucket), "limit", str(64 << 20)),
+    )
 
 
 def run_ranks(

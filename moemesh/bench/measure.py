@@ -6,19 +6,23 @@ Legend: R ranks, T own tokens, K experts per token, L local experts.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moemesh.bench import contenders, crossing, hosts, peers
 from moemesh.bench.contenders import Step, Work
 from moemesh.bench.workloads import rank_tokens, workload
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.moe import MoE
 from moemesh.ops.fp8 import packed_bytes
@@ -30,16 +34,32 @@ FIRST_STEPS = {"W7": 28}
 ROW_CALLERS = ("moe.dispatch", "moe.combine")
 
 
+class Builder(Protocol):
+    """`moemesh.parallel.expert.build`, which this package does not import: siblings on one floor
+    know nothing of each other."""
+
+    ROWS_SLACK: int
+
+    def make_dispatcher(
+        self, name: str, config: ModelConfig, plan: Plan, mesh: Mesh, tokens_per_rank: int
+    ) -> Dispatcher: ...
+
+    def choose_dispatcher(
+        self, config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
+    ) -> tuple[str, str]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured on this rank; `dispatchers` were made from the same configuration."""
+    """What is measured on this rank: `dispatchers` by name, "auto" among them."""
 
     config: ModelConfig
+    plan: Plan
     mesh: Mesh
-    dispatchers: dict[str, Dispatcher]
+    builder: Builder
+    dispatchers: tuple[str, ...]
     ranks_per_node: int
     dtype: torch.dtype
-    coded: bool
     num_chunks: int
     num_groups: int
     num_tokens: int
@@ -51,10 +71,13 @@ class Bench:
     def layer(self) -> MoE:
         return contenders.make_layer(self.config, self.mesh.world_size, self.mesh.rank, self.dtype)
 
+    def tokens(self, name: str) -> tuple[range, ...]:
+        """The token ids of every rank."""
+        return rank_tokens(name, num_ranks=self.mesh.world_size, num_tokens=self.num_tokens)
+
     def share(self, name: str, step: int) -> Share:
         """This rank's part of one step of workload `name`."""
-        num_ranks, rank = self.mesh.world_size, self.mesh.rank
-        tokens = rank_tokens(name, num_ranks=num_ranks, num_tokens=self.num_tokens)
+        rank = self.mesh.rank
         chosen = workload(
             name,
             seed=self.seed,
@@ -64,11 +87,8 @@ class Bench:
             experts_per_token=self.config.experts_per_token,
             num_groups=self.num_groups,
         )
-        experts = [chosen[part.start : part.stop] for part in tokens]
-        copies = crossing.rows_between(
-            "all_to_all", experts, num_experts=self.config.num_experts, ranks_per_node=1
-        )
-        assert copies is not None
+        experts = [chosen[part.start : part.stop] for part in self.tokens(name)]
+        copies_RR = self.rows("all_to_all", experts).dispatch_RR
         generator = torch.Generator().manual_seed(rank)
         shape = (len(experts[rank]), self.config.hidden_size)
         weights_TK = torch.rand(experts[rank].shape, generator=generator) + 0.1
@@ -80,90 +100,91 @@ class Bench:
                 weights_TK=weights_TK / weights_TK.sum(1, keepdim=True),
                 x_TH=torch.randn(shape, generator=generator).to(self.dtype),
                 gradient_TH=torch.randn(shape, generator=generator).to(self.dtype),
-                counts_L=counts_E.view(num_ranks, -1)[rank],
-                input_splits=copies.dispatch_RR[rank].tolist(),
-                output_splits=copies.dispatch_RR[:, rank].tolist(),
+                counts_L=counts_E.view(self.mesh.world_size, -1)[rank],
+                input_splits=copies_RR[rank].tolist(),
+                output_splits=copies_RR[:, rank].tolist(),
             ),
         )
 
-    def contestants(self) -> list[Contender]:
+    def contestants(self, tokens_per_rank: int) -> list[Contender]:
         """Bounds first, then every dispatcher, with one chunk and with as many as asked for."""
         found: list[Contender] = []
         if self.mesh.world_size > 1:
-            exchanges = 4 if self.with_layer else 2
-            bare = contenders.bare_exchange_step(self.mesh["ep"], exchanges)
+            bare = contenders.bare_exchange_step(self.mesh["ep"], 4 if self.with_layer else 2)
             found.append(Contender("bare_all_to_all", bare))
         if self.with_layer:
             found.append(Contender("experts", contenders.experts_step(self.layer)))
-        for name, dispatcher in self.dispatchers.items():
+        balanced = tokens_per_rank * self.config.experts_per_token
+        for name in self.dispatchers:
+            chosen = name
+            site = (self.config, self.plan, self.mesh)
+            if name == "auto":
+                chosen, _ = self.builder.choose_dispatcher(*site, self.dtype, tokens_per_rank)
+            made = self.builder.make_dispatcher(chosen, *site, tokens_per_rank)
             if not self.with_layer:
-                found.append(Contender(name, contenders.dispatch_step(dispatcher), dispatcher))
+                found.append(Contender(name, contenders.dispatch_step(made), chosen, made))
                 continue
             for chunks in sorted({1, self.num_chunks}):
-                step = contenders.layer_step(self.layer, dispatcher, chunks)
-                found.append(Contender(name, step, dispatcher, chunks))
+                step = contenders.layer_step(
+                    self.layer,
+                    made,
+                    num_chunks=chunks,
+                    max_rows=max(1, self.builder.ROWS_SLACK * balanced),
+                )
+                found.append(Contender(name, step, chosen, made, chunks))
         return found
 
-    def expected(self, dispatcher: str, share: Share) -> dict[tuple[str, str], crossing.Sent]:
-        """Rows that this rank must send in a step, by caller and phase; empty if unknown."""
-        rows = crossing.rows_between(
+    def rows(self, dispatcher: str, experts: list[Tensor], num_slots: int = 0) -> crossing.Rows:
+        return crossing.rows_between(
             dispatcher,
-            share.experts,
+            experts,
             num_experts=self.config.num_experts,
             ranks_per_node=self.ranks_per_node,
+            num_slots=num_slots,
         )
-        if rows is None:
-            return {}
+
+    def expected(
+        self, contender: Contender, experts: list[Tensor]
+    ) -> dict[tuple[str, str], crossing.Sent]:
+        """Rows that this rank must send in a step, by caller and phase."""
         row_bytes = self.config.hidden_size * self.dtype.itemsize
-        return crossing.bytes_sent(
-            rows,
-            self.mesh.rank,
-            ranks_per_node=self.ranks_per_node,
-            row_bytes=row_bytes,
-            coded_row_bytes=packed_bytes(self.config.hidden_size) if self.coded else row_bytes,
-            with_backward=self.with_layer,
-        )
-
-    def against_transformers(self) -> dict[str, Any] | None:
-        """The whole layer of W0 in this process alone, ours beside transformers'; None without it.
-
-        Medians of interleaved rounds.
-        """
-        layer = contenders.make_layer(self.config, 1, 0, self.dtype)
-        if (peer := peers.transformers_step(layer)) is None:
-            return None
-        version, theirs = peer
-        alone = LocalDispatcher(self.config.num_experts)
-        ours = contenders.layer_step(layer, alone, 1)
-        alone_bench = replace(self, mesh=Mesh.single("cpu"), dispatchers={})
-        work = alone_bench.share("W0", 0).work
-        times: dict[Step, list[float]] = {ours: [], theirs: []}
-        for _ in range(self.num_rounds + 1):
-            for step, taken in times.items():
-                start = time.perf_counter()
-                step(work)
-                taken.append(time.perf_counter() - start)
-        return {
-            "version": version,
-            "ours_seconds": float(np.median(times[ours][1:])),
-            "transformers_seconds": float(np.median(times[theirs][1:])),
-        }
+        coded = self.plan.payload == "fp8"
+        slots = getattr(contender.dispatcher, "num_slots", 0)
+        cut = [part.split(shard_sizes(len(part), contender.chunks)) for part in experts]
+        found: dict[tuple[str, str], crossing.Sent] = {}
+        for chunk in zip(*cut, strict=True):
+            sent = crossing.bytes_sent(
+                self.rows(contender.chosen, list(chunk), slots),
+                self.mesh.rank,
+                ranks_per_node=self.ranks_per_node,
+                row_bytes=row_bytes,
+                coded_row_bytes=packed_bytes(self.config.hidden_size) if coded else row_bytes,
+                with_backward=self.with_layer,
+            )
+            for key, part in sent.items():
+                so_far = found.get(key, crossing.Sent(0, 0))
+                found[key] = crossing.Sent(
+                    so_far.own_node + part.own_node, so_far.across + part.across
+                )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """One step: the experts of every rank's tokens, and this rank's work."""
 
-    experts: list[torch.Tensor]
+    experts: list[Tensor]
     work: Work
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something timed; a bound has no dispatcher. `samples` are this rank's, one a round."""
+    """Something timed; a bound has no dispatcher. `chosen` is what "auto" stands for, else `name`;
+    `samples` are this rank's, one a round."""
 
     name: str
     step: Step
+    chosen: str = ""
     dispatcher: Dispatcher | None = None
     chunks: int = 1
     samples: list[Sample] = field(default_factory=list)
@@ -184,9 +205,33 @@ class Sample:
     link: int
 
 
+def against_transformers(bench: Bench) -> dict[str, Any] | None:
+    """The whole layer of W0 in this process alone, ours beside transformers'; None without it.
+
+    Medians of interleaved rounds.
+    """
+    layer = contenders.make_layer(bench.config, 1, 0, bench.dtype)
+    if (peer := peers.transformers_step(layer)) is None:
+        return None
+    version, theirs = peer
+    ours = contenders.layer_step(layer, LocalDispatcher(bench.config.num_experts))
+    work = replace(bench, mesh=Mesh.single("cpu")).share("W0", 0).work
+    times: dict[Step, list[float]] = {ours: [], theirs: []}
+    for _ in range(bench.num_rounds + 1):
+        for step, taken in times.items():
+            start = time.perf_counter()
+            step(work)
+            taken.append(time.perf_counter() - start)
+    return {
+        "version": version,
+        "ours_seconds": float(np.median(times[ours][1:])),
+        "transformers_seconds": float(np.median(times[theirs][1:])),
+    }
+
+
 def measure(bench: Bench, name: str) -> dict[str, Any]:
     """One workload, measured on every rank and gathered on every rank."""
-    contestants = bench.contestants()
+    contestants = bench.contestants(max(len(part) for part in bench.tokens(name)))
     first = FIRST_STEPS.get(name, 0)
     share = bench.share(name, first)
     inspected = [_inspect(contender, share.work) for contender in contestants]
@@ -227,8 +272,12 @@ def _timed(bench: Bench, contender: Contender, share: Share) -> Sample:
     contender.step(share.work)
     seconds = time.perf_counter() - start
     collectives.barrier(world)
-    sent = {key: size - before.get(key, 0) for key, size in _sent(bench).items()}
-    expected = {} if contender.dispatcher is None else bench.expected(contender.name, share)
+    sent = Counter(_sent(bench))
+    sent.subtract(before)
+    sent = +sent  # what others sent before stays at zero: leave it out
+    expected = {}
+    if contender.dispatcher is not None:
+        expected = bench.expected(contender, share.experts)
     rows = {key: size for key, size in sent.items() if key[1] in ROW_CALLERS}
     return Sample(
         seconds=seconds,
@@ -265,7 +314,7 @@ def _agree(
     measured = dict.fromkeys(expected, 0)
     for (axis, caller, phase), size in rows.items():
         if (caller, phase) not in expected:
-            return size == 0
+            return False
         measured[caller, phase] += size
         side = {"ep_node": "own_node", "ep_rail": "across"}.get(axis)
         if side is not None and size != getattr(expected[caller, phase], side):
@@ -283,7 +332,8 @@ def _result(
         if contender.dispatcher is None:
             bounds[contender.name] = entry
         else:
-            dispatchers.append({"dispatcher": contender.name, "chunks": contender.chunks, **entry})
+            named = {"dispatcher": contender.name, "chosen": contender.chosen}
+            dispatchers.append({**named, "chunks": contender.chunks, **entry})
     bare = bounds.get("bare_all_to_all")
     for entry in dispatchers:
         if bare is not None:
@@ -292,12 +342,7 @@ def _result(
     return {
         "workload": name,
         "first_step": FIRST_STEPS.get(name, 0),
-        "tokens_per_rank": [
-            len(part)
-            for part in rank_tokens(
-                name, num_ranks=bench.mesh.world_size, num_tokens=bench.num_tokens
-            )
-        ],
+        "tokens_per_rank": [len(part) for part in bench.tokens(name)],
         "bounds": bounds,
         "dispatchers": dispatchers,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
+from math import ceil, gcd
 from typing import ClassVar, Literal
 
 from moemesh.config.errors import Problem, independent
@@ -100,8 +100,8 @@ class Plan(Section):
 
     def tokens_per_rank(self, seq_len: int, global_batch: int) -> int:
         """Most tokens of one microbatch that a rank's residual stream holds."""
-        sequences = -(-(-(-global_batch // self.dp)) // self.microbatches)
-        return -(-sequences * seq_len // (self.cp * self.tp))
+        sequences = ceil(ceil(global_batch / self.dp) / self.microbatches)
+        return ceil(sequences * seq_len / (self.cp * self.tp))
 
     def check(
         self,

@@ -20,6 +20,7 @@ from moemesh.model.faults import NO_FAULT, first_fault
 from moemesh.model.seams import LocalTokens, Tokens
 from moemesh.model.selection import (
     capacity_per_sequence,
+    comparable,
     expert_choice,
     keep_best_groups,
     sinkhorn,
@@ -129,7 +130,7 @@ class Router(nn.Module):
                 capacity_B = capacity_per_sequence(
                     whole.valid_BS, config, config.capacity_factor or 1.0
                 )
-                scores_BSE = whole.gather(score(logits_TE, config))
+                scores_BSE = comparable(whole.gather(score(logits_TE, config)))
                 chosen_TE = whole.own(expert_choice(scores_BSE, whole.valid_BS, capacity_B))
                 # As many slots on every rank as the most wanted token anywhere needs.
                 most = torch.cat([chosen_TE.sum(1), chosen_TE.new_ones(1, dtype=torch.int64)]).max()
@@ -241,7 +242,7 @@ def limit_to_capacity(
         whole = WholeSequences(context, tokens)
         priority_BSK = None
         if config.capacity_policy == "probability":
-            priority_BSK = whole.gather(routing.weights_TK)
+            priority_BSK = comparable(whole.gather(routing.weights_TK))
         capacity_B = capacity_per_sequence(whole.valid_BS, config, config.capacity_factor)
         experts_BSK = whole.gather(routing.experts_TK)
         keep_BSK = within_capacity(experts_BSK, priority_BSK, capacity_B, config.num_experts)

@@ -64,6 +64,17 @@ def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) 
     return torch.minimum((wanted + parts - 1) // parts, num_B)
 
 
+def comparable(scores: Tensor) -> Tensor:
+    """Scores as they are compared between tokens: rounded, fp32 to bf16 and fp64 to fp32.
+
+    Two equal tokens at the start of a sequence have equal scores but for rounding, which differs
+    with the layout. Rounded they tie, and the earlier one wins in every layout.
+    """
+    if scores.dtype == torch.float64:
+        return scores.to(torch.float32).to(scores.dtype)
+    return scores.to(torch.bfloat16).to(scores.dtype)
+
+
 def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> Tensor:
     """Each expert takes the `capacity_B` tokens of a sequence that score best: bool [B, S, E].
 

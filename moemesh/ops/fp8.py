@@ -35,13 +35,16 @@ def quantize(x_RH: Tensor) -> Tensor:
     scale_RC = torch.where(scale_RC > 0, scale_RC, 1.0)
     values_RH = (x_RCB / scale_RC[:, :, None]).view(rows, blocks * BLOCK)[:, :hidden]
     values_RH = values_RH.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return torch.cat([values_RH.view(torch.uint8), scale_RC.view(torch.uint8)], dim=1)
+    # Flat first: with no rows and one block the stride of the last dim is 0.
+    scale_bytes = scale_RC.flatten().view(torch.uint8).view(rows, 4 * blocks)
+    return torch.cat([values_RH.view(torch.uint8), scale_bytes], dim=1)
 
 
 def dequantize(packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
     """The rows that :func:`quantize` packed, [R, hidden] in `dtype`."""
     rows, blocks = packed.shape[0], num_blocks(hidden)
     values_RH = packed[:, :hidden].contiguous().view(torch.float8_e4m3fn).float()
-    scale_RC = packed[:, hidden:].contiguous().view(torch.float32)
+    scale_bytes = packed[:, hidden:].clone(memory_format=torch.contiguous_format)
+    scale_RC = scale_bytes.flatten().view(torch.float32).view(rows, blocks)
     values = F.pad(values_RH, (0, blocks * BLOCK - hidden)).view(rows, blocks, BLOCK)
     return (values * scale_RC[:, :, None]).view(rows, blocks * BLOCK)[:, :hidden].to(dtype)

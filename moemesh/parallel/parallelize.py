@@ -22,6 +22,7 @@ from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.expert.build import set_experts
+from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
@@ -38,6 +39,13 @@ class ParallelModel:
     placements: dict[str, Placement]
     reducer: GradientReducer
     notes: list[str]
+
+    def close(self) -> None:
+        """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""
+        # All layers share one dispatcher.
+        for moe in list(self.model.moe_layers().values())[:1]:
+            if isinstance(moe.dispatcher, DeepEPDispatcher):
+                moe.dispatcher.close()
 
 
 def parallelize(

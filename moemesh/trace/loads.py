@@ -80,7 +80,10 @@ class LayerLoads:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerLoads:
-        """Invert :meth:`to_json`; derived numbers are derived again. Raises KeyError, TypeError or ValueError on other data."""
+        """Invert :meth:`to_json`; what is derived is derived again.
+
+        Raises KeyError, TypeError or ValueError on other data.
+        """
         return cls(
             step=int(data["step"]),
             layer=int(data["layer"]),

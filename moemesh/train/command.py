@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moemesh.checkpoint.store import CheckpointError
@@ -113,7 +114,10 @@ def _rank(
                 _open_folder(config, path, allowed_changes) if rank == 0 else RunFolder.open(path)
             )
         alone = ranks.world_size == 1
-        mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
+        layout = config.plan.layout
+        if config.plan.ranks_per_node is None:
+            layout = replace(layout, ranks_per_node=ranks.ranks_per_node)
+        mesh = Mesh.single(ranks.device) if alone else Mesh.create(layout, ranks.device)
         job = Job(
             config=config,
             mesh=mesh,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from moemesh.config.errors import Problem
 from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
+from moemesh.parallel.expert.deepep import available, refusals
 
 #: Values of plan keys that this version carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
     "pp": (1,),
     "cp": (1,),
-    "dispatcher": ("all_to_all", "all_gather"),
-    "combine": ("fast",),
-    "payload": ("same",),
-    "dispatch_chunks": (1,),
     "schedule": ("1f1b", "gpipe"),
     "stages_per_rank": (1,),
     "data": ("replicate",),
@@ -42,6 +41,8 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
                 message=f"{name} = {value} cannot be trained by this version",
                 fix=f"{name} = {names}",
             )
+    if config.plan.dispatcher == "deepep":
+        yield from _deepep_problems(config, origins)
     if config.model_path is not None:
         yield Problem(
             code="not-available",
@@ -68,4 +69,26 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
             origin=origins.get("model.num_mtp_layers", ""),
             message="multi-token prediction can be planned but not trained by this version",
             fix="num_mtp_layers = 0",
+        )
+
+
+def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
+    """The package, its hardware, and what it cannot do."""
+    reasons = refusals(
+        etp=config.plan.etp,
+        exact=config.plan.combine == "exact",
+        coded=config.plan.payload != "same",
+        dtype=getattr(torch, config.train.dtype),
+        hidden=config.model.hidden_size,
+    )
+    if not (probe := available()).usable:
+        reasons.insert(0, str(probe))
+    for reason in reasons:
+        yield Problem(
+            code="not-available",
+            key="plan.dispatcher",
+            value="deepep",
+            origin=origins.get("plan.dispatcher", ""),
+            message=reason,
+            fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
         )

@@ -83,6 +83,7 @@ def train(job: Job) -> int:
             if stopping:
                 break
     artifacts.finish()
+    parallel.close()
     if saved < config.train.steps:
         console.say(f"stopped at step {saved}, saved; the same command goes on from there")
         return job.stop.exit_code

@@ -284,6 +284,28 @@ BROKEN_MODELS = [
     ({"norm_eps": -1.0}, "norm_eps must be above 0"),
     ({"router_scale": 0.0}, "router_scale must be above 0"),
     ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647"),
+    ({"capacity_factor": -0.5}, "capacity_factor must be at least 0, not -0.5"),
+    ({"router_jitter": 1.0}, "router_jitter must be below 1, not 1.0"),
+    (
+        {"router_normalize": False, "router_normalize_min": 0.1},
+        "router_normalize_min has no use: router_normalize is false",
+    ),
+    (
+        {"router_normalize_eps": 1e-9, "router_normalize_min": 0.1},
+        "router_normalize_min and router_normalize_eps are two ways to one end",
+    ),
+    (
+        {"router_selection": "sinkhorn", "router_selection_bias": True},
+        'router_selection = "sinkhorn" does not go with router_selection_bias = true',
+    ),
+    (
+        {"router_selection": "expert_choice", "router_groups": 2},
+        'router_selection = "expert_choice" does not go with router_groups = 2',
+    ),
+    (
+        {"router_selection": "expert_choice", "router_when": "after"},
+        'router_selection = "expert_choice" does not go with router_when = "after"',
+    ),
 ]
 
 
@@ -302,6 +324,15 @@ def test_group_routing_of_a_good_model() -> None:
         "experts_per_token": 8,
     }
     assert ModelConfig(**fields).check() == []
+
+
+def test_a_loss_that_depends_on_the_layout_is_told() -> None:
+    assert ModelConfig().layout_warning == ""
+    warning = ModelConfig(aux_loss_scope="microbatch").layout_warning
+    assert 'aux_loss_scope = "microbatch"' in warning and "plan.dp" in warning
+    assert "plan.microbatches" in ModelConfig(aux_loss_scope="global").layout_warning
+    assert ModelConfig(aux_loss_scope="global", aux_loss_coefficient=0.0).layout_warning == ""
+    assert ModelConfig(aux_loss_scope="global", num_experts=0).layout_warning == ""
 
 
 def test_layers_and_shared_width() -> None:

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from moemesh.ops.fp8 import BLOCK, LARGEST, dequantize, packed_bytes, quantize
 
 
-@pytest.mark.parametrize("hidden", [1, 128, 130, 512])
+@pytest.mark.parametrize("hidden", [1, 7, 128, 130, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip_keeps_the_stated_error(hidden: int, dtype: torch.dtype) -> None:
     x = (torch.randn(37, hidden) * torch.logspace(-6, 6, 37)[:, None]).to(dtype)
@@ -24,7 +24,9 @@ def test_zeros_powers_of_two_and_no_rows() -> None:
     x[1, :128] = 448.0
     x[1, 128:] = torch.tensor([-448.0, 1.0, 2.0, -16.0]).repeat(32)
     assert_close(dequantize(quantize(x), 256, torch.float32), x, rtol=0, atol=0)
-    assert dequantize(quantize(x[:0]), 256, torch.bfloat16).shape == (0, 256)
+    for hidden in (1, 16, 130, 256):
+        none = torch.empty(0, hidden)
+        assert dequantize(quantize(none), hidden, torch.bfloat16).shape == (0, hidden)
 
 
 @pytest.mark.parametrize("hidden", [512, 1024, 7168])

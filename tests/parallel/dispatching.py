@@ -12,8 +12,10 @@ from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
+from tests.parallel import fake_deep_ep
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN = 8, 3, 4
 #: Tokens of each rank: uneven, one rank empty.
@@ -63,6 +65,9 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
                 max_tokens=max(TOKENS) if name == "low_latency" else 1,
                 exact=exact,
             )
+        case "deepep":
+            fake_deep_ep.Buffer.any_dtype = True
+            return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
             return AllGatherDispatcher(ep, etp, mesh["ep_etp"], NUM_EXPERTS, form, exact=exact)

@@ -55,6 +55,7 @@ def train_once(mesh: Mesh, routing: str, fp8: bool, factor: float) -> dict[str, 
         "slots": dispatcher.num_slots,
         "plans": (dispatcher.num_plans, dispatcher.num_fallbacks),
         "received": len(rows.source_NH),
+        "computed": len(x_RH),
         "x": x_TH.detach(),
         "y": y_TH.detach(),
         "grad_x": x_TH.grad,
@@ -67,7 +68,10 @@ def test_bytes_are_a_closed_formula_for_any_routing(layout: Layout, fp8: bool) -
     row = packed_bytes(HIDDEN) if fp8 else ROW
     books = []
     for routing in ("even", "none"):
-        for rank in mesh_on_ranks(layout, train_once, routing, fp8, 4.0):
+        ranks = mesh_on_ranks(layout, train_once, routing, fp8, 4.0)
+        num_rows = sum(choices(rank, routing).numel() for rank in range(4)) * layout.etp
+        assert sum(rank["computed"] for rank in ranks) == num_rows, "empty slots were computed"
+        for rank in ranks:
             ledger, slots, ep, etp = rank["ledger"], rank["slots"], layout.ep, layout.etp
             assert rank["plans"] == (1, 0)
             assert rank["received"] == etp * ep * slots

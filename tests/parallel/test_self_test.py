@@ -159,6 +159,7 @@ def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str
             found[name] = ""
         except DispatcherError as error:
             found[name] = str(error)
+            break  # the groups may be of no further use
     return found, len(mesh.ledger)
 
 

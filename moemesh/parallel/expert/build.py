@@ -13,12 +13,20 @@ from moemesh.ops.fp8 import packed_bytes
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose
+from moemesh.parallel.expert.deepep import DeepEPDispatcher, connect
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
-from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
+from moemesh.parallel.expert.low_latency import (
+    CAPACITY_FACTOR,
+    LowLatencyDispatcher,
+    slots_per_rank,
+)
 from moemesh.parallel.expert.payload import codec_of
+from moemesh.parallel.expert.self_test import self_test
 
 #: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
 ROWS_SLACK = 2
+#: Row width of the start-up self-test, for dispatchers without rules about it.
+TEST_HIDDEN = 16
 #: Low-latency slots are candidates for `auto` only where they cost less memory than this.
 LOW_LATENCY_BYTES = 1 << 28
 
@@ -36,6 +44,16 @@ def set_experts(
         notes.append(note)
     # Plans are objects of their own: all layers share one dispatcher.
     dispatcher = make_dispatcher(name, config, plan, mesh, tokens_per_rank)
+    if mesh["ep_etp"].size > 1 and name != "all_to_all":
+        self_test(
+            dispatcher,
+            mesh,
+            config.num_experts,
+            config.experts_per_token,
+            name=name,
+            hidden=config.hidden_size if name == "deepep" else TEST_HIDDEN,
+            dtype=dtype if name == "deepep" else torch.float32,
+        )
     for moe in model.moe_layers().values():
         moe.dispatcher = dispatcher
         # The exact sums run over all rows of an expert: nothing to overlap between chunks.
@@ -78,6 +96,8 @@ def make_dispatcher(
                 exact=exact,
                 codec=codec,
             )
+        case "deepep":
+            return DeepEPDispatcher(ep, experts, connect(ep, config.hidden_size))
         case _:
             raise AssertionError(f"unchecked dispatcher {name}")
 
@@ -86,7 +106,7 @@ def choose_dispatcher(
     config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
 ) -> tuple[str, str]:
     """The name that `auto` stands for here, the same on every rank, and a line that says why."""
-    site = call_site(config, plan, dtype, tokens_per_rank)
+    site = call_site(config, plan, mesh, dtype, tokens_per_rank)
     if site.ranks == 1:
         return "all_to_all", "dispatcher auto: experts are not spread over ranks"
     name, seconds = choose(site, mesh)
@@ -95,13 +115,13 @@ def choose_dispatcher(
 
 
 def call_site(
-    config: ModelConfig, plan: Plan, dtype: torch.dtype, tokens_per_rank: int
+    config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
 ) -> CallSite:
     """What a prediction needs to know about this plan's MoE layers."""
     result_bytes = config.hidden_size * dtype.itemsize
     row_bytes = packed_bytes(config.hidden_size) if plan.payload == "fp8" else result_bytes
     capacity = slots_per_rank(
-        tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep
+        tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep, CAPACITY_FACTOR
     )
     if capacity * plan.ep * result_bytes > LOW_LATENCY_BYTES:
         capacity = 0
@@ -112,6 +132,6 @@ def call_site(
         row_bytes=row_bytes,
         result_bytes=result_bytes,
         ranks=plan.ep,
-        ranks_per_node=plan.layout.ep_node,
+        ranks_per_node=mesh["ep_node"].size,
         capacity=capacity,
     )

@@ -1,0 +1,326 @@
+"""DeepEP's kernels as a dispatcher: optional, probed before use, through the V1 `Buffer`.
+
+Legend: T own tokens (at least one: an empty rank sends a row without experts), K slots per token,
+N rows received, one per token and rank, R rows by expert, L local experts, P ep ranks, H hidden.
+
+| step | in | out | forward comm | backward comm |
+|---|---|---|---|---|
+| plan | experts T x K | local layout | none | none |
+| dispatch | T x H | N x H | Buffer.dispatch: counts, rows, ids, weights | Buffer.combine(handle) |
+| combine | N x H | T x H | Buffer.combine(handle) | Buffer.dispatch(handle) |
+
+V1 exchanges counts inside the dispatch and nowhere else, so a plan is made complete by its first
+dispatch; both backwards reuse its handle, and a repeated dispatch exchanges the counts again. Rows
+come once per rank and not by expert, so they are grouped here, and summed per rank before they
+return. Their order (source rank, then token) is what the kernels do, not what they promise: the
+start-up self-test holds them to it. Calls finish before they return; nothing overlaps.
+
+**This module has been run against a stand-in for `deep_ep` only**, which keeps the contract that
+DeepEP documents (https://github.com/deepseek-ai/DeepEP, `Buffer` of version 1.2), and never on the
+kernels themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moemesh.comm.mesh import Axis
+from moemesh.comm.transfers import record
+from moemesh.config.errors import UserError
+from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.trace.wire import WireBytes
+
+_HOME = "https://github.com/deepseek-ai/DeepEP"
+_INSTEAD = "Use all_to_all or hierarchical"
+#: Rows travel in pairs of 16-byte words.
+_HIDDEN_MULTIPLE = 16
+
+
+class DeepEPError(UserError):
+    """deepep was asked for and cannot run here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What is installed: `interface` is V1's when both are there; `missing` says, in words, what
+    keeps it from running; `found` are versions for a report."""
+
+    interface: Literal["v1", "v2"] | None
+    missing: tuple[str, ...]
+    found: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return not self.missing
+
+    def __str__(self) -> str:
+        if self.usable:
+            return "deepep: " + ", ".join(self.found)
+        found = f" (found: {', '.join(self.found)})" if self.found else ""
+        return f'plan.dispatcher = "deepep" needs {"; ".join(self.missing)}{found}. {_INSTEAD}'
+
+
+def available() -> Probe:
+    """Look for the package, its interface and the GPU that it wants. Never raises.
+
+    Imports `deep_ep` only where it is installed. What V1 needs between nodes (NVSHMEM with IBGDA)
+    cannot be asked for without trying it; its version is told when a package says it.
+    """
+    if importlib.util.find_spec("deep_ep") is None:
+        return Probe(interface=None, missing=(f"the package deep_ep ({_HOME}); not found",))
+    found = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]
+    for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
+        if version := _version(package):
+            found.append(f"NVSHMEM {version}")
+    try:
+        module = importlib.import_module("deep_ep")
+    except Exception as error:  # a binary built for another torch or CUDA fails in its own ways
+        broken = f"a deep_ep that can be imported ({type(error).__name__}: {error})"
+        return Probe(interface=None, missing=(broken,), found=tuple(found))
+    missing: list[str] = []
+    interface: Literal["v1", "v2"] | None = None
+    if hasattr(module, "Buffer"):
+        interface = "v1"
+    elif hasattr(module, "ElasticBuffer"):
+        interface = "v2"
+        missing.append("deep_ep.Buffer (V1); this one has ElasticBuffer (V2) only")
+    else:
+        missing.append("deep_ep.Buffer; this module named deep_ep has none")
+    return Probe(
+        interface=interface, missing=(*missing, *_missing_hardware(found)), found=tuple(found)
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_hardware(found: list[str]) -> list[str]:
+    """What V1 asks of this rank's device; the versions that were looked at are added to `found`."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return ["a CUDA device"]
+    found.append(f"CUDA {torch.version.cuda}")
+    missing: list[str] = []
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        missing.append(f"a device of compute capability 9.0 (this one has {major}.{minor})")
+    if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
+        missing.append("a torch built for CUDA 12.3 or later")
+    return missing
+
+
+def refusals(*, etp: int, exact: bool, coded: bool, dtype: torch.dtype, hidden: int) -> list[str]:
+    """What a configuration asks for that this dispatcher cannot do, one sentence each.
+
+    `coded`: the payload is not what is computed with (fp8).
+    """
+    rules = {
+        f"etp = 1, not {etp}": etp == 1,
+        'combine = "fast": results are summed per rank before they return': not exact,
+        'payload = "same"': not coded,
+        f"dtype bfloat16, not {dtype}": dtype == torch.bfloat16,
+        f"a hidden size that {_HIDDEN_MULTIPLE} divides, not {hidden}": (
+            hidden % _HIDDEN_MULTIPLE == 0
+        ),
+    }
+    return [f'plan.dispatcher = "deepep" needs {rule}' for rule, kept in rules.items() if not kept]
+
+
+def connect(ep: Axis, hidden: int) -> Any:
+    """A `deep_ep.Buffer` over the ranks of `ep` for rows of `hidden` bfloat16; one for all layers.
+
+    All ranks call this at the same point, and :func:`disconnect` at the end. Raises DeepEPError
+    when the package has no such buffer.
+    """
+    probe = available()
+    if probe.interface != "v1" or ep.group is None:
+        raise DeepEPError(str(probe) if probe.missing else "deepep needs ep > 1")
+    buffer_type = importlib.import_module("deep_ep").Buffer
+    try:
+        configs = [
+            buffer_type.get_dispatch_config(ep.size),
+            buffer_type.get_combine_config(ep.size),
+        ]
+    except AssertionError as error:
+        raise DeepEPError(
+            f"deepep has no default configuration for ep = {ep.size} ({error}). {_INSTEAD}"
+        ) from error
+    # DeepEP refuses to run when torch's deterministic mode fills every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    row_bytes = 2 * hidden
+    return buffer_type(
+        ep.group,
+        num_nvl_bytes=max(c.get_nvl_buffer_size_hint(row_bytes, ep.size) for c in configs),
+        num_rdma_bytes=max(c.get_rdma_buffer_size_hint(row_bytes, ep.size) for c in configs),
+        explicitly_destroy=True,
+    )
+
+
+def disconnect(buffer: Any) -> None:
+    """Free the buffer on all ranks: a destructor may wait for peers that are gone."""
+    buffer.destroy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traffic:
+    """Rows that this rank sends, and how many of them to itself: what the ledger is told.
+
+    As if each row went straight to its rank; what V1 forwards inside a node is not seen from here.
+    """
+
+    axis: Axis
+    num_sent: int
+    num_own: int
+
+    def enter(self, phase: str, caller: str, num_received: int, row_bytes: int) -> None:
+        others, theirs = self.num_sent - self.num_own, num_received - self.num_own
+        moved = WireBytes(self.num_sent * row_bytes, others * row_bytes, theirs * row_bytes)
+        record(self.axis, "all_to_all", phase, caller, moved)
+
+    def enter_back(self, phase: str, caller: str, num_received: int, row_bytes: int) -> None:
+        back = replace(self, num_sent=num_received)
+        back.enter(phase, caller, self.num_sent, row_bytes)
+
+
+@dataclass(kw_only=True)
+class DeepEPPlan:
+    """Choices and their layout on this rank; `handle` and what follows come with a dispatch."""
+
+    num_tokens: int
+    experts_TK: Tensor
+    layout: dict[str, Any]
+    traffic: _Traffic
+    handle: Any = None
+    experts_NK: Tensor | None = None
+    by_expert: RowMap | None = None
+
+
+class DeepEPDispatcher:
+    """One copy of a token per rank, over NVLink inside a node and RDMA between nodes.
+
+    `buffer` comes from :func:`connect`.
+    """
+
+    def __init__(self, ep: Axis, num_experts: int, buffer: Any) -> None:
+        self.ep, self.num_experts, self.buffer = ep, num_experts, buffer
+        self.num_local = num_experts // ep.size
+
+    def plan(self, experts_TK: Tensor) -> DeepEPPlan:
+        num_tokens = len(experts_TK)
+        experts_TK = _at_least_one_row(experts_TK, -1)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
+            experts_TK, self.num_experts
+        )
+        layout = {
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_rdma_rank": per_rdma_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+        }
+        sent_rows = per_rank.tolist()
+        return DeepEPPlan(
+            num_tokens=num_tokens,
+            experts_TK=experts_TK,
+            layout=layout,
+            traffic=_Traffic(
+                axis=self.ep, num_sent=sum(sent_rows), num_own=sent_rows[self.ep.index]
+            ),
+        )
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: DeepEPPlan) -> Pending[Rows]:
+        x_NH, weights_NK = _Dispatch.apply(
+            _at_least_one_row(x_TH), _at_least_one_row(weights_TK), plan, self.buffer
+        )
+        assert plan.experts_NK is not None
+        plan.by_expert, slot_R, counts_L = group_by_expert(plan.experts_NK, self.num_local)
+        return Pending.ready(Rows(x_NH, plan.by_expert, pick_weights(weights_NK, slot_R), counts_L))
+
+    def combine(self, y_RH: Tensor, plan: DeepEPPlan) -> Pending[Tensor]:
+        assert plan.handle is not None and plan.by_expert is not None, "combine before dispatch"
+        y_NH = unpermute(y_RH, plan.by_expert)
+        y_TH = _Combine.apply(y_NH, plan, self.buffer)
+        return Pending.ready(y_TH[: plan.num_tokens])
+
+    def close(self) -> None:
+        """Free the buffer; all ranks call it, at the end."""
+        disconnect(self.buffer)
+
+    def release(self, plan: DeepEPPlan) -> None:
+        """Forget the handle and its GPU memory: after combine where there is no backward.
+
+        A backward still to come keeps its own reference.
+        """
+        plan.handle = plan.experts_NK = plan.by_expert = None
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows and weights to their ranks; backward: combine, which adds up the weights' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weights_TK: Tensor, plan: DeepEPPlan, buffer: Any
+    ) -> tuple[Tensor, Tensor]:
+        x_NH, experts_NK, weights_NK, _, handle, _ = buffer.dispatch(
+            x_TH.contiguous(),
+            topk_idx=plan.experts_TK,
+            topk_weights=weights_TK.contiguous(),
+            **plan.layout,
+        )
+        plan.handle, plan.experts_NK = handle, experts_NK.long()
+        ctx.handle, ctx.buffer, ctx.traffic = handle, buffer, plan.traffic
+        labels = _row_bytes(plan.experts_TK) + _row_bytes(weights_TK)
+        plan.traffic.enter("forward", "moe.dispatch", len(x_NH), _row_bytes(x_TH))
+        plan.traffic.enter("forward", "moe.dispatch.weights", len(x_NH), labels)
+        return x_NH, weights_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NH: Tensor, grad_NK: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TH, grad_TK, _ = ctx.buffer.combine(
+            grad_NH.contiguous(), ctx.handle, topk_weights=grad_NK.contiguous()
+        )
+        num_rows, back = len(grad_NH), ctx.traffic.enter_back
+        back("backward", "moe.dispatch", num_rows, _row_bytes(grad_NH))
+        back("backward", "moe.dispatch.weights", num_rows, _row_bytes(grad_NK))
+        return grad_TH, grad_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sums per rank to sums per token; backward: dispatch along the same handle."""
+
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, plan: DeepEPPlan, buffer: Any) -> Tensor:
+        y_TH, _, _ = buffer.combine(y_NH.contiguous(), plan.handle)
+        ctx.handle, ctx.buffer, ctx.traffic = plan.handle, buffer, plan.traffic
+        plan.traffic.enter_back("forward", "moe.combine", len(y_NH), _row_bytes(y_NH))
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NH = ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)[0]
+        ctx.traffic.enter("backward", "moe.combine", len(grad_NH), _row_bytes(grad_TH))
+        return grad_NH, None, None
+
+
+def _at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:
+    """The kernels are spared the empty tensor: one row without experts does no harm."""
+    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1), value=value)
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1] * rows.element_size()

@@ -1,0 +1,117 @@
+"""Auxiliary losses: 12 tokens on shards of 5, 3 and 4, the exact sum and the wrong ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from moemesh.model.balance_loss import auxiliary_loss, balance_loss, count
+from moemesh.model.router import Routing, route
+from moemesh.model.seams import LocalTokens
+from tests.model.test_router import config_of, context_of
+
+NUM_EXPERTS, K = 8, 2
+SHARDS = (5, 3, 4)
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor]:
+    logits = np.random.default_rng(0).normal(size=(12, NUM_EXPERTS))
+    probabilities_TE = torch.from_numpy(logits).softmax(1)
+    return probabilities_TE, probabilities_TE.topk(K).indices
+
+
+def one_scope(
+    probabilities_TE: torch.Tensor, counts_QE: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    scope_T = torch.zeros(len(probabilities_TE), dtype=torch.int64)
+    return balance_loss(probabilities_TE, counts_QE, torch.tensor([num_tokens]), scope_T)
+
+
+def test_shards_add_up_to_the_loss_of_one_process() -> None:
+    probabilities_TE, experts_TK = example()
+    scope_T = torch.zeros(12, dtype=torch.int64)
+    counts_QE = count(experts_TK, scope_T, 1, NUM_EXPERTS)
+    assert counts_QE.tolist() == [[2, 4, 2, 4, 0, 4, 3, 5]]
+    assert round(float(one_scope(probabilities_TE, counts_QE, 12)), 6) == 1.109643
+    parts = [float(one_scope(part, counts_QE, 12)) for part in probabilities_TE.split(list(SHARDS))]
+    assert [round(part, 6) for part in parts] == [0.466962, 0.263562, 0.379119]
+    assert round(sum(parts), 6) == 1.109643
+
+
+def test_the_wrong_ways_give_other_numbers() -> None:
+    probabilities_TE, experts_TK = example()
+    scope_T = torch.zeros(12, dtype=torch.int64)
+    counts_QE = count(experts_TK, scope_T, 1, NUM_EXPERTS)
+    shards = list(
+        zip(probabilities_TE.split(list(SHARDS)), experts_TK.split(list(SHARDS)), strict=True)
+    )
+    # T = 3 times the local tokens, in f and in P.
+    local_times_three = [
+        float(one_scope(p, counts_QE, 3 * len(p))) * 12 / (3 * len(p)) for p, _ in shards
+    ]
+    own_counts = [
+        float(one_scope(p, count(e, scope_T[: len(p)], 1, NUM_EXPERTS), len(p))) for p, e in shards
+    ]
+    exact = [float(one_scope(p, counts_QE, 12)) for p, _ in shards]
+    assert round(sum(local_times_three), 6) == 1.146529
+    assert round(sum(own_counts) / 3, 6) == 1.356844
+    assert round(sum(exact) / 3, 6) == 0.369881  # averaged once too often
+
+
+def routing_of(scope: str, num_sequences: int, padded: list[int] | None = None) -> float:
+    """Both losses of two, or one, sequences of the example's 12 tokens."""
+    config = config_of(
+        experts_per_token=K,
+        aux_loss_scope=scope,
+        aux_loss_coefficient=1.0,
+        z_loss_coefficient=0.5,
+    )
+    context = context_of(12 // num_sequences, num_sequences, padded)
+    logits_TE = torch.from_numpy(np.random.default_rng(0).normal(size=(12, NUM_EXPERTS)))
+    routing = route(logits_TE, config, None, context.valid_T)
+    return float(auxiliary_loss(routing, config, context, LocalTokens()))
+
+
+def by_definition(rows: list[int]) -> float:
+    """Both losses of one scope, element by element."""
+    logits = np.random.default_rng(0).normal(size=(12, NUM_EXPERTS))[rows]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    chosen = np.argsort(-p, axis=1)[:, :K]
+    loss = 0.0
+    for expert in range(NUM_EXPERTS):
+        f = sum(expert in row for row in chosen) / (K * len(rows))
+        loss += NUM_EXPERTS * f * p[:, expert].mean()
+    return loss + 0.5 * float(np.mean(np.log(np.exp(logits).sum(1)) ** 2))
+
+
+@pytest.mark.parametrize("scope", ["sequence", "microbatch", "global"])
+def test_scopes_by_definition(scope: str) -> None:
+    rows = list(range(12))
+    assert routing_of(scope, 1) == pytest.approx(by_definition(rows))
+    halves = by_definition(rows[:6]) + by_definition(rows[6:])
+    expected = halves if scope == "sequence" else by_definition(rows)
+    assert routing_of(scope, 2) == pytest.approx(expected)
+    assert halves / 2 != pytest.approx(by_definition(rows), rel=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "microbatch", "global"])
+def test_padding_counts_nowhere(scope: str) -> None:
+    real = [row for row in range(12) if row not in (2, 7, 8)]
+    parts = [[r for r in real if r < 6], [r for r in real if r >= 6]]
+    expected = sum(map(by_definition, parts)) if scope == "sequence" else by_definition(real)
+    assert routing_of(scope, 2, padded=[2, 7, 8]) == pytest.approx(expected)
+    # A scope of nothing but padding adds nothing.
+    assert routing_of(scope, 2, padded=list(range(6, 12))) == pytest.approx(
+        by_definition(list(range(6)))
+    )
+    assert routing_of(scope, 1, padded=list(range(12))) == 0.0
+
+
+def test_the_gradient_flows_through_probabilities_and_logits_only() -> None:
+    config = config_of(experts_per_token=K, aux_loss_coefficient=1.0, z_loss_coefficient=0.5)
+    logits_TE = torch.randn(12, NUM_EXPERTS, dtype=torch.float64, requires_grad=True)
+
+    def loss(logits_TE: torch.Tensor) -> torch.Tensor:
+        routing: Routing = route(logits_TE, config, None, None)
+        return auxiliary_loss(routing, config, context_of(6, 2), LocalTokens())
+
+    assert torch.autograd.gradcheck(loss, (logits_TE,))
