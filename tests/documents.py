@@ -20,6 +20,8 @@ from moemesh.config.section import LARGEST_SIZE, Range
 from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
+from moemesh.parallel.expert.choose import expected_distinct
+from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import TRAINABLE, untrainable
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "docs/words.md",
     "docs/contracts.md",
+    "docs/dispatchers.md",
     "docs/log.md",
 )
 #: Every default of a training run that costs time, cut down; --set in a snippet is stronger.
@@ -192,6 +195,41 @@ BLOCKS = {
 }
 
 
+def dispatcher_rows() -> str:
+    """Rows of one token that cross node borders, over the number of nodes, as a picture."""
+    experts, chosen, per_node = 256, 8, 8
+    points: dict[str, list[tuple[float, float]]] = {}
+    for nodes in (1, 2, 4, 8):
+        ranks = nodes * per_node
+        rows = {
+            "all_to_all": chosen * (ranks - per_node) / ranks,
+            "all_gather": float(ranks - per_node),
+            "hierarchical": expected_distinct(nodes, experts, chosen) * (nodes - 1) / nodes,
+            "one copy per rank": expected_distinct(ranks, experts, chosen) * (nodes - 1) / nodes,
+        }
+        for name, value in rows.items():
+            if value <= 10:
+                points.setdefault(name, []).append((nodes, value))
+    series = [
+        Series(name=name, points=tuple(line), colour=colour, dots=True)
+        for colour, (name, line) in enumerate(points.items())
+    ]
+    return line_chart(
+        "dispatchers",
+        "Rows of a token that cross nodes, over the number of nodes",
+        series,
+        x_label="nodes",
+        y_label="rows across nodes",
+        description="256 experts, 8 per token, 8 ranks a node, uniform routing. A copy per expert "
+        "tends to 8 rows, node-aware dispatch sends at most one row to each other node, and an "
+        "all-gather soon leaves the picture.",
+        from_zero=True,
+    )
+
+
+#: File -> what draws it.
+PICTURES = {"docs/dispatchers.svg": dispatcher_rows}
+
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -203,3 +241,5 @@ def regenerate(text: str) -> str:
 if __name__ == "__main__":
     for name in DOCUMENTS:
         (ROOT / name).write_text(regenerate(text_of(name)), encoding="utf-8")
+    for name, draw in PICTURES.items():
+        (ROOT / name).write_text(draw(), encoding="utf-8")

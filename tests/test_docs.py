@@ -19,7 +19,16 @@ from moemesh.config.layout import AXES
 from moemesh.config.load import load_run
 from moemesh.trace.run import MetricsRow
 from moemesh.train.preflight import untrainable
-from tests.documents import BLOCK, BLOCKS, DOCUMENTS, ROOT, SMALL_RUN, regenerate, text_of
+from tests.documents import (
+    BLOCK,
+    BLOCKS,
+    DOCUMENTS,
+    PICTURES,
+    ROOT,
+    SMALL_RUN,
+    regenerate,
+    text_of,
+)
 
 #: First words of commands that are not run: they install, build or need a person.
 NOT_RUN = ("make", "pip", "git", "source")
@@ -178,6 +187,11 @@ def test_generated_blocks_are_current(document: str) -> None:
     text = text_of(document)
     assert text == regenerate(text), "run `python -m tests.documents` and say what is new"
     assert not [match[2] for match in BLOCK.finditer(text) if "TODO" in match[3]]
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_current(picture: str) -> None:
+    assert text_of(picture) == PICTURES[picture](), "run: python -m tests.documents"
 
 
 def test_the_refused_keys_of_the_model_are_listed() -> None:

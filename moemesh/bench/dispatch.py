@@ -219,7 +219,10 @@ def table(found: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-_HEAD = ("", "p50 ms", "p95", "max", "x bare", "sent", "across", "link", "peak", "dropped")
+_HEAD = (
+    *("", "p50 ms", "p95", "max", "x bare", "exposed ms"),
+    *("sent", "across", "link", "peak", "dropped"),
+)
 
 
 def _named(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -234,12 +237,14 @@ def _named(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _cells(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     seconds = entry["seconds"]
     ratio = entry.get("ratio_to_bare_all_to_all")
+    exposed = entry.get("exposed_seconds")
     sizes = [entry.get(key) for key in ("sent_bytes", "across_bytes", "link_bytes")]
     sizes.append(entry.get("peak_bytes"))
     return (
         name,
         *(f"{seconds[key] * 1e3:.1f}" for key in ("p50", "p95", "max")),
         "" if ratio is None else f"{ratio:.2f}",
+        "" if exposed is None else f"{exposed * 1e3:.1f}",
         *("" if size is None else format_bytes(size) for size in sizes),
         str(entry.get("dropped", "")),
     )

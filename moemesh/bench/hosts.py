@@ -167,17 +167,16 @@ def _start(
 def _wait(
     ranks: Sequence[subprocess.Popen[bytes]], deadline: float, timeout: float, folder: Path
 ) -> None:
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-        if failed or time.monotonic() > deadline:
-            break
+    codes = [process.poll() for process in ranks]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for rank, process in enumerate(ranks):
-        if process.returncode:
+        codes = [process.poll() for process in ranks]
+    for rank, code in enumerate(codes):
+        if code:
             words = (folder / f"{rank}.err").read_text(errors="replace").splitlines()
             tail = "\n".join(words[-_TAIL_LINES:])
-            raise HostsError(f"rank {rank} failed with exit code {process.returncode}:\n{tail}")
-    running = [rank for rank, process in enumerate(ranks) if process.returncode is None]
+            raise HostsError(f"rank {rank} failed with exit code {code}:\n{tail}")
+    running = [rank for rank, code in enumerate(codes) if code is None]
     if running:
         raise HostsError(f"rank(s) {running} did not finish within {timeout:.0f} s")
 

@@ -334,11 +334,15 @@ def _result(
         else:
             named = {"dispatcher": contender.name, "chosen": contender.chosen}
             dispatchers.append({**named, "chunks": contender.chunks, **entry})
-    bare = bounds.get("bare_all_to_all")
+    bare, experts = bounds.get("bare_all_to_all"), bounds.get("experts")
     for entry in dispatchers:
         if bare is not None:
             ratio = entry["seconds"]["p50"] / bare["seconds"]["p50"]
             entry["ratio_to_bare_all_to_all"] = ratio
+        if experts is not None:
+            # What the exchange adds to the experts' own time, round by round.
+            added = np.subtract(entry["steps"], experts["steps"])
+            entry["exposed_seconds"] = float(np.median(added))
     return {
         "workload": name,
         "first_step": FIRST_STEPS.get(name, 0),

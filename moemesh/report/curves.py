@@ -90,6 +90,7 @@ def line_chart(
     series: Sequence[Series],
     *,
     y_label: str,
+    x_label: str = "step",
     description: str,
     levels: Sequence[tuple[str, float]] = (),
     from_zero: bool = False,
@@ -101,7 +102,7 @@ def line_chart(
         return ""
     levels = [(name, value) for name, value in levels if math.isfinite(value)]
     frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
-    body = [_axes(frame, y_label)]
+    body = [_axes(frame, x_label, y_label)]
     body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
     names = [(item.name, item.colour) for item in drawn]
     for index, (name, value) in enumerate(levels):
@@ -130,7 +131,7 @@ def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, lo
     )
 
 
-def _axes(frame: Frame, y_label: str) -> str:
+def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     bottom, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
     parts = [text(_LEFT, _TOP - 20, y_label, fill=MUTED)]
     for value in _log_ticks(frame) if frame.log else ticks(frame.low, frame.high):
@@ -147,7 +148,7 @@ def _axes(frame: Frame, y_label: str) -> str:
             line(x, bottom, x, bottom + 4, INK),
             text(x, bottom + 18, f"{int(value):,}", anchor=anchor, fill=MUTED),
         ]
-    parts.append(text(right, _HEIGHT - 6, "step", anchor="end", fill=MUTED))
+    parts.append(text(right, _HEIGHT - 6, x_label, anchor="end", fill=MUTED))
     return "".join(parts)
 
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from moemesh.bench import contenders, dispatch, measure, peers
 from moemesh.bench.crossing import Rows, bytes_sent, rows_between
-from moemesh.bench.dispatch import BenchError, Settings, run, table
+from moemesh.bench.dispatch import Settings, run, table
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
@@ -181,7 +181,11 @@ def test_peak_memory_counts_what_is_held_at_one_time() -> None:
 
 def test_transformers_computes_the_same_layer() -> None:
     config = ModelConfig(
-        hidden_size=32, expert_intermediate_size=16, num_experts=16, experts_per_token=3
+        hidden_size=32,
+        expert_intermediate_size=16,
+        num_experts=16,
+        experts_per_token=3,
+        num_shared_experts=0,
     )
     layer = contenders.make_layer(config, 1, 0, torch.float32)
     if (peer := peers.transformers_step(layer)) is None:
@@ -238,8 +242,8 @@ def moemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_starts_its_ranks_and_prints_one_object() -> None:
-    options = "--ranks 2 --experts 8 --top-k 2 --tokens 32 --hidden 16 --rounds 2 --json".split()
-    done = moemesh("--workload", "W3", "--dispatcher", "all_to_all", *options)
+    options = "--ranks 2 --experts 8 --top-k 2 --tokens 32 --hidden 16 --rounds 2 --json"
+    done = moemesh("--workload", "W3", "--dispatcher", "all_to_all", *options.split())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["settings"]["tokens"] == 32

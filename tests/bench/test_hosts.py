@@ -67,10 +67,10 @@ def test_a_rank_that_fails_is_named_and_everything_is_removed() -> None:
         "import os, sys, time; os.environ['RANK'] == '3' and sys.exit('no more'); time.sleep(60)"
     )
     start = time.monotonic()
-    with pytest.raises(HostsError, match=r"rank 3 failed with exit code 1:\nno more"):
-        with hosts.hosts(2, "1gbit") as names:
-            assert namespaces() - before > set(names)
-            run_ranks(names, ranks_per_host=2, command=[sys.executable, "-c", script], timeout=30)
+    failed = pytest.raises(HostsError, match=r"rank 3 failed with exit code 1:\nno more")
+    with failed, hosts.hosts(2, "1gbit") as names:
+        assert namespaces() - before > set(names)
+        run_ranks(names, ranks_per_host=2, command=[sys.executable, "-c", script], timeout=30)
     assert time.monotonic() - start < 20
     assert namespaces() == before
 
@@ -95,6 +95,6 @@ def test_hosts_reach_each_other_and_nothing_else() -> None:
 
 
 def test_what_cannot_be_emulated_is_said() -> None:
-    with pytest.raises(HostsError, match=r"hosts \(1\) must lie between 2 and 16"):
-        with hosts.hosts(1, "1gbit"):
-            pass
+    refused = pytest.raises(HostsError, match=r"hosts \(1\) must lie between 2 and 16")
+    with refused, hosts.hosts(1, "1gbit"):
+        pass

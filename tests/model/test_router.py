@@ -9,7 +9,9 @@ import torch
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch, Context, make_context
+from moemesh.model.initialization import initialize
 from moemesh.model.router import Router, route
+from moemesh.model.transformer import Transformer
 from tests.model.reference import route_reference
 
 KNOBS: list[dict[str, Any]] = [
@@ -216,3 +218,12 @@ def test_replayed_experts_get_weights_from_the_logits(rows: list[int]) -> None:
     assert routing.experts_TK[0].tolist() == [5, 1] and not int(routing.num_dropped)
     torch.testing.assert_close(routing.weights_TK[0], probabilities_TE[0, [5, 1]])
     assert routing.experts_TK[1].tolist() == ([-1, -1] if rows else [0, -1])
+
+
+def test_a_logit_bias_starts_at_zero_and_norms_at_one() -> None:
+    config = config_of(router_logit_bias=True, num_layers=2)
+    model = Transformer(config)
+    initialize(model, seed=0, dtype=torch.float32)
+    (moe,) = model.moe_layers().values()
+    assert moe.router.bias is not None and not moe.router.bias.any()
+    assert moe.router.weight.any() and bool((model.norm.weight == 1).all())

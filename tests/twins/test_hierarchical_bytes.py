@@ -1,4 +1,4 @@
-"""Bytes of the node-aware dispatch: each token crosses to a node once, whatever its experts there."""
+"""Bytes of the node-aware dispatch: each token crosses to a node once, not once an expert."""
 
 from typing import Any
 
