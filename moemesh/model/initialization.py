@@ -49,7 +49,8 @@ def normal_slice(
     columns = slice(slices[-1].start, slices[-1].stop)
     out = np.empty((len(rows), columns.stop - columns.start), dtype=np.float32)
     blocks, starts = np.unique(rows // block_rows, return_index=True)  # rows ascend
-    for block, start, stop in zip(blocks, starts, [*starts[1:], len(rows)], strict=True):
+    stops = [*starts[1:], len(rows)] if len(rows) else []
+    for block, start, stop in zip(blocks, starts, stops, strict=True):
         generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, int(block), 0]))
         drawn = generator.standard_normal((block_rows, width), dtype=np.float32)
         out[start:stop] = drawn[rows[start:stop] % block_rows, columns]
