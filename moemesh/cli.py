@@ -50,6 +50,7 @@ class Shape(StrEnum):
 
     A = "A"
     B = "B"
+    TINY = "tiny"
     ALL = "all"
 
 
@@ -58,7 +59,7 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    FLOAT64 = "float64"
+    ALL = "all"
 
 
 def _print_version(wanted: bool) -> None:
@@ -136,16 +137,30 @@ def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None
 
 @bench_app.command("layer")
 def bench_layer(
-    shape: Annotated[Shape, typer.Option(help="Which MoE layer.")] = Shape.ALL,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
+    shape: Annotated[Shape, typer.Option(help="Which MoE layer; all: A and B.")] = Shape.ALL,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 1,4.")] = "1",
     dtype: Annotated[Dtype, typer.Option(help="Number type.")] = Dtype.FLOAT32,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 15,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON object there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time one MoE layer against the obvious way to write it."""
+    """Time one MoE layer against its bare matrix products and exchanges."""
     from moemesh.bench import layer
+    from moemesh.parallel.parallelize import make_dispatcher
 
-    layer.command(shape=shape.value, ranks=ranks, dtype=dtype.value, rounds=rounds, json=as_json)
+    code = layer.command(
+        shape=shape.value,
+        ranks=ranks,
+        dtype=dtype.value,
+        rounds=rounds,
+        json=as_json,
+        out=out,
+        make_dispatcher=make_dispatcher,
+    )
+    if code:
+        raise typer.Exit(code)
 
 
 @bench_app.command("dispatch")

@@ -17,7 +17,6 @@ operation to the next; only h, the output and the gradient of the copied rows ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +60,7 @@ class Block(NamedTuple):
 
 
 def expert_blocks(counts_E: Tensor, num_rows: int) -> list[Block]:
-    """Cut the experts into blocks, at least one; on an accelerator one, without a look at counts."""
+    """Cut the experts into blocks, at least one; an accelerator gets one: no wait for counts."""
     if counts_E.device.type != "cpu":
         return [Block(slice(0, len(counts_E)), slice(0, num_rows), row_ends(counts_E))]
     blocks: list[Block] = []
@@ -117,27 +116,32 @@ def _swiglu_backward(
 class _WeightGradient:
     """The gradient of stacked weights, block by block: at once, or when the queue asks for it."""
 
-    def __init__(self, weight: Tensor, blocks: list[Block]) -> None:
-        self._weight, self._blocks = weight, blocks
+    def __init__(self, weight: Tensor, blocks: list[Block], needed: bool) -> None:
+        self._weight, self._blocks, self._needed = weight, blocks, needed
         self._whole: _Whole | None = None
         self._last = weight
-        self._pending: list[tuple[Block, Callable[[Tensor | None], Tensor]]] = []
+        self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
 
-    def add(self, block: Block, compute: Callable[[Tensor | None], Tensor]) -> None:
-        """``compute(out)`` returns the gradient [D, out, in] of the block's experts."""
-        self._pending.append((block, compute))
-        if not deferring():
-            self._compute()
+    def add(
+        self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
+    ) -> None:
+        """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
+        if self._needed:
+            self._pending.append((block, grad_BO, x_BI, source_B))
+            if not deferring():
+                self._compute()
 
     def result(self) -> Tensor | None:
-        """The gradient, or None when the queue will compute it."""
-        return weight_gradient(self._weight, self._compute)
+        """The gradient; None when it is not needed, or when the queue will compute it."""
+        return weight_gradient(self._weight, self._compute) if self._needed else None
 
     def _compute(self) -> Tensor:
         if self._whole is None:
             self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
-        for block, compute in self._pending:
-            self._last = compute(self._whole[block.experts])
+        for block, grad_BO, x_BI, source_B in self._pending:
+            x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
+            out = self._whole[block.experts]
+            self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
         self._pending.clear()
         return self._whole.of(self._last).view_as(self._weight)
 
@@ -173,25 +177,9 @@ class _ExpertMLP(torch.autograd.Function):
         needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
-        grad_gate_up = _WeightGradient(gate_up, blocks)
-        grad_down = _WeightGradient(down, blocks)
+        grad_gate_up = _WeightGradient(gate_up, blocks, needs_gate_up)
+        grad_down = _WeightGradient(down, blocks, needs_down)
         grad_weights: list[Tensor] = []
-
-        def add_weight_gradients(
-            block: Block, grad_BH: Tensor, product_BF: Tensor, grad_h_BG: Tensor
-        ) -> None:
-            def of_gate_up(out: Tensor | None) -> Tensor:
-                x_BH = source_NH.index_select(0, rows.source_R[block.rows])
-                return grouped_weight_gradient(grad_h_BG, x_BH, block.ends_D, out)
-
-            if needs_down:
-                grad_down.add(
-                    block,
-                    lambda out: grouped_weight_gradient(grad_BH, product_BF, block.ends_D, out),
-                )
-            if needs_gate_up:
-                grad_gate_up.add(block, of_gate_up)
-
         for block in blocks:
             experts, part, ends_D = block
             grad_product_BF = grouped_gemm(grad_RH[part], down[experts], ends_D)
@@ -199,14 +187,15 @@ class _ExpertMLP(torch.autograd.Function):
                 grad_product_BF, h_RG[part], weights_R[part]
             )
             grad_weights.append(grad_weights_B)
-            add_weight_gradients(block, grad_RH[part], product_BF, grad_h_BG)
+            grad_down.add(block, grad_RH[part], product_BF)
+            grad_gate_up.add(block, grad_h_BG, source_NH, rows.source_R[part])
             if needs_source:
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up_EGH[experts], ends_D, grad_x[part])
         return (
             sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
             torch.cat(grad_weights),
-            grad_gate_up.result() if needs_gate_up else None,
-            grad_down.result() if needs_down else None,
+            grad_gate_up.result(),
+            grad_down.result(),
             None,
             None,
         )

@@ -1,0 +1,117 @@
+"""`moemesh bench layer`: what it prints, and that its bounds do exactly the work they must do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.bench import layer
+from moemesh.bench.bounds import BareGemms
+from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_rank
+from moemesh.bench.shapes import SHAPES, LayerShape, exchange_bytes, expert_flops
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import Layout
+from moemesh.parallel.parallelize import make_dispatcher
+from tests.ranks import mesh_on_ranks
+
+SHAPE = SHAPES["tiny"]
+FLOPS = 18 * 64 * 2 * 16 * 24  # 3 products, 3 times, 2 FLOPs; 64 tokens, top-2, 16 x 24
+
+
+def _measure_on_rank(mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    found = measure(SHAPE, dtype, mesh, 2, make_dispatcher)
+    layer_once = MeasuredLayer(SHAPE, dtype, mesh, make_dispatcher)
+    before = _row_bytes(mesh)
+    layer_once()
+    return found, _row_bytes(mesh) - before
+
+
+def _row_bytes(mesh: Mesh) -> int:
+    """What the layer's own exchanges of rows have entered in the ledger so far."""
+    callers = ("moe.dispatch", "moe.combine")
+    return sum(mesh.ledger.total(caller=caller).wire_bytes for caller in callers)
+
+
+def _rows_between(num_ranks: int) -> torch.Tensor:
+    """[n, n]: (token, slot) pairs of rank i whose expert is on rank j, from the router alone."""
+    moe = MeasuredLayer(SHAPE, torch.float32, Mesh.single("cpu"), make_dispatcher).moe
+    per_rank = SHAPE.num_experts // num_ranks
+    rows = []
+    for rank in range(num_ranks):
+        experts = moe.router(tokens_of_rank(SHAPE, num_ranks, rank), None).experts_TK
+        rows.append(torch.bincount(experts.flatten() // per_rank, minlength=num_ranks))
+    return torch.stack(rows)
+
+
+def test_one_process_does_the_flops_of_the_formula_and_sends_nothing() -> None:
+    found = measure(SHAPE, torch.float32, Mesh.single("cpu"), 2, make_dispatcher)
+    assert found["flops"] == [FLOPS] == [expert_flops(SHAPE.rows, SHAPE.hidden, SHAPE.width)]
+    assert found["bytes_sent"] == [0] and found["rows"] == [128]
+    assert set(found["seconds"]) == {"layer", "gemm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dtype) -> None:
+    results = mesh_on_ranks(Layout(dp=2, ep=2), _measure_on_rank, dtype)
+    found, between = results[0][0], _rows_between(2)
+    assert results[1][0] == found
+    assert sum(found["flops"]) == FLOPS
+    assert found["rows"] == between.sum(0).tolist()
+    assert set(found["seconds"]) == {"layer", "gemm", "all_to_all"}
+    for rank, (_, measured) in enumerate(results):
+        other = 1 - rank
+        sent, received = int(between[rank, other]), int(between[other, rank])
+        expected = exchange_bytes(sent, received, SHAPE.hidden, dtype.itemsize)
+        assert found["bytes_sent"][rank] == expected == measured
+
+
+def test_bare_products_follow_uneven_counts() -> None:
+    gemms = BareGemms([3, 0, 5], 4, 6, torch.float64)
+    gemms()
+    torch.testing.assert_close(gemms.into_RG[3:], gemms.x_RH[3:] @ gemms.gate_up_LGH[2].t())
+    torch.testing.assert_close(gemms.into_LHF[0], gemms.grad_RH[:3].t() @ gemms.product_RF[:3])
+    torch.testing.assert_close(gemms.into_RH[:3], gemms.h_RG[:3] @ gemms.gate_up_LGH[0])
+
+
+def test_command_starts_ranks_and_prints_one_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "layer.json"
+    arguments = {"shape": "tiny", "ranks": "1,2", "dtype": "float32", "rounds": 2, "json": True}
+    assert layer.command(**arguments, out=file, make_dispatcher=make_dispatcher) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(file.read_text())
+    assert found["machine"]["threads_per_rank"] == 1
+    assert found["machine"]["torch"] == torch.__version__
+    assert isinstance(found["machine"]["keeps_freed_memory"], bool)
+    assert [result["ranks"] for result in found["results"]] == [1, 2]
+    for result in found["results"]:
+        assert (result["shape"], result["tokens"], result["top_k"]) == ("tiny", 64, 2)
+        assert len(result["saved_bytes"]) == result["ranks"] and min(result["saved_bytes"]) > 0
+        assert sum(result["flops"]) == FLOPS
+        assert result["ratio"]["quartile_1"] <= result["ratio"]["median"]
+        assert set(result["cpu_seconds"]) == set(result["seconds"])
+        assert next(iter(result["parts_seconds"])) == "route"
+    text = layer.plain_text(found)
+    assert "keeps freed memory" in text and len(text.splitlines()) == 4
+
+
+def test_saved_bytes_are_the_tokens_h_and_what_the_router_keeps() -> None:
+    shape = LayerShape(tokens=512, hidden=64, width=128, num_experts=4, top_k=2)
+    found = measure(shape, torch.float32, Mesh.single("cpu"), 1, make_dispatcher)
+    large = 4 * (512 * 64 + 1024 * 2 * 128)
+    assert large <= found["saved_bytes"][0] <= 1.05 * large
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": "1,x"}, {"ranks": "0"}, {"ranks": "3"}])
+def test_what_cannot_be_measured_is_said(wrong: dict[str, Any]) -> None:
+    arguments = {"shape": "tiny", "ranks": "1", "dtype": "float32", "rounds": 1, "json": False}
+    with pytest.raises(layer.BenchError, match=wrong["ranks"]):
+        layer.command(**arguments | wrong, out=None, make_dispatcher=make_dispatcher)
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert found == {"median": 3.0, "quartile_1": 2.0, "quartile_3": 4.0}

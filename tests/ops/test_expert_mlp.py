@@ -1,0 +1,84 @@
+"""The blocks of the expert MLP: any cut gives the loop's result, and nothing whole is kept."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from moemesh.ops import expert_mlp as module
+from moemesh.ops.expert_mlp import expert_blocks, expert_mlp, expert_mlp_loop
+from moemesh.ops.permute import group_by_expert
+from moemesh.ops.weight_gradient import WeightGradientQueue
+
+HIDDEN, WIDTH, NUM_EXPERTS = 8, 12, 6
+
+
+def make(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Leaves (source, weights, gate_up, down) and (experts, upstream); expert 3 has no row."""
+    generator = torch.Generator().manual_seed(3)
+    experts_TK = torch.tensor([[0, 1], [4, 5], [0, 2], [5, 0], [1, 4], [0, 5], [2, -1]])
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    num_rows = int((experts_TK >= 0).sum())
+    shapes = [
+        (7, HIDDEN),
+        (num_rows,),
+        (NUM_EXPERTS, 2, WIDTH, HIDDEN),
+        (NUM_EXPERTS, HIDDEN, WIDTH),
+    ]
+    return [random(*shape) for shape in shapes], (experts_TK, random(num_rows, HIDDEN))
+
+
+def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, queue=None):
+    """Output and gradients, those of the weights through `queue` if there is one."""
+    rows, _, counts = group_by_expert(experts_TK, NUM_EXPERTS)
+    source, weights, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
+    y = function(source, rows, weights, counts, gate_up, down)
+    if queue is None:
+        y.backward(upstream)
+    else:
+        with queue:
+            y.backward(upstream)
+        assert gate_up.grad is None and down.grad is None
+        queue.run()
+    return [y.detach(), source.grad, weights.grad, gate_up.grad, down.grad]
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 5, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_cut_into_blocks_gives_the_loops_result(
+    monkeypatch: pytest.MonkeyPatch, block_rows: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_ROWS", block_rows)
+    leaves, (experts, upstream) = make(dtype)
+    slow = run(expert_mlp_loop, leaves, experts, upstream)
+    fast = run(expert_mlp, leaves, experts, upstream)
+    later = run(expert_mlp, leaves, experts, upstream, WeightGradientQueue())
+    for got, deferred, expected in zip(fast, later, slow, strict=True):
+        assert_close(got, expected)
+        assert torch.equal(got, deferred)
+
+
+def test_blocks_cover_experts_and_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_ROWS", 4)
+    blocks = expert_blocks(torch.tensor([1, 0, 9, 3, 2, 0]), 15)
+    assert [(b.experts.start, b.experts.stop) for b in blocks] == [(0, 3), (3, 5), (5, 6)]
+    assert [(b.rows.start, b.rows.stop) for b in blocks] == [(0, 10), (10, 15), (15, 15)]
+    assert [b.ends_D.tolist() for b in blocks] == [[1, 1, 10], [3, 5], [0]]
+    assert len(expert_blocks(torch.zeros(3, dtype=torch.int64), 0)) == 1
+
+
+def test_saved_for_backward_is_the_source_and_h() -> None:
+    leaves, (experts, upstream) = make(torch.float32)
+    num_rows, saved = len(upstream), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(expert_mlp, leaves, experts, upstream)
+    big = sorted(t.numel() for t in saved if t.dim() == 2)
+    assert big == sorted([leaves[0].numel(), num_rows * 2 * WIDTH])
