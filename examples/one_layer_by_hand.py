@@ -14,11 +14,11 @@ for parameter in layer.parameters():
 x_TH = torch.randn(6, config.hidden_size)
 
 with torch.no_grad():
-    routing = layer.router(x_TH, None)  # None: no token is padding
+    routing = layer.router(x_TH)
     plan = layer.dispatcher.plan(routing.experts_TK)
-    rows = layer.dispatcher.dispatch(x_TH, routing.weights_TK, plan)
+    rows = layer.dispatcher.dispatch(x_TH, routing.weights_TK, plan).wait()
     y_RH = layer.experts(rows)
-    y_TH = layer.dispatcher.combine(y_RH, plan)
+    y_TH = layer.dispatcher.combine(y_RH, plan).wait()
 
     expected_TH = torch.zeros_like(x_TH)
     for token, expert_ids in enumerate(routing.experts_TK.tolist()):

@@ -148,7 +148,7 @@ def bench_layer(
 ) -> None:
     """Time one MoE layer against its bare matrix products and exchanges."""
     from moemesh.bench import layer
-    from moemesh.parallel.parallelize import make_dispatcher
+    from moemesh.parallel.expert.build import make_dispatcher
 
     code = layer.command(
         shape=shape.value,

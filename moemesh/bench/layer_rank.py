@@ -25,9 +25,10 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
-from moemesh.model.moe import Experts, MoE
+from moemesh.model.experts import Experts
+from moemesh.model.moe import MoE
 
-MakeDispatcher = Callable[[ModelConfig, Plan, Mesh], Dispatcher]
+MakeDispatcher = Callable[[str, ModelConfig, Plan, Mesh, int], Dispatcher]
 
 #: Standard deviation of the weights, as in a model at its start.
 INIT_STD = 0.02
@@ -45,7 +46,7 @@ class MeasuredLayer:
         self.moe.experts = Experts(len(local), shape.hidden, shape.width)
         if axis.size > 1:
             plan = Plan(dp=axis.size, ep=axis.size)
-            self.moe.dispatcher = make_dispatcher(config, plan, mesh)
+            self.moe.dispatcher = make_dispatcher("all_to_all", config, plan, mesh, shape.tokens)
         for name, parameter in self.moe.named_parameters():
             # The router is the same on every rank, and fp32; each rank draws its own experts.
             is_router = name.startswith("router")
@@ -68,7 +69,7 @@ class MeasuredLayer:
     @torch.no_grad()
     def routed(self) -> tuple[list[int], list[int], list[int]]:
         """Rows of each local expert, rows sent to each rank, rows received from each rank."""
-        experts_TK = self.moe.router(self.x_TH, None).experts_TK
+        experts_TK = self.moe.router(self.x_TH).experts_TK
         axis = self.mesh["ep"]
         sent = torch.bincount(experts_TK.flatten(), minlength=self.moe.config.num_experts)
         sent = sent.view(axis.size, -1)
@@ -83,10 +84,10 @@ class MeasuredLayer:
             clock.append(time.perf_counter())
             return value
 
-        routing = done(moe.router(self.x_TH, None))
+        routing = done(moe.router(self.x_TH))
         plan = done(moe.dispatcher.plan(routing.experts_TK))
-        rows = done(moe.dispatcher.dispatch(self.x_TH, routing.weights_TK, plan))
-        y_TH = done(moe.dispatcher.combine(done(moe.experts(rows)), plan))
+        rows = done(moe.dispatcher.dispatch(self.x_TH, routing.weights_TK, plan).wait())
+        y_TH = done(moe.dispatcher.combine(done(moe.experts(rows)), plan).wait())
         done(y_TH.backward(self.upstream_TH))
         names = ("route", "plan", "dispatch", "experts", "combine", "backward")
         return {

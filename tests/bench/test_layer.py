@@ -13,7 +13,7 @@ from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_r
 from moemesh.bench.shapes import SHAPES, LayerShape, exchange_bytes, expert_flops
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
-from moemesh.parallel.parallelize import make_dispatcher
+from moemesh.parallel.expert.build import make_dispatcher
 from tests.ranks import mesh_on_ranks
 
 SHAPE = SHAPES["tiny"]
