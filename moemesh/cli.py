@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
 # be imported at the top, or `moemesh --help` becomes slow.
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -102,6 +103,9 @@ def train(
     """
     # Checked first: a mistake must be told before torch, which takes seconds, is imported.
     _load(config, overrides)
+    # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
+    # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
 
     raise typer.Exit(command.train(config, overrides or [], out, allow_change or []))
