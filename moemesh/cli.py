@@ -142,7 +142,7 @@ def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None
 @bench_app.command("layer")
 def bench_layer(
     shape: Annotated[Shape, typer.Option(help="Which MoE layer; all: A and B.")] = Shape.ALL,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 1,4.")] = "1",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "1,4",
     dtype: Annotated[Dtype, typer.Option(help="Number type.")] = Dtype.FLOAT32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 15,
     out: Annotated[
