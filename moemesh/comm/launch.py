@@ -31,11 +31,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from moemesh.config.errors import UserError
+
 Device = Literal["auto", "cpu", "cuda"]
 
 _RUN_ID = "moemesh-"
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TAIL_LINES = 30
+
+
+class DeviceError(UserError):
+    """The device asked for is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,17 @@ class Ranks:
 def joined() -> bool:
     """Whether this process was started as a rank, by torchrun or by :func:`launch`."""
     return all(name in os.environ for name in _NEEDED)
+
+
+def own_rank() -> int:
+    """The rank of this process, known before any connection is made."""
+    return _variable("RANK", 0)
+
+
+def check_device(device: Device, num_ranks: int) -> None:
+    """Raises DeviceError when `num_ranks` ranks here cannot have the device asked for."""
+    if device == "cuda":
+        _count_devices(num_ranks)
 
 
 def launched() -> bool:
@@ -261,17 +278,24 @@ def _describe(rank: int, failure: ProcessFailure, logs: Path, logs_stay: bool) -
     return "\n".join([found, *([f"its last words{where}:", *lines] if lines else [])])
 
 
+def _num_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _count_devices(num_ranks: int) -> None:
+    if (found := _num_devices()) < num_ranks:
+        raise DeviceError(
+            f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
+            'set train.device = "cpu", or use fewer ranks'
+        )
+
+
 def _choose_device(device: Device, local_rank: int, ranks_per_node: int) -> torch.device:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        device = "cuda" if num_devices >= ranks_per_node else "cpu"
+        device = "cuda" if _num_devices() >= ranks_per_node else "cpu"
     if device == "cpu":
         return torch.device("cpu")
-    if num_devices < ranks_per_node:
-        raise ValueError(
-            f"{ranks_per_node} rank(s) on this machine want a CUDA device each, "
-            f"{num_devices} found; use device cpu or fewer ranks"
-        )
+    _count_devices(ranks_per_node)
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     return chosen

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
+from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
@@ -17,7 +18,7 @@ from moemesh.train.console import Console
 from moemesh.train.corpus import Corpus
 from moemesh.train.data import Samples
 from moemesh.train.failure import describe, write_failure
-from moemesh.train.folder import RunFolder, compare, refuse_changes
+from moemesh.train.folder import RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import Job
@@ -44,11 +45,12 @@ def train(
     if problems := untrainable(resolved):
         raise ConfigError(problems)
     config = resolved.config
-    path = out or default_folder(config_file, config)
+    path = (out or default_folder(config_file, config)).expanduser()
     if launch.launched():
         return _rank(config, RunFolder.open(path), path)
     if launch.joined():
         return _rank(config, None, path, allowed_changes)
+    launch.check_device(config.train.device, config.plan.world_size)
     samples = open_samples(config)  # a mistake in the data is told before any process starts
     folder = _open_folder(config, path, allowed_changes)
     try:
@@ -103,21 +105,17 @@ def _rank(
     samples: Samples | None = None,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
-    stop = StopRequest()
-    rank = 0
+    stop, rank = StopRequest(), launch.own_rank()
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
-        rank = ranks.rank
         _check_world_size(config, ranks.world_size)
-        if folder is None:
-            folder = (
-                _open_folder(config, path, allowed_changes) if rank == 0 else RunFolder.open(path)
-            )
         alone = ranks.world_size == 1
         layout = config.plan.layout
         if config.plan.ranks_per_node is None:
             layout = replace(layout, ranks_per_node=ranks.ranks_per_node)
         mesh = Mesh.single(ranks.device) if alone else Mesh.create(layout, ranks.device)
+        if folder is None:
+            folder = _open_together(mesh, config, path, allowed_changes)
         job = Job(
             config=config,
             mesh=mesh,
@@ -135,6 +133,23 @@ def _rank(
         return _fail(error, rank, path)
     except Exception as error:
         return _fail(error, rank, path)
+
+
+def _open_together(
+    mesh: Mesh, config: RunConfig, path: Path, allowed_changes: Sequence[str]
+) -> RunFolder:
+    """Rank 0 opens and locks the folder; what it refuses, every rank refuses."""
+    folder, problem = None, None
+    if mesh.rank == 0:
+        try:
+            folder = _open_folder(config, path, allowed_changes)
+        except UserError as error:
+            problem = str(error)
+    problem = gather_json(problem, mesh.control)[0]
+    if problem is not None:
+        launch.stop()
+        raise RunFolderError(problem)
+    return folder or RunFolder.open(path)
 
 
 def _fail(error: Exception, rank: int, path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -16,13 +17,13 @@ def write_failure(folder: Path, error: BaseException, rank: int) -> None:
         "message": str(error),
         "frames": traceback.format_exception(error)[-8:],
     }
-    temporary = folder / f".failure-{rank}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    try:
-        os.link(temporary, folder / "failure.json")
-    except FileExistsError:
-        pass
-    finally:
+    temporary = folder / f".failure-{rank}-{os.getpid()}.tmp"
+    # The message on the console must come out even where nothing can be written any more.
+    with suppress(OSError):
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(temporary, folder / "failure.json")
+    with suppress(OSError):
         temporary.unlink()
 
 

@@ -268,6 +268,8 @@ def _kind(
     if key == "train.steps":
         longer = isinstance(old, int) and isinstance(new, int) and new > old
         return "free" if longer else "training"
+    if key == "train.dtype" and "float64" in (old, new):
+        return "model"  # masters are fp32 or fp64, and a checkpoint is never cast
     if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
         return "training"
     if key == "data.tokenizer":

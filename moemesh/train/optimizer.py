@@ -34,6 +34,7 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
         self._kind = config.optimizer
+        self.num_updates = 0
         self._parameters = dict(parameters)
         self.masters: dict[str, nn.Parameter] = {
             name: nn.Parameter(parameter.detach().float())
@@ -68,6 +69,7 @@ class Optimizer:
         for name, master in self.masters.items():
             master.grad = gradients[name]
         self._torch.step()
+        self.num_updates += 1
         for master in self.masters.values():
             master.grad = None
         self.round_masters()
@@ -93,14 +95,18 @@ class Optimizer:
                     found.setdefault(kind, {})[name] = tensor
         return found
 
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
-        """Restore what :meth:`state` returned after `step` updates."""
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
+        """Restore what :meth:`state` returned after `num_updates` updates (skipped steps are none).
+
+        Parameters without a state, such as after a change of the optimizer, start afresh.
+        """
         for kind, tensors in state.items():
             for name, tensor in tensors.items():
-                self._torch.state[self.masters[name]][kind] = tensor
-        if self._kind == "adamw" and step > 0:
-            for master in self.masters.values():
-                self._torch.state[master]["step"] = torch.tensor(float(step))
+                own = self._torch.state[self.masters[name]]
+                own[kind] = tensor
+                if self._kind == "adamw":
+                    own["step"] = torch.tensor(float(num_updates))
+        self.num_updates = num_updates if state else 0
         self.round_masters()
 
     def num_state_bytes(self) -> int:

@@ -48,7 +48,7 @@ def save(
         folder.checkpoints,
         step,
         shards,
-        {**state, "moments": sorted(moments)},
+        {**state, "moments": sorted(moments), "updates": optimizer.num_updates},
         rank=mesh.rank,
         world_size=mesh.world_size,
         gather=lambda value: gather_json(value, mesh.control),
@@ -93,7 +93,7 @@ def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) 
             moments[kind] = {n: torch.zeros_like(m.data) for n, m in optimizer.masters.items()}
             shards += _held(parallel, f"optimizer.{kind}", moments[kind])
     checkpoint.load_into(shards + _buffers(parallel))
-    optimizer.load_state(moments, checkpoint.step)
+    optimizer.load_state(moments, int(checkpoint.state["updates"]))
 
 
 def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:

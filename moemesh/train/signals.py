@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
+
+#: Signals closer together than this are one request that came by two ways.
+SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Listens to SIGINT, SIGTERM, SIGHUP and SIGUSR1. The second request stops at once."""
+    """Listens to SIGINT, SIGTERM, SIGHUP and SIGUSR1. A second Ctrl-C stops at once.
+
+    Nothing else does: whoever signals a whole job reaches a rank twice, directly and through its
+    launcher, and must not cut the save short that the first signal asked for.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None and number != signal.SIGUSR1:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._since = number, now
+        elif number == signal.SIGINT and now - self._since > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        self._signal = number
 
     @property
     def requested(self) -> bool:

@@ -55,15 +55,15 @@ def train(job: Job) -> int:
         job.folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
     )
     done, position = _resume(job, parallel, optimizer, checkpoint)
+    if done >= config.train.steps:
+        console.say(f"already trained to step {done} of {config.train.steps}")
+        return 0
     artifacts.begin(done, unigram_loss=job.samples.unigram_loss())
     console.say(artifacts.banner(job.samples))
     for note in parallel.notes:
         console.say(note)
     if warning := config.model.layout_warning:
         console.say(f"warning: {warning}")
-    if done >= config.train.steps:
-        console.say(f"already trained to step {done} of {config.train.steps}")
-        return 0
     if done:
         console.say(f"resumed from step {done}; {config.train.steps - done} steps to go")
 

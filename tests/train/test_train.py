@@ -248,3 +248,44 @@ def test_every_rank_reports_the_same_gradient_norm_and_skips_together() -> None:
     norm = gradient_norm({"w": torch.tensor([3.0, 4.0])}, where, mesh)
     assert norm.value == 5.0 and norm.is_finite
     assert not gradient_norm({"w": torch.tensor([3.0, torch.nan])}, where, mesh).is_finite
+
+
+def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -> None:
+    """Whoever stops a whole job reaches its ranks directly and through the launcher."""
+    out = tmp_path / "run"
+    process = start(*arguments(out, **TWO_RANKS, train__steps=100000))
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in [process.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stdout + stderr
+    assert "stopped at step" in stdout and not (out / "failure.json").exists()
+    assert list((out / "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_refusal_under_torchrun_leaves_a_good_run_alone(two_ranks: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["-m", "moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0 and "--allow-change train.lr" in done.stderr
+    assert "Connection closed" not in done.stderr
+    assert not (two_ranks / "failure.json").exists()
+
+
+def test_another_optimizer_starts_its_moments_afresh(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, train__optimizer="sgd", train__steps=2)
+    again = arguments(out, train__optimizer="adamw", train__steps=4)
+    done = moemesh(*again, "--allow-change", "train.optimizer")
+    assert done.returncode == 0 and len(metrics(out)) == 4, done.stderr
+
+
+def test_a_device_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = moemesh(*arguments(tmp_path / "run", train__device="cuda"))
+    assert done.returncode == 2 and "0 found" in done.stderr
+    assert not (tmp_path / "run").exists()
