@@ -2,6 +2,7 @@
 
 import sys
 
+import hypothesis
 import pytest
 
 
@@ -11,3 +12,8 @@ def _same_start() -> None:
     if torch is not None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+# Machines are small and shared: how long an example takes says nothing about it.
+hypothesis.settings.register_profile("moemesh", deadline=None)
+hypothesis.settings.load_profile("moemesh")
