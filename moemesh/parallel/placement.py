@@ -42,9 +42,6 @@ class Placement:
             parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
         return tuple(parts)
 
-    def offset(self, mesh: Mesh) -> tuple[int, ...]:
-        return tuple(part.start for part in self.slices(mesh))
-
     def is_owner(self, mesh: Mesh) -> bool:
         """Whether this rank is the one that counts (norm) and saves (checkpoint) its slice."""
         return mesh[self.summed_over].index == 0
