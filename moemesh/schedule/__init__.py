@@ -1,0 +1,1 @@
+"""Pipelines as data: schedules generated, proved, simulated and searched, without torch."""

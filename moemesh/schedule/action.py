@@ -1,0 +1,187 @@
+"""The language of pipeline schedules: operations, blocks, and the order of each rank.
+
+A :class:`Schedule` is a value. It holds no times and no communication: times come from the
+simulator's costs or the executor's clock, messages follow from where stages live
+(:mod:`moemesh.schedule.messages`).
+
+Kinds of operation, for one microbatch on one stage: ``F`` forward, ``B`` full backward, ``I`` its
+input-gradient half, ``W`` its weight-gradient half. A microbatch on a stage has one ``F`` and
+either one ``B``, or one ``I`` and later one ``W``. (The Zero Bubble papers write "B" for our
+``I``, DualPipe writes "B" for our ``B``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Op(NamedTuple):
+    """One operation. `microbatch` counts within its pipe, `slice` within its sequence."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    pipe: int = 0
+    slice: int = 0
+
+    def __str__(self) -> str:
+        """``<stage><kind><microbatch>[p<pipe>][.<slice>]``, for example ``3F0`` or ``1B2p1``."""
+        pipe = f"p{self.pipe}" if self.pipe else ""
+        part = f".{self.slice}" if self.slice else ""
+        return f"{self.stage}{self.kind}{self.microbatch}{pipe}{part}"
+
+
+#: What a rank runs at once: one operation, or an overlapped block of several (usually the forward
+#: of one microbatch with the backward of another).
+Entry = tuple[Op, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """How an asynchronous schedule updates weights while microbatches are under way.
+
+    ``stash``: every backward updates; it uses the version its forward used (PipeDream).
+    ``two_versions``: every `window` backwards update once; both directions use the version before
+    the newest (PipeDream-2BW). ``newest``: every `window` local backwards update, and a backward
+    uses whatever is newest (AMPNet).
+    """
+
+    kind: Literal["stash", "two_versions", "newest"]
+    window: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who runs what, in which order.
+
+    ``placement[pipe][stage]`` is the rank of a stage, ``orders[rank]`` that rank's entries,
+    ``num_microbatches[pipe]`` how many enter each pipe in a step, `num_slices` into how many
+    pieces a sequence is cut (1 = whole). `update` is None for a synchronous schedule: all
+    gradients belong to one version of the weights. `parameters` are the generator's arguments that
+    cannot be read off the rest, for people.
+    """
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    placement: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[Entry, ...], ...]
+    num_microbatches: tuple[int, ...]
+    num_slices: int = 1
+    update: UpdateRule | None = None
+    parameters: Mapping[str, int | float | str] = field(
+        default_factory=dict[str, int | float | str]
+    )
+
+    @property
+    def num_pipes(self) -> int:
+        """1, or 2 where microbatches enter at both ends (Chimera, DualPipe)."""
+        return len(self.placement)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Chunks of one pipe on each rank."""
+        return self.num_stages // self.num_ranks
+
+    @cached_property
+    def first_sample(self) -> tuple[int, ...]:
+        """Per pipe, the index of its microbatch 0 among those of all pipes."""
+        return (0, *accumulate(self.num_microbatches))[:-1]
+
+    @property
+    def total_microbatches(self) -> int:
+        """Microbatches of one step, all pipes together."""
+        return sum(self.num_microbatches)
+
+    def sample(self, op: Op) -> int:
+        """Which microbatch of the step: data, seeds and weights go by this number, so that a
+        two-pipe schedule sees the samples of a one-pipe schedule."""
+        return self.first_sample[op.pipe] + op.microbatch
+
+    def rank_of(self, op: Op) -> int:
+        """The rank that runs `op`."""
+        return self.placement[op.pipe][op.stage]
+
+    def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(pipe, stage) of everything placed on `rank`, ordered by stage, then pipe."""
+        found = (
+            (stage, pipe)
+            for pipe, ranks in enumerate(self.placement)
+            for stage, owner in enumerate(ranks)
+            if owner == rank
+        )
+        return tuple((pipe, stage) for stage, pipe in sorted(found))
+
+    def ops(self, rank: int) -> Iterator[Op]:
+        """All operations of `rank` in order, blocks flattened."""
+        for entry in self.orders[rank]:
+            yield from entry
+
+    @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int, int, int]]:
+        """(stage, microbatch, pipe, slice) of every backward that is cut in ``I`` and ``W``."""
+        return frozenset(
+            op[1:] for rank in range(self.num_ranks) for op in self.ops(rank) if op.kind == "I"
+        )
+
+    def backward(self, stage: int, microbatch: int, pipe: int = 0, slice: int = 0) -> Op:
+        """The ``B`` or ``I`` that makes the input gradient there."""
+        key = (stage, microbatch, pipe, slice)
+        return Op("I" if key in self.split_backwards else "B", *key)
+
+    def dependencies(self, op: Op) -> tuple[Op, ...]:
+        """What must have ended before `op` can start, its rank's earlier entries apart.
+
+        A forward needs the stage before, and the slice before (keys and values); a backward needs
+        its forward, the backward of the stage behind, and of the slice behind (gradients of keys
+        and values); ``W`` needs its ``I``.
+        """
+        kind, stage, microbatch, pipe, slice = op
+        if kind == "W":
+            return (Op("I", stage, microbatch, pipe, slice),)
+        if kind == "F":
+            found: list[Op] = []
+            if stage > 0:
+                found.append(Op("F", stage - 1, microbatch, pipe, slice))
+            if slice > 0:
+                found.append(Op("F", stage, microbatch, pipe, slice - 1))
+            return tuple(found)
+        found = [Op("F", stage, microbatch, pipe, slice)]
+        if stage < self.num_stages - 1:
+            found.append(self.backward(stage + 1, microbatch, pipe, slice))
+        if slice < self.num_slices - 1:
+            found.append(self.backward(stage, microbatch, pipe, slice + 1))
+        return tuple(found)
+
+
+def single(*ops: Op) -> tuple[Entry, ...]:
+    """Entries of one operation each."""
+    return tuple((op,) for op in ops)
+
+
+def linear(num_ranks: int) -> tuple[int, ...]:
+    """Stage s on rank s."""
+    return tuple(range(num_ranks))
+
+
+def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stage s on rank s % ranks: after the last rank comes the first again."""
+    return tuple(range(num_ranks)) * chunks
+
+
+def v_shape(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Even chunks go up the ranks, odd chunks come back: the last stage meets the first rank."""
+    up = tuple(range(num_ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (up[::-1] if chunk % 2 else up))
+
+
+def mirrored(num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two pipes over the same ranks, from both ends."""
+    up = linear(num_ranks)
+    return up, up[::-1]
