@@ -40,6 +40,8 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ep_node": ("node", ("ep_node",)),
     "etp": ("expert", ("etp",)),
     "ep_etp": ("expert", ("ep", "etp")),
+    # Pairs from both ends of pp: what two stages of mirrored pipes, or of a tied embedding, share.
+    "mirror": ("dense", ("pp",)),
     "world": ("dense", ("pp", "dp", "cp", "tp")),
 }
 
@@ -129,6 +131,12 @@ class Layout:
                     rank = rank * degree + at[name]
                 members.append(rank)
             groups.append(tuple(members))
+        if axis == "mirror":
+            groups = [
+                tuple(sorted({group[end], group[-1 - end]}))
+                for group in groups
+                for end in range((len(group) + 1) // 2)
+            ]
         return tuple(sorted(groups))
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:

@@ -177,6 +177,11 @@ class ModelConfig(Section):
         return index >= self.num_dense_layers
 
     @property
+    def moe_layers(self) -> range:
+        """The layers that route their tokens to experts."""
+        return range(self.num_dense_layers, self.num_layers)
+
+    @property
     def layout_warning(self) -> str:
         """What of the objective changes with the layout; "" when nothing does."""
         if not self.num_experts or not (self.aux_loss_coefficient or self.z_loss_coefficient):

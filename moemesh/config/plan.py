@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, gcd
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from moemesh.config.errors import Problem, independent
-from moemesh.config.layout import Layout
+from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
-from moemesh.config.section import COUNT, SIZE, Range, Section, nearest_divisors
+from moemesh.config.section import COUNT, SIZE, Range, Section, as_tuple, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
@@ -33,6 +35,9 @@ ScheduleName = Literal[
 ]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Recompute = Literal["none", "selective", "full"]
+
+#: Schedules whose ranks hold two stages each, at both arms of a V.
+V_SCHEDULES = ("zb_v", "dualpipe_v")
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
@@ -60,6 +65,8 @@ class Plan(Section):
     dispatch_chunks: int = 1
     schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 1
+    #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
+    layers_per_stage: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
     microbatches: int = 1
     data: DataStrategy = "replicate"
     recompute: Recompute = "none"
@@ -71,6 +78,7 @@ class Plan(Section):
         **dict.fromkeys(DEGREES, _DEGREE),
         "dispatch_chunks": SIZE,
         "stages_per_rank": SIZE,
+        "layers_per_stage": SIZE,
         "microbatches": SIZE,
         "spare_slots": COUNT,
         "ranks_per_node": SIZE,
@@ -97,6 +105,11 @@ class Plan(Section):
     def edp(self) -> int:
         """Expert replicas, the degree that follows from the others."""
         return self.layout.edp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of one pipe."""
+        return self.pp * (2 if self.schedule in V_SCHEDULES else self.stages_per_rank)
 
     def tokens_per_rank(self, seq_len: int, global_batch: int) -> int:
         """Most tokens of one microbatch that a rank's residual stream holds."""
@@ -284,22 +297,50 @@ class Plan(Section):
         return problems
 
     def _stage_rules(self, model: ModelConfig) -> list[Problem]:
-        stages = self.pp * self.stages_per_rank
-        layers = model.num_layers
-        if stages <= layers or layers < 1:
+        """Every stage needs a layer."""
+        stages, layers = self.num_stages, model.num_layers
+        if layers < 1:
             return []
-        if self.pp <= layers:
+        if self.layers_per_stage is not None:
+            return self._layers_per_stage_rules(layers)
+        if stages <= layers:
+            return []
+        chunks = stages // self.pp
+        product = f"pp*stages_per_rank ({self.pp}*{chunks} = {stages})"
+        if self.schedule in V_SCHEDULES:
+            product = f"{self.schedule} puts two stages on a rank: pp*2 ({self.pp}*2 = {stages})"
+        if self.pp <= layers and self.schedule not in V_SCHEDULES:
             key, fix = "stages_per_rank", f"stages_per_rank = {layers // self.pp}"
         else:
-            key, fix = "pp", f"pp = {max(layers // self.stages_per_rank, 1)}"
-            if self.stages_per_rank > layers:
+            key, fix = "pp", f"pp = {max(layers // chunks, 1)}"
+            if chunks > layers and self.schedule not in V_SCHEDULES:
                 fix += ", stages_per_rank = 1"
         return [
             self._problem(
                 "too-large",
                 key,
-                f"pp*stages_per_rank ({self.pp}*{self.stages_per_rank} = {stages}) stages need at "
-                f"least as many layers; num_layers is {layers}",
+                f"{product} stages need at least as many layers; num_layers is {layers}",
+                fix,
+                "plan.pp",
+                "plan.stages_per_rank",
+                "plan.schedule",
+                "model.num_layers",
+            )
+        ]
+
+    def _layers_per_stage_rules(self, layers: int) -> list[Problem]:
+        """Explicit cuts: one positive number a stage, all layers used."""
+        sizes, stages = self.layers_per_stage or (), self.num_stages
+        if len(sizes) == stages and sum(sizes) == layers and min(sizes) >= 1:
+            return []
+        equal = shard_sizes(layers, stages)
+        fix = f"layers_per_stage = {list(equal)}" if min(equal) else f"pp = {layers}"
+        return [
+            self._problem(
+                "stages",
+                "layers_per_stage",
+                f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} positive "
+                f"numbers that add up to num_layers ({layers})",
                 fix,
                 "plan.pp",
                 "plan.stages_per_rank",

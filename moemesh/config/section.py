@@ -43,6 +43,11 @@ NOT_NEGATIVE = Range(0.0)
 SHARE = Range(0.0, 1.0, open_high=True)
 
 
+def as_tuple(value: object) -> object:
+    """TOML has lists only; a frozen section keeps a tuple."""
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
 class Section(BaseModel):
     """Base of the sections: frozen, no unknown field, no silent conversion, no nan or inf."""
 

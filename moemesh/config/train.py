@@ -8,17 +8,21 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, Range, Section
+from moemesh.config.section import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    Range,
+    Section,
+    as_tuple,
+)
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Optimizer = Literal["adamw", "sgd"]
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
-def _as_tuple(value: object) -> object:
-    """TOML has lists only; a frozen section keeps a tuple."""
-    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 class TrainConfig(Section):
@@ -35,7 +39,7 @@ class TrainConfig(Section):
     final_lr_ratio: float = 0.1
     warmup_steps: int = 20
     #: Decay of AdamW's first and second moment.
-    adam_betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    adam_betas: Annotated[tuple[float, float], BeforeValidator(as_tuple)] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     #: For sgd.

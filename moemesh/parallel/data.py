@@ -5,12 +5,13 @@ stage, edp). torch's DistributedDataParallel knows one process group per module,
 size and sees neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has the
 reasons). Gradients accumulate in fp32 (float64 for float64 parameters) in flat buckets; when the
 last microbatch has filled a bucket, its all-reduce starts, always in the order of the list, which
-is the same on every rank.
+is the same on every rank. What two pipeline ranks hold both (axis ``mirror``) is summed over the
+pair at the end: two operands, so that both get the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ BUCKET_BYTES = 25 << 20
 class _Bucket:
     axis: str
     dtype: torch.dtype
+    mirrored: bool
     members: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     flat: Tensor = field(default_factory=lambda: torch.empty(0))
     waiting: int = 0
@@ -45,7 +47,7 @@ class GradientReducer:
     """Owns the gradients of all parameters. One step::
 
     reducer.begin()
-    for each microbatch: (if it is the last: reducer.arm()); loss.backward()
+    for each microbatch: (if it is the last: reducer.arm(parameters)); loss.backward()
     reducer.finish()            # sums are complete
     reducer.gradients[name]     # views of the buckets, the shape of the local parameter
     """
@@ -61,17 +63,18 @@ class GradientReducer:
         self.mesh = mesh
         self._exact = exact
         self.gradients: dict[str, Tensor] = {}
-        self._armed = False
+        #: Parameters whose next gradient is their last of this step.
+        self._armed: set[nn.Parameter] = set()
         self._buckets: list[_Bucket] = []
         self._home: dict[nn.Parameter, tuple[_Bucket, Tensor]] = {}
         # Reversed: the backward reaches the last layers first.
-        open_buckets: dict[tuple[str, torch.dtype], _Bucket] = {}
+        open_buckets: dict[tuple[str, torch.dtype, bool], _Bucket] = {}
         for name, parameter, placement in reversed(parameters):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            key = (placement.summed_over, dtype)
+            key = (placement.summed_over, dtype, len(placement.holders) > 1)
             bucket = open_buckets.get(key)
             if bucket is None or bucket.num_elements * dtype.itemsize >= bucket_bytes:
-                bucket = open_buckets[key] = _Bucket(axis=placement.summed_over, dtype=dtype)
+                bucket = open_buckets[key] = _Bucket(*key)
                 self._buckets.append(bucket)
             bucket.members.append((name, parameter))
         order = {parameter: place for place, (_, parameter, _) in enumerate(reversed(parameters))}
@@ -91,15 +94,16 @@ class GradientReducer:
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self.accumulate(parameter, gradient)
+        if gradient is not None:  # else it is deferred, and comes by another way
+            self.accumulate(parameter, gradient)
 
     @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add one microbatch's gradient; deferred weight gradients come here directly."""
         bucket, total = self._home[parameter]
         total += gradient
-        if self._armed:
+        if parameter in self._armed:
+            self._armed.remove(parameter)
             bucket.waiting -= 1
             self._launch(only_full=True)
 
@@ -108,13 +112,18 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.work, bucket.launched = None, False
-        self._armed = False
-
-    def arm(self) -> None:
-        """The next gradient of each parameter is its last of this step: buckets may start."""
-        for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
-        self._armed = True
+        self._armed.clear()
+
+    def arm(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The next gradient of each of these is its last of this step: buckets may start."""
+        self._armed.update(parameters)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These have had their last gradient of this step."""
+        for parameter in parameters:
+            self._home[parameter][0].waiting -= 1
+        self._launch(only_full=True)
 
     def finish(self) -> None:
         """Start what has not started (a missing gradient counts as zero), wait for all."""
@@ -122,7 +131,10 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        self._armed = False
+        for bucket in self._buckets:
+            if bucket.mirrored:
+                all_reduce_(bucket.flat, self.mesh["mirror"], caller="gradients", phase="backward")
+        self._armed.clear()
 
     def _launch(self, *, only_full: bool) -> None:
         for bucket in self._buckets:

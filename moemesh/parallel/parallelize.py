@@ -1,10 +1,11 @@
 """The hub: the only file that sees model, plan and mesh together. It works in a fixed order.
 
-1. token shards, then block boundaries (sequence and tensor parallelism)
-2. vocabulary shards
-3. dispatchers (expert parallelism)
-4. parameter placements, local shards and their initial values
-5. gradient reducer (data parallelism)
+1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
+2. token shards, then block boundaries (sequence and tensor parallelism)
+3. vocabulary shards
+4. dispatchers (expert parallelism)
+5. parameter placements, local shards and their initial values
+6. gradient reducer (data parallelism), and the executor of the schedule
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from moemesh.model.transformer import Transformer
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.expert.build import set_experts
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
+from moemesh.parallel.pipeline.parts import build_schedule, holders, parts_of, stage_parts
+from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
@@ -31,13 +34,15 @@ from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """What one rank runs: the model with its seams set, where its parameters live, their sums,
-    and what was decided on the way (`notes`, for a person)."""
+    """What one rank runs: its stages of the model with their seams set, where the parameters of
+    all ranks live (`placements`), the sums of its gradients, the executor of its schedule, and what
+    was decided on the way (`notes`, for a person)."""
 
     model: Transformer
     mesh: Mesh
     placements: dict[str, Placement]
     reducer: GradientReducer
+    pipeline: Pipeline
     notes: list[str]
 
     def close(self) -> None:
@@ -60,15 +65,19 @@ def parallelize(
     """Build this rank's part of the model; on a mesh of one rank that is the plain model.
 
     `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
-    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher.
+    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. Raises
+    ValueError when the plan's schedule cannot be made, with the numbers.
     """
-    model = Transformer(config)
+    schedule = build_schedule(plan)
+    parts = stage_parts(config, plan, schedule)
+    held = parts_of(schedule, parts, mesh["pp"].index)
+    model = Transformer(config, list(held.values()))
     set_tokens(model, mesh)
     if mesh["tp"].size > 1:
         set_boundaries(model, plan, mesh)
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
-    where = placements(model, plan)
+    where = placements(Transformer(config), plan, holders(config, schedule, parts))
     initialize(
         model,
         seed=seed,
@@ -81,7 +90,14 @@ def parallelize(
         mesh,
         exact=plan.combine == "exact",
     )
-    return ParallelModel(model=model, mesh=mesh, placements=where, reducer=reducer, notes=notes)
+    return ParallelModel(
+        model=model,
+        mesh=mesh,
+        placements=where,
+        reducer=reducer,
+        pipeline=Pipeline(schedule, held, model, reducer, mesh),
+        notes=notes,
+    )
 
 
 def set_tokens(model: Transformer, mesh: Mesh) -> None:

@@ -9,11 +9,15 @@ From that one rule everything follows (no averaging, no factor):
 | QKV, row-parallel W_o, dense and shared MLP, vocabulary rows | dense | tp | dp_cp |
 | norms, router, whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
 | routed experts | expert | ep, etp | edp |
+
+Pipeline ranks hold different parameters. Where two of them hold the same one (mirrored pipes, an
+embedding tied to the head), its gradient is then summed over the axis `mirror`, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moemesh.comm.mesh import Mesh
@@ -27,12 +31,14 @@ from moemesh.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum."""
+    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum, and
+    which pipeline ranks hold it (ascending)."""
 
     name: str
     shape: tuple[int, ...]
     shards: dict[str, int]
     summed_over: str
+    holders: tuple[int, ...] = (0,)
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
         """The part of each dim that this rank holds."""
@@ -42,9 +48,13 @@ class Placement:
             parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
         return tuple(parts)
 
+    def is_held(self, mesh: Mesh) -> bool:
+        """Whether this rank's pipeline stages hold (a slice of) it."""
+        return mesh["pp"].index in self.holders
+
     def is_owner(self, mesh: Mesh) -> bool:
         """Whether this rank is the one that counts (norm) and saves (checkpoint) its slice."""
-        return mesh[self.summed_over].index == 0
+        return mesh["pp"].index == self.holders[0] and mesh[self.summed_over].index == 0
 
     @property
     def is_expert(self) -> bool:
@@ -55,15 +65,24 @@ class Placement:
         return math.prod(self.shape)
 
 
-def placements(model: Transformer, plan: Plan) -> dict[str, Placement]:
-    """Of every parameter of `model`, which still has its logical shapes (on the meta device)."""
+def placements(
+    model: Transformer, plan: Plan, holders: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Placement]:
+    """Of every parameter of `model`, which still has its logical shapes (on the meta device).
+
+    `holders`: parameter name -> pipeline ranks that hold it; None: there is one.
+    """
     found: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}"
             shards, summed_over = _rule(module, leaf, plan)
             found[name] = Placement(
-                name=name, shape=tuple(parameter.shape), shards=shards, summed_over=summed_over
+                name=name,
+                shape=tuple(parameter.shape),
+                shards=shards,
+                summed_over=summed_over,
+                holders=(0,) if holders is None else holders[name],
             )
     return found
 

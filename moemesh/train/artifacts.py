@@ -73,7 +73,7 @@ class Artifacts:
             return
         self.folder.append("metrics.jsonl", row.to_json())
         ep = self.config.plan.ep
-        layers = self.parallel.model.moe_layers()
+        layers = self.config.model.moe_layers
         found = zip(layers, result.counts_LE, result.dropped_L.tolist(), strict=True)
         for layer, counts_E, dropped in found:
             loads = LayerLoads(

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from moemesh.config.errors import Problem
+from moemesh.config.errors import Problem, UserError
 from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
 from moemesh.parallel.expert.deepep import available, refusals
+from moemesh.parallel.pipeline.parts import build_schedule
 
 #: Values of plan keys that this version carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
-    "pp": (1,),
     "cp": (1,),
-    "schedule": ("1f1b", "gpipe"),
-    "stages_per_rank": (1,),
     "data": ("replicate",),
     "recompute": ("none",),
     "spare_slots": (0,),
@@ -41,6 +39,17 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
                 message=f"{name} = {value} cannot be trained by this version",
                 fix=f"{name} = {names}",
             )
+    try:
+        build_schedule(config.plan)
+    except UserError as error:
+        yield Problem(
+            code="schedule",
+            key="plan.schedule",
+            value=config.plan.schedule,
+            origin=origins.get("plan.schedule", ""),
+            message=str(error),
+            related=("plan.pp", "plan.microbatches", "plan.stages_per_rank"),
+        )
     if config.plan.dispatcher == "deepep":
         yield from _deepep_problems(config, origins)
     if config.model_path is not None:

@@ -43,7 +43,7 @@ def refuse_replayed(parallel: ParallelModel, microbatches: Sequence[Batch]) -> N
 
 
 def _check_replayed(parallel: ParallelModel, batch: Batch, widths: dict[int, int]) -> None:
-    layers = parallel.model.moe_layers()
+    layers = parallel.model.config.moe_layers
     seq_len = batch.tokens_BS.shape[1]
     positions = torch.arange(seq_len, device=batch.sequences_B.device)
     ids_T = (batch.sequences_B[:, None] * seq_len + positions).flatten()
@@ -64,13 +64,12 @@ def _check_replayed(parallel: ParallelModel, batch: Batch, widths: dict[int, int
 def refuse_bad_logits(parallel: ParallelModel, fault_L: Tensor, seq_len: int) -> None:
     """Raise RoutingError on every rank when a router's logit was not finite on any rank.
 
-    `fault_L`: the first fault of each MoE layer here. All ranks call, and they do so only when
-    the gradient norm, which they share, is not finite: a good step pays nothing.
+    `fault_L`: the first fault here in each MoE layer of the model. All ranks call, and they do so
+    only when the gradient norm, which they share, is not finite: a good step pays nothing.
     """
     model, mesh = parallel.model, parallel.mesh
     faults = torch.full((model.config.num_layers,), NO_FAULT, device=mesh.device)
-    layers = torch.tensor(list(model.moe_layers()), dtype=torch.int64, device=mesh.device)
-    faults[layers] = fault_L
+    faults[model.config.num_dense_layers :] = fault_L
     all_reduce_(faults, mesh["world"], op="min", caller="step.faults", phase="optimizer")
     # The first layer is where it began: what comes after has read its results.
     for layer, code in enumerate(faults.tolist()):

@@ -42,8 +42,8 @@ def save(
     shards = list(_owned(parallel, "model", optimizer.masters))
     for kind, tensors in moments.items():
         shards += _owned(parallel, f"optimizer.{kind}", tensors)
-    if mesh.rank == 0:
-        shards += _buffers(parallel)
+    if mesh["stage"].index == 0:
+        shards += _buffers(parallel, owned=True)
     store.save(
         folder.checkpoints,
         step,
@@ -106,7 +106,8 @@ def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) 
 def _held(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
     """What this rank reads: all it holds, replicas too."""
     for name, where in parallel.placements.items():
-        yield from _shards(parallel, prefix, where, tensors[name])
+        if where.is_held(parallel.mesh):
+            yield from _shards(parallel, prefix, where, tensors[name])
 
 
 def _shards(
@@ -128,8 +129,9 @@ def _shards(
         )
 
 
-def _buffers(parallel: ParallelModel) -> list[Shard]:
-    """The routers' biases: whole and equal on every rank."""
+def _buffers(parallel: ParallelModel, *, owned: bool = False) -> list[Shard]:
+    """The routers' biases: whole and equal on every rank that holds the layer; `owned`: only those
+    that this rank saves."""
     return [
         Shard(
             name=f"model.{name}",
@@ -138,4 +140,12 @@ def _buffers(parallel: ParallelModel) -> list[Shard]:
             tensor=buffer,
         )
         for name, buffer in parallel.model.named_buffers()
+        if not owned or _first_holder(parallel, name) == parallel.mesh["pp"].index
     ]
+
+
+def _first_holder(parallel: ParallelModel, buffer: str) -> int:
+    """The first pipeline rank that holds the module of this buffer."""
+    module = buffer.rpartition(".")[0] + "."
+    found = (where for name, where in parallel.placements.items() if name.startswith(module))
+    return next(found).holders[0]

@@ -20,6 +20,7 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
+from moemesh.model.transformer import Output, Part
 from moemesh.parallel.norm import clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.trace.timeline import TimelineRecorder
@@ -67,55 +68,80 @@ def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> t
     return num_tokens, sum(scopes) if scope != "global" else sum(map(bool, scopes))
 
 
+class StepSums:
+    """What the microbatches of a step add up to, whichever stage computes which part of it.
+
+    ``losses``: sums of token losses and of auxiliary losses; the loads of every MoE layer of the
+    model, ``counts_LE``, ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks.
+    """
+
+    def __init__(self, parallel: ParallelModel, num_tokens: int, num_scopes: int) -> None:
+        self._num_tokens, self._num_scopes = max(num_tokens, 1), max(num_scopes, 1)
+        self._mesh, config = parallel.mesh, parallel.model.config
+        layers = config.moe_layers
+        self._first = config.num_dense_layers
+        self._has_capacity = bool(config.capacity_factor)
+        # Tensor-parallel ranks compute the same token losses: only the first reports them.
+        self._reports = self._mesh["tp"].index == 0
+        device = self._mesh.device
+        self.losses = torch.zeros(2, dtype=torch.float64, device=device)
+        self.counts_LE = torch.zeros(
+            len(layers), config.num_experts, dtype=torch.int64, device=device
+        )
+        self.dropped_L = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        self.fault_L = torch.full_like(self.dropped_L, NO_FAULT)
+
+    def objective(self, part: Part, output: Output, batch: Batch) -> Tensor:
+        """This part's share of J; what it reports is added to the sums."""
+        if len(output.counts_LE):
+            end = part.layers.stop - self._first
+            own = slice(end - len(output.counts_LE), end)
+            self.counts_LE[own] += output.counts_LE
+            self.dropped_L[own] += output.dropped_L
+            self.fault_L[own] = torch.minimum(self.fault_L[own], output.fault_L)
+        self.losses[1] += output.aux.detach()
+        share = output.aux / self._num_scopes
+        if output.losses_T is None:
+            return share
+        loss = token_losses(output.losses_T, batch)
+        self.losses[0] += loss.detach() if self._reports else 0.0
+        return loss / self._num_tokens + share
+
+    def reduce(self) -> None:
+        """Over all ranks: those that run the same stages, then the stages."""
+        named = [("step.losses", self.losses)]
+        if self.counts_LE.numel():
+            named.append(("step.loads", self.counts_LE))
+        if self._has_capacity:
+            named.append(("step.dropped", self.dropped_L))
+        for caller, tensor in named:
+            for axis in ("stage", "pp"):
+                all_reduce_(tensor, self._mesh[axis], caller=caller, phase="optimizer")
+
+
 def gradients_of_step(
     parallel: ParallelModel, microbatches: Sequence[Batch], recorder: TimelineRecorder
 ) -> StepResult:
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``."""
-    model, reducer, mesh = parallel.model, parallel.reducer, parallel.mesh
+    reducer, mesh = parallel.reducer, parallel.mesh
     refuse_replayed(parallel, microbatches)
     num_tokens, num_scopes = count_over_step(parallel, microbatches)
-    # Tensor-parallel ranks compute the same token losses: only the first reports them.
-    reports = mesh["tp"].index == 0
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    num_layers = len(model.moe_layers())
-    counts_LE = torch.zeros(
-        num_layers, model.config.num_experts, dtype=torch.int64, device=mesh.device
-    )
-    dropped_L = torch.zeros(num_layers, dtype=torch.int64, device=mesh.device)
-    fault_L = torch.full_like(dropped_L, NO_FAULT)
-    reducer.begin()
-    for index, batch in enumerate(microbatches):
-        with recorder.span("forward", microbatch=index):
-            output = model(batch)
-            loss = token_losses(output.losses_T, batch)
-            objective = loss / max(num_tokens, 1) + output.aux / max(num_scopes, 1)
-        sums[0] += loss.detach() if reports else 0.0
-        sums[1] += output.aux.detach()
-        counts_LE += output.counts_LE
-        dropped_L += output.dropped_L
-        fault_L = torch.minimum(fault_L, output.fault_L)
-        if index == len(microbatches) - 1:
-            reducer.arm()
-        with recorder.span("backward", microbatch=index):
-            objective.backward()
+    sums = StepSums(parallel, num_tokens, num_scopes)
+    parallel.pipeline.run(microbatches, sums.objective, recorder)
     with recorder.span("reduce"):
         reducer.finish()
-        all_reduce_(sums, mesh["stage"], caller="step.losses", phase="optimizer")
-        if counts_LE.numel():
-            all_reduce_(counts_LE, mesh["stage"], caller="step.loads", phase="optimizer")
-        if model.config.capacity_factor:
-            all_reduce_(dropped_L, mesh["stage"], caller="step.dropped", phase="optimizer")
+        sums.reduce()
         norm = gradient_norm(reducer.gradients, parallel.placements, mesh)
     if not norm.is_finite:
-        refuse_bad_logits(parallel, fault_L, microbatches[0].tokens_BS.shape[1])
-    loss_sum, aux_sum = sums.tolist()
+        refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
+    loss_sum, aux_sum = sums.losses.tolist()
     return StepResult(
         loss=loss_sum / max(num_tokens, 1),
         aux_loss=aux_sum / max(num_scopes, 1),
         grad_norm=norm.value,
         num_tokens=num_tokens,
-        counts_LE=counts_LE.cpu(),
-        dropped_L=dropped_L.cpu(),
+        counts_LE=sums.counts_LE.cpu(),
+        dropped_L=sums.dropped_L.cpu(),
         skipped=not norm.is_finite,
     )
 
@@ -131,8 +157,10 @@ def update(
         return
     clip_gradients(parallel.reducer.gradients, result.grad_norm, clip)
     optimizer.step(parallel.reducer.gradients, lr)
-    for counts_E, moe in zip(result.counts_LE, parallel.model.moe_layers().values(), strict=True):
+    first = parallel.model.config.num_dense_layers
+    for layer, moe in parallel.model.moe_layers().items():
         if moe.router.selection_bias is not None:
+            counts_E = result.counts_LE[layer - first]
             moe.router.update_selection_bias(counts_E.to(parallel.mesh.device))
 
 
@@ -140,11 +168,16 @@ def update(
 def evaluate(parallel: ParallelModel, batches: Sequence[Batch]) -> float:
     """Mean negative log-likelihood (nats per token) of `batches`, without gradients."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
-    with parallel.mesh.ledger.scope("evaluate"):
-        for batch in batches:
-            losses_T = parallel.model(replace(batch, training=False)).losses_T
-            sums[0] += token_losses(losses_T, batch)
+
+    def add(part: Part, output: Output, batch: Batch) -> Tensor:
+        if output.losses_T is not None:
+            sums[0] += token_losses(output.losses_T, batch)
             sums[1] += batch.num_loss_tokens()
-        all_reduce_(sums, parallel.mesh["dp_cp"], caller="evaluate", phase="forward")
+        return output.aux
+
+    with parallel.mesh.ledger.scope("evaluate"):
+        parallel.pipeline.evaluate([replace(batch, training=False) for batch in batches], add)
+        for axis in ("dp_cp", "pp"):
+            all_reduce_(sums, parallel.mesh[axis], caller="evaluate", phase="forward")
     total, count = sums.tolist()
     return total / max(count, 1)

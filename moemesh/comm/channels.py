@@ -1,0 +1,92 @@
+"""Queues of messages between pairs of ranks of an axis, for traffic known beforehand.
+
+Every ordered pair of ranks has its own queue: the receiver takes messages in the order in which the
+sender sends them, and both count. On gloo the number is the message's tag, so a mis-ordered message
+hangs until the timeout instead of meeting a tensor of equal shape. NCCL knows no tags and gives one
+channel to an *unordered* pair, in which two ranks that send to each other would wait for each
+other: there every ordered pair has a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.transfers import record
+from moemesh.trace import wire
+
+#: gloo's tags are 31 bits; numbers start again when they are used up.
+_NUM_TAGS = 1 << 30
+
+
+class Channels:
+    """The queues of one rank with the other members of its axis."""
+
+    def __init__(
+        self, axis: Axis, groups: dict[tuple[int, int], ProcessGroup], *, tagged: bool
+    ) -> None:
+        """Use :meth:`create`; `groups` by (source, destination)."""
+        self.axis = axis
+        self._groups, self._tagged = groups, tagged
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
+
+    @classmethod
+    def create(cls, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]]) -> Channels:
+        """Queues for the ordered `pairs` of indices on `axis`; all ranks of the mesh call this.
+
+        A group of their own keeps these messages apart from everything else on the axis.
+        """
+        own, pairs = mesh[axis], sorted(set(pairs))
+        if own.size == 1 or not pairs:
+            return cls(own, {}, tagged=True)
+        tagged = dist.get_backend(own.group) == "gloo"
+        found: dict[tuple[int, int], ProcessGroup] = {}
+        # Groups are made by all ranks in one order, whether or not they are members.
+        for ranks in mesh.layout.groups(axis):
+            if tagged:
+                group = dist.new_group(list(ranks), group_desc="channels")
+                if ranks == own.ranks:
+                    found = dict.fromkeys(pairs, group)
+                continue
+            for source, destination in pairs:
+                members = [ranks[source], ranks[destination]]
+                group = dist.new_group(members, group_desc=f"channel {members}")
+                if ranks == own.ranks and own.index in (source, destination):
+                    found[source, destination] = group
+        return cls(own, found, tagged=tagged)
+
+    def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
+        """Start the next message to index `destination`; keep `x` (contiguous) as it is until the
+        returned work has been waited for."""
+        record(self.axis, "send_receive", phase, caller, wire.send(x.numel() * x.element_size()))
+        work = dist.isend(
+            x,
+            self.axis.ranks[destination],
+            group=self._groups[self.axis.index, destination],
+            tag=self._tag(self._num_sent, destination),
+        )
+        assert work is not None
+        return work
+
+    def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
+        """Start to receive the next message of index `source`; filled after ``wait()``."""
+        moved = wire.receive(into.numel() * into.element_size())
+        record(self.axis, "send_receive", phase, caller, moved)
+        work = dist.irecv(
+            into,
+            self.axis.ranks[source],
+            group=self._groups[source, self.axis.index],
+            tag=self._tag(self._num_received, source),
+        )
+        assert work is not None
+        return work
+
+    def _tag(self, counts: Counter[int], other: int) -> int:
+        counts[other] += 1
+        return counts[other] % _NUM_TAGS if self._tagged else 0

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the executor of schedules, its stages, messages and weight versions."""

@@ -1,0 +1,48 @@
+"""When a parameter has had its last gradient of a step: its sum over replicas may start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from moemesh.parallel.data import GradientReducer
+from moemesh.schedule.action import Op, Schedule
+
+
+class GradientHooks:
+    """Tells a reducer, at the positions that the schedule fixes, which gradients are complete.
+
+    `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        reducer: GradientReducer,
+    ) -> None:
+        self._reducer = reducer
+        last: dict[nn.Parameter, Op] = {}
+        for op in schedule.ops(rank):
+            if op.kind in ("B", "W"):
+                last.update(dict.fromkeys(parameters[op.stage], op))
+        self._last: dict[Op, list[nn.Parameter]] = {}
+        for parameter, op in last.items():
+            self._last.setdefault(op, []).append(parameter)
+
+    def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
+        """Take a weight gradient that did not come through autograd."""
+        assert isinstance(weight, nn.Parameter)
+        self._reducer.accumulate(weight, gradient)
+
+    def starting(self, op: Op) -> None:
+        """A full backward hands its gradients over one by one: sums start while it still runs."""
+        if op.kind == "B" and op in self._last:
+            self._reducer.arm(self._last[op])
+
+    def finished(self, op: Op) -> None:
+        """After a weight-gradient half everything of the microbatch has been added."""
+        if op.kind == "W" and op in self._last:
+            self._reducer.complete(self._last[op])

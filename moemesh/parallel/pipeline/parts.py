@@ -1,0 +1,39 @@
+"""Which part of the model each pipeline rank holds, and under which schedule it runs."""
+
+from __future__ import annotations
+
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.stages import cut_layers
+from moemesh.model.transformer import Part, Transformer
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.build import build
+
+
+def build_schedule(plan: Plan) -> Schedule:
+    """The schedule of one step. Raises ValueError, with the numbers, when there is none."""
+    return build(plan.schedule, plan.pp, plan.microbatches, stages_per_rank=plan.stages_per_rank)
+
+
+def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Part, ...]:
+    """The part that each stage runs: embedding with the first, head with the last."""
+    layers = cut_layers(config, schedule.num_stages, plan.layers_per_stage)
+    last = schedule.num_stages - 1
+    return tuple(Part(cut, stage == 0, stage == last) for stage, cut in enumerate(layers))
+
+
+def parts_of(schedule: Schedule, parts: tuple[Part, ...], rank: int) -> dict[int, Part]:
+    """Stage -> part, of every stage that pipeline rank `rank` runs (in whatever pipe)."""
+    return {stage: parts[stage] for _, stage in schedule.stages_of(rank)}
+
+
+def holders(
+    config: ModelConfig, schedule: Schedule, parts: tuple[Part, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the pipeline ranks that hold it, ascending."""
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in range(schedule.num_ranks):
+        held = Transformer(config, list(parts_of(schedule, parts, rank).values()))
+        for name, _ in held.named_parameters():
+            found[name] = (*found.get(name, ()), rank)
+    return found

@@ -1,0 +1,78 @@
+"""The pipeline of one rank: its schedule, its stages, and the executor between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from moemesh.comm.channels import Channels
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.model.batch import Batch
+from moemesh.model.transformer import Part, Transformer
+from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.hooks import GradientHooks
+from moemesh.parallel.pipeline.program import ModelProgram, Objective
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.forward_only import forward_only
+from moemesh.schedule.messages import messages
+from moemesh.schedule.text import digest
+from moemesh.trace.timeline import TimelineRecorder
+
+
+class Pipeline:
+    """Runs the microbatches of a step through the stages, by the schedule."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: dict[int, Part],
+        model: Transformer,
+        reducer: GradientReducer,
+        mesh: Mesh,
+    ) -> None:
+        self.schedule, self.parts, self.model, self.reducer = schedule, parts, model, reducer
+        self.rank = mesh["pp"].index
+        self.digest = digest(schedule)
+        digests = gather_json(self.digest, mesh.control)
+        assert len(set(digests)) == 1, f"ranks hold different schedules: {digests}"
+        pairs = [(message.source, message.destination) for message in messages(schedule).values()]
+        self.channels = Channels.create(mesh, "pp", pairs)
+        self._executor = Executor(schedule, self.channels)
+        self._hooks = GradientHooks(
+            schedule,
+            self.rank,
+            {stage: list(self._parameters(part)) for stage, part in parts.items()},
+            reducer,
+        )
+
+    def run(
+        self, batches: Sequence[Batch], objective: Objective, recorder: TimelineRecorder
+    ) -> None:
+        """Forward and backward of all `batches` (ordered by sample); the gradients are in the
+        reducer, their sums under way."""
+        self.reducer.begin()
+        program = ModelProgram(
+            self.schedule, self.model, self.parts, batches, objective, self._hooks
+        )
+        self._executor.run(program, recorder)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:
+        """Only the forwards of `batches`, all through the first pipe; any number of them."""
+        schedule = forward_only(self.schedule, len(batches))
+        program = ModelProgram(schedule, self.model, self.parts, batches, objective, self._hooks)
+        Executor(schedule, self.channels).run(program, TimelineRecorder(self.rank))
+
+    def _parameters(self, part: Part) -> list[nn.Parameter]:
+        """What this part of the model trains."""
+        model = self.model
+        modules: list[nn.Module | None] = [model.layers[str(index)] for index in part.layers]
+        if part.first:
+            modules.append(model.embedding)
+        if part.last:
+            modules += [model.norm, model.embedding if model.head is None else model.head]
+        return [p for module in modules if module is not None for p in module.parameters()]

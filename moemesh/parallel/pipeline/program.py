@@ -1,0 +1,171 @@
+"""What the operations of a schedule do: one protocol, and the model's own program.
+
+An executor (:mod:`moemesh.parallel.pipeline.executor`) decides *when*; a program knows *what*. The
+executor moves lists of tensors between stages and keeps a :class:`Context` from a forward to its
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from moemesh.model.batch import Batch
+from moemesh.model.transformer import Output, Part, Transformer
+from moemesh.ops.weight_gradient import WeightGradientQueue
+from moemesh.parallel.pipeline.hooks import GradientHooks
+from moemesh.schedule.action import Op, Schedule
+
+
+class Spec(NamedTuple):
+    """One tensor of a message: known to both sides before it is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Context:
+    """What a backward needs of its forward. Outputs themselves are let go of once they are sent:
+    their place in the graph is enough. `state` is the program's own."""
+
+    inputs: list[Tensor]
+    roots: list[GradientEdge | None]
+    objective: GradientEdge | None = None
+    pending: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    state: Any = None
+
+
+class Forward(NamedTuple):
+    """Of one forward: tensors for the next stage, and this stage's own part of the objective."""
+
+    outputs: list[Tensor]
+    objective: Tensor | None
+    state: Any = None
+
+
+class Program(Protocol):
+    """What an executor calls, one operation after the other."""
+
+    def output_specs(self, op: Op) -> Sequence[Spec]:
+        """What the forward `op` sends on; its backward receives gradients of the same specs."""
+        ...
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        """Run a stage on the previous stage's outputs (none on the first); `inputs` are leaves."""
+        ...
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        """From gradients of the outputs to gradients of the inputs; weight gradients go to where
+        they are summed, or into ``context.pending`` when `op` is an ``I``."""
+        ...
+
+    def weight_gradients(self, op: Op, context: Context) -> None:
+        """Compute what an ``I`` has left in ``context.pending``."""
+        ...
+
+    def starting(self, op: Op) -> None:
+        """Called before each operation, before its inputs have arrived."""
+        ...
+
+    def finished(self, op: Op) -> None:
+        """Called after each operation, its outputs on their way."""
+        ...
+
+
+def make_context(inputs: list[Tensor], forward: Forward) -> Context:
+    """What to keep of a forward."""
+    objective = forward.objective
+    return Context(
+        inputs=[x for x in inputs if x.is_floating_point()],
+        roots=[_edge(x) for x in forward.outputs if x.is_floating_point()],
+        objective=_edge(objective) if objective is not None else None,
+        state=forward.state,
+    )
+
+
+def _edge(x: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
+def differentiate(context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    """Run the backward of one stage, once; zeros for an input that no gradient reached."""
+    roots: list[GradientEdge] = []
+    values: list[Tensor | None] = []
+    for root, gradient in zip(context.roots, gradients, strict=True):
+        if root is not None:
+            roots.append(root)
+            values.append(gradient)
+    if context.objective is not None:
+        roots.append(context.objective)
+        values.append(None)
+    if roots:
+        torch.autograd.backward(roots, values)
+    found: list[Tensor] = []
+    for x in context.inputs:
+        found.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        x.grad = None
+    context.roots, context.objective, context.inputs = [], None, []
+    return found
+
+
+#: (a part, what it computed, its microbatch) -> its share of what is differentiated, a scalar.
+Objective = Callable[[Part, Output, Batch], Tensor]
+
+
+class ModelProgram:
+    """Stages of the transformer over the microbatches of one step.
+
+    `batches` are ordered by sample; `objective` is this rank's part of what is differentiated.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: Transformer,
+        parts: dict[int, Part],
+        batches: Sequence[Batch],
+        objective: Objective,
+        hooks: GradientHooks,
+    ) -> None:
+        if len(batches) != schedule.total_microbatches:
+            raise ValueError(
+                f"{len(batches)} microbatches for a schedule of {schedule.total_microbatches}"
+            )
+        self.schedule, self.model, self.parts = schedule, model, parts
+        self.batches, self.objective, self.hooks = batches, objective, hooks
+        # The stream's dtype: an embedding's or a norm's, which come before any fp32 router.
+        self._dtype = next(model.parameters()).dtype
+
+    def output_specs(self, op: Op) -> Sequence[Spec]:
+        if op.stage == self.schedule.num_stages - 1:
+            return ()
+        batch = self.batches[self.schedule.sample(op)]
+        tokens = len(self.model.tokens.local(batch.num_tokens))
+        return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        batch, part = self.batches[self.schedule.sample(op)], self.parts[op.stage]
+        output = self.model(batch, part, *inputs)
+        objective = self.objective(part, output, batch)
+        return Forward([] if output.x_TH is None else [output.x_TH], objective)
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        if op.kind == "B":
+            return differentiate(context, gradients)
+        with context.pending:
+            return differentiate(context, gradients)
+
+    def weight_gradients(self, op: Op, context: Context) -> None:
+        context.pending.run(self.hooks.accumulate)
+
+    def starting(self, op: Op) -> None:
+        self.hooks.starting(op)
+
+    def finished(self, op: Op) -> None:
+        self.hooks.finished(op)
