@@ -40,7 +40,7 @@ class ModelConfig(Section):
 
     vocab_size: int = 256
     hidden_size: int = 128
-    num_layers: int = 4
+    num_layers: int = 8
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 16

@@ -102,7 +102,7 @@ BAD: list[tuple[str | None, list[str], list[str]]] = [
     (None, ["--set", "model.head_dim=15"], ["model.head_dim", "15", "14 or 16"]),
     (None, ["--set", "model.experts_per_token=9"], ["(9)", "(8)", "experts_per_token = 8"]),
     (None, ["--set", "model.router_groups=3"], ["(3)", "(8)", "router_groups = 2 or 4"]),
-    (None, ["--set", "model.first_dense_layers=9"], ["(9)", "(4)"]),
+    (None, ["--set", "model.first_dense_layers=9"], ["(9)", "(8)"]),
     (None, ["--set", "model.vocab_size=100"], ["(100)", "256"]),
     (None, ["--set", "model.attention=mla"], ["kv_lora_rank", "v_head_dim"]),
     (None, ["--set", "model.preset=tiny", "--set", "model.path=x"], ["model.path", "both"]),
@@ -113,7 +113,7 @@ BAD: list[tuple[str | None, list[str], list[str]]] = [
     ),
     (None, ["--set", "plan.ep=2"], ["ep*etp (2)", "dp*cp*tp (1)", "dp = 2"]),
     (None, ["--set", "plan.tp=3"], ["num_heads (8)", "num_kv_heads (4)", "tp = 2 or 4"]),
-    (None, ["--set", "plan.pp=8"], ["plan.pp", "(8*1 = 8)", "pp = 4"]),
+    (None, ["--set", "plan.pp=16"], ["plan.pp", "(16*1 = 16)", "pp = 8"]),
     (None, ["--set", "plan.ranks_per_node=3"], ["ranks_per_node (3)", "(1)"]),
     (None, ["--set", "plan.microbatches=64"], ["microbatches (64)", "(32 sequences)"]),
     (

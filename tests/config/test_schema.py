@@ -185,10 +185,10 @@ BROKEN_PLANS = [
     ),
     ({"dp": 2, "ep": 2}, {"num_experts": 0}, "num_experts is 0", "ep = 1"),
     ({"dp": 2, "etp": 2}, {"num_experts": 0}, "num_experts is 0", "etp = 1"),
-    ({"dp": 2, "ep": 2}, {"first_dense_layers": 4}, "all layers are dense", "ep = 1"),
-    ({"pp": 5}, {}, "num_layers is 4", "pp = 4"),
-    ({"pp": 2, "stages_per_rank": 3}, {}, "(2*3 = 6)", "stages_per_rank = 2"),
-    ({"pp": 8, "stages_per_rank": 2}, {}, "(8*2 = 16)", "pp = 2"),
+    ({"dp": 2, "ep": 2}, {"first_dense_layers": 8}, "all layers are dense", "ep = 1"),
+    ({"pp": 9}, {}, "num_layers is 8", "pp = 8"),
+    ({"pp": 2, "stages_per_rank": 5}, {}, "(2*5 = 10)", "stages_per_rank = 4"),
+    ({"pp": 8, "stages_per_rank": 2}, {}, "(8*2 = 16)", "stages_per_rank = 1"),
     (
         {"dp": 8, "ranks_per_node": 3},
         {},
@@ -274,7 +274,7 @@ BROKEN_MODELS = [
         {"router_groups": 8, "router_groups_kept": 2},
         'router_group_score = "top2" needs groups of at least 2 experts',
     ),
-    ({"first_dense_layers": 5}, "first_dense_layers (5) exceeds num_layers (4)"),
+    ({"first_dense_layers": 9}, "first_dense_layers (9) exceeds num_layers (8)"),
     ({"attention": "mla"}, 'attention = "mla" needs kv_lora_rank'),
     (
         {"num_shared_experts": 0, "shared_intermediate_size": 64},
@@ -336,7 +336,7 @@ def test_a_loss_that_depends_on_the_layout_is_told() -> None:
 
 
 def test_layers_and_shared_width() -> None:
-    model = ModelConfig(first_dense_layers=2, num_shared_experts=2)
+    model = ModelConfig(first_dense_layers=2, num_layers=4, num_shared_experts=2)
     assert [model.is_moe_layer(index) for index in range(4)] == [False, False, True, True]
     assert (model.num_moe_layers, model.num_dense_layers) == (2, 2)
     assert model.shared_width == 256

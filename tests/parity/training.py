@@ -95,7 +95,7 @@ def train_on_rank(
         "steps": steps,
         "gradients": gradients,
         "weights": owned(parallel, dict(parallel.model.named_parameters())),
-        "biases": [buffer.clone() for buffer in parallel.model.buffers()],
+        "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "ledger": mesh.ledger.to_json(),
     }
 
@@ -133,9 +133,11 @@ def train(
         ranks = [train_on_rank(Mesh.single("cpu"), model, plan, train, shape)]
     else:
         ranks = mesh_on_ranks(checked.layout, train_on_rank, model, plan, train, shape)
-    for rank in ranks[1:]:
+    biases: dict[str, Tensor] = {}
+    for rank in ranks:
         assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
-        assert all(map(torch.equal, rank["biases"], ranks[0]["biases"]))
+        for name, bias in rank["biases"].items():
+            assert torch.equal(biases.setdefault(name, bias), bias), f"ranks differ in {name}"
     losses, aux, norms, loads = zip(*ranks[0]["steps"], strict=True)
     return Trained(
         losses=list(losses),
@@ -144,5 +146,5 @@ def train(
         loads=list(loads),
         gradients=assemble([rank["gradients"] for rank in ranks]),
         weights=assemble([rank["weights"] for rank in ranks]),
-        biases=ranks[0]["biases"],
+        biases=[biases[name] for name in sorted(biases)],
     )

@@ -1,0 +1,116 @@
+"""Every synchronous schedule gives the gradients of one process, bitwise where the order is kept.
+
+Float64, one thread, a mixture-of-experts model with an auxiliary loss. Where a schedule adds the
+microbatches of a weight in the order of one process, not one bit may differ.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
+from tests.parity.training import Shape, Trained, train
+
+DEEP: dict[str, dict[str, Any]] = {
+    "moe": MODEL | {"num_layers": 8},
+    # First and last stage share a weight; norms of queries and keys; fewer key/value heads.
+    "tied": MODELS["grouped"] | {"num_layers": 8},
+    # The routers' biases move by the loads of all microbatches, and must be known to all holders.
+    "sigmoid": MODELS["sigmoid"] | {"num_layers": 8},
+}
+#: Microbatches of unequal size: 11 sequences in 4 or 8 or 10 parts.
+SHAPE = Shape(global_batch=11)
+ONE_STEP = TRAIN | {"steps": 1}
+
+BITWISE = [
+    {"pp": 2, "schedule": "1f1b", "microbatches": 4},
+    {"pp": 4, "schedule": "1f1b", "microbatches": 8},
+    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 4},
+    {"pp": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 8},
+    {"pp": 2, "schedule": "zb_h1", "microbatches": 4},
+    {"pp": 4, "schedule": "zb_h1", "microbatches": 8},
+    {"pp": 2, "schedule": "zb_h2", "microbatches": 4},
+    {"pp": 4, "schedule": "zb_h2", "microbatches": 8},
+    {"pp": 2, "schedule": "zb_v", "microbatches": 4},
+    {"pp": 4, "schedule": "zb_v", "microbatches": 8},
+    {"pp": 2, "schedule": "dualpipe_v", "microbatches": 4},
+    {"pp": 4, "schedule": "dualpipe_v", "microbatches": 8},
+    {"pp": 2, "schedule": "1f1b", "microbatches": 4, "layers_per_stage": (7, 1)},
+]
+#: Another order of the same additions.
+REORDERED = [
+    {"pp": 2, "schedule": "gpipe", "microbatches": 4},
+    {"pp": 4, "schedule": "gpipe", "microbatches": 8},
+    {"pp": 2, "schedule": "chimera", "microbatches": 4},
+    {"pp": 4, "schedule": "chimera", "microbatches": 8},
+    {"pp": 2, "schedule": "dualpipe", "microbatches": 4},
+    {"pp": 4, "schedule": "dualpipe", "microbatches": 10},
+]
+#: With the other axes, over several steps, clipping and all.
+MIXED: list[tuple[str, dict[str, Any]]] = [
+    ("moe", {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_v", "microbatches": 4}),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}),
+    ("tied", {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_h1", "microbatches": 3}),
+    ("tied", {"pp": 4, "schedule": "chimera", "microbatches": 4}),
+    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 3}),
+    ("sigmoid", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}),
+    ("sigmoid", {"pp": 4, "tp": 2, "ep": 2, "schedule": "dualpipe_v", "microbatches": 8}),
+]
+
+
+def name_of(plan: dict[str, Any]) -> str:
+    return "-".join(f"{key}={value}" for key, value in plan.items())
+
+
+@cache
+def one_process(model: str, microbatches: int, steps: int = 1) -> Trained:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a product over two threads adds in another order
+    try:
+        keys = TRAIN | {"steps": steps}
+        return train(DEEP[model], {"microbatches": microbatches}, keys, SHAPE)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def worst_difference(got: Trained, expected: Trained) -> float:
+    """Largest difference of a gradient, relative to the largest element of its tensor."""
+    assert got.gradients.keys() == expected.gradients.keys()
+    return max(
+        float((got.gradients[name] - tensor).abs().max() / tensor.abs().max())
+        for name, tensor in expected.gradients.items()
+    )
+
+
+@pytest.mark.parametrize("plan", BITWISE, ids=name_of)
+def test_gradients_are_bitwise_those_of_one_process(plan: dict[str, Any]) -> None:
+    got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
+    expected = one_process("moe", plan["microbatches"])
+    for name, tensor in expected.gradients.items():
+        assert torch.equal(got.gradients[name], tensor), name
+    assert (got.losses, got.norms, got.loads) == (expected.losses, expected.norms, expected.loads)
+
+
+@pytest.mark.parametrize("plan", REORDERED, ids=name_of)
+def test_reordered_sums_differ_by_rounding_only(plan: dict[str, Any]) -> None:
+    got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
+    assert worst_difference(got, one_process("moe", plan["microbatches"])) <= 1e-15
+    assert got.loads == one_process("moe", plan["microbatches"]).loads
+
+
+@pytest.mark.parametrize(("model", "plan"), MIXED, ids=lambda value: str(value)[:60])
+def test_pipelines_join_the_other_axes(model: str, plan: dict[str, Any]) -> None:
+    got = train(DEEP[model], plan, TRAIN | {"steps": 2}, SHAPE)
+    assert_same(got, one_process(model, plan["microbatches"], 2))
+
+
+def test_the_reference_depends_on_every_microbatch() -> None:
+    """Nothing above is vacuous: one microbatch less changes the gradients visibly."""
+    expected = one_process("moe", 4)
+    smaller = train(DEEP["moe"], {"microbatches": 4}, ONE_STEP, Shape(global_batch=8))
+    assert worst_difference(smaller, expected) > 1e-3
+    assert expected.aux[0] > 0
