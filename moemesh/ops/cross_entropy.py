@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
             target_T += torch.where(here_T, picked_T, 0.0)
         lse_T, target_T = combine(lse_T, target_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
-        ctx.first_row, ctx.chunk = first_row, chunk
+        ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
         return lse_T - target_T
 
     @staticmethod
@@ -85,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_VH is not None:
                 torch.mm(grad_TC.t(), x_TH, out=grad_VH[rows])
         if later:
-            weight_gradient(weight_VH, weight_half)
+            weight_gradient(ctx.leaf, weight_half)
         return grad_x_TH, grad_VH, None, None, None, None
 
 

@@ -29,7 +29,7 @@ class _ExactExperts(torch.autograd.Function):
         scale_Q1 = rows.pad(weights_R)[:, None].to(h_QG.dtype)
         y_QH = rows.gemm(F.silu(gate_QF) * up_QF * scale_Q1, down.transpose(1, 2))
         ctx.save_for_backward(x_RH, weights_R, counts_EP, gate_up, down, gate_QF, up_QF)
-        ctx.rows = rows
+        ctx.rows, ctx.leaves = rows, (gate_up, down)
         return rows.unpad(y_QH)
 
     @staticmethod
@@ -46,10 +46,10 @@ class _ExactExperts(torch.autograd.Function):
         grad_h_QG = torch.cat([grad_gate_QF, grad_QF * silu_QF], dim=1)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
         grad_down = weight_gradient(
-            down, lambda: exact_weight_gradient(grad_RH, product_RF, counts_EP)
+            ctx.leaves[1], lambda: exact_weight_gradient(grad_RH, product_RF, counts_EP)
         )
         grad_gate_up = weight_gradient(
-            gate_up,
+            ctx.leaves[0],
             lambda: exact_weight_gradient(grad_h_RG, x_RH, counts_EP).view_as(gate_up),
         )
         grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, gate_up.flatten(1, 2)))

@@ -14,6 +14,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight)
+        # Hooks on saved tensors give back another object: only the leaf itself has a gradient.
+        ctx.leaf = weight
         return x_TI @ weight.reshape(-1, weight.shape[-1]).t()
 
     @staticmethod
@@ -24,7 +26,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_x_TI, None
         return grad_x_TI, weight_gradient(
-            weight, lambda: (grad_TO.t() @ x_TI).reshape(weight.shape)
+            ctx.leaf, lambda: (grad_TO.t() @ x_TI).reshape(weight.shape)
         )
 
 
