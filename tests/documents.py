@@ -23,6 +23,7 @@ from moemesh.config.toml import format_value
 from moemesh.parallel.expert.choose import expected_distinct
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import TRAINABLE, untrainable
+from tests.schedule import documents as schedule_documents
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
@@ -32,6 +33,7 @@ DOCUMENTS = (
     "docs/words.md",
     "docs/contracts.md",
     "docs/dispatchers.md",
+    "docs/schedules.md",
     "docs/log.md",
 )
 #: Every default of a training run that costs time, cut down; --set in a snippet is stronger.
@@ -192,6 +194,7 @@ BLOCKS = {
     "trains": trains,
     "placements": placement_table,
     "presets": presets,
+    "schedules": schedule_documents.schedules,
 }
 
 
@@ -228,7 +231,7 @@ def dispatcher_rows() -> str:
 
 
 #: File -> what draws it.
-PICTURES = {"docs/dispatchers.svg": dispatcher_rows}
+PICTURES = {"docs/dispatchers.svg": dispatcher_rows, **schedule_documents.PICTURES}
 
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

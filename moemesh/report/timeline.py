@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moemesh.report.boxes import KINDS as KINDS
+from moemesh.report.boxes import Box, colours_of, legend_entries
+from moemesh.report.boxes import boxes_of as boxes_of
 from moemesh.report.svg import (
-    COLOURS,
     GRID,
     IDLE,
     INK,
     MUTED,
     WIDTH,
+    coordinate,
     figure,
     ink_on,
     legend,
@@ -22,155 +24,182 @@ from moemesh.report.svg import (
     text,
     text_width,
     ticks,
-    tint,
 )
-from moemesh.trace.timeline import MICROSECONDS, Record, Timeline
+from moemesh.trace.pipeline import Steps
+from moemesh.trace.timeline import MICROSECONDS, Timeline
 
-#: Colours of well-known kinds, apart in hue and in lightness.
-KINDS: dict[str, str] = {
-    "F": "#1d4f91",
-    "B": "#f0a030",
-    "I": "#b84f16",
-    "W": "#bfe3b4",
-}
-#: Names and kinds that mean the same as a pipeline kind, for its colour.
-SAME: dict[str, str] = {"forward": "F", "backward": "B"}
-LONG_NAMES: dict[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-}
 _WAITING = "#e3b1b1"
 #: Neighbours of different colours that are too narrow to be drawn one by one.
 _MIXED = "#8b95a3"
+_MEMORY = "#6d5a9c"
 _MAX_ROWS = 32
 _MAX_BOXES = 5000
-_MAX_LANES = 4
 _MAX_KEYS = 12
 _LEFT, _RIGHT = 66, 12
+_STRIP = 14.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """A record's place in its rank's row: `lane` downwards, and which `part` of `parts` of it."""
+class _Scale:
+    """Pixels of a time: `origin` lies at the left edge."""
 
-    record: Record
-    lane: int
-    part: int = 0
-    parts: int = 1
+    origin: float
+    pixels: float
 
-
-def boxes_of(records: Sequence[Record]) -> list[Box]:
-    """Lay out one rank's records: overlapping ones in lanes, equal intervals as one block.
-
-    `records` in the timeline's order (start, longest first).
-    """
-    blocks: defaultdict[tuple[float, float], list[Record]] = defaultdict(list)
-    for record in records:
-        blocks[record.start, record.end].append(record)
-    ends: list[float] = []
-    placed: list[Box] = []
-    for (start, end), block in blocks.items():
-        free = (lane for lane, busy_until in enumerate(ends) if busy_until <= start)
-        lane = next(free, len(ends))
-        if lane == len(ends):
-            ends.append(end)
-        ends[lane] = end
-        lane = min(lane, _MAX_LANES - 1)
-        for part, record in enumerate(block):
-            placed.append(Box(record=record, lane=lane, part=part, parts=len(block)))
-    return placed
+    def x(self, time: float) -> float:
+        return _LEFT + (time - self.origin) * self.pixels
 
 
-def timeline_rows(timeline: Timeline) -> str:
+def timeline_rows(
+    timeline: Timeline,
+    *,
+    memory: Mapping[int, Steps] | None = None,
+    title: str = "Timeline per rank",
+    identity: str = "timeline",
+) -> str:
     """Every rank's records over time; past 32 ranks the first 32. "" when nothing was recorded.
 
-    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix.
+    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix. `memory`
+    (rank -> steps, such as :func:`moemesh.trace.pipeline.activations` gives) is drawn as a strip
+    under each row, all on one scale.
     """
-    if not timeline.records:
+    return timelines_stacked([timeline], memory=memory, title=title, identity=identity)
+
+
+def timelines_stacked(
+    timelines: Sequence[Timeline],
+    *,
+    memory: Mapping[int, Steps] | None = None,
+    title: str = "Timelines per rank",
+    identity: str = "timelines",
+) -> str:
+    """Timelines under one another on one time axis, each from its own start: simulated, measured.
+
+    The axis has the unit of the last one. A timeline in ticks beside others in seconds is stretched
+    so that its busiest rank works as long as theirs: what differs then is order and waiting.
+    "" when nothing was recorded. `memory` belongs to the first timeline.
+    """
+    drawn = [timeline for timeline in timelines if timeline.records]
+    if not drawn:
         return ""
-    ranks = timeline.ranks[:_MAX_ROWS]
-    layout = {rank: boxes_of(items) for rank, items in timeline.by_rank().items() if rank in ranks}
-    shown = [box for boxes in layout.values() for box in boxes]
-    colours = _colours(shown)
-    origin = min((box.record.start - box.record.wait for box in shown), default=0.0)
-    latest = max((box.record.end for box in shown), default=origin)
-    scale = (WIDTH - _LEFT - _RIGHT) / ((latest - origin) or 1)
+    panels = [
+        _Panel(timeline, memory if index == 0 else None) for index, timeline in enumerate(drawn)
+    ]
+    factors = _factors(panels)
+    longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
+    # Instants have no length: any scale will do.
+    pixels = (WIDTH - _LEFT - _RIGHT) / (longest or 1)
+    boxes = [box for panel in panels for box in panel.boxes]
+    colours = colours_of(boxes)
     rows: list[str] = []
     y = 0.0
-    for rank in ranks:
-        boxes = layout[rank]
-        lanes = max((box.lane for box in boxes), default=0) + 1
-        height = 20.0 if lanes == 1 else 14.0 * lanes
-        rows.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
-        rows.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
-        row = _Row(top=y, lane_height=height / lanes, origin=origin, scale=scale)
-        rows += row.draw(boxes, colours, _MAX_BOXES // len(ranks))
-        y += height + 5
-    rows.append(_time_axis(timeline, latest - origin, scale, y))
-    key, used = legend(_legend_entries(shown, colours, "".join(rows)), left=0, top=4)
+    for panel, factor in zip(panels, factors, strict=True):
+        if len(panels) > 1:
+            rows.append(text(_LEFT, y + 10, panel.heading(factor, drawn[-1]), fill=MUTED))
+            y += 16
+        parts, y = panel.draw(y, factor * pixels, colours, _MAX_BOXES // len(panels))
+        rows += parts
+    rows.append(_time_axis(drawn[-1], longest, pixels, y))
+    key, used = legend(_keys(boxes, colours, "".join(rows)), left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
-    which = f"the first {len(ranks)} of " if len(ranks) < len(timeline.ranks) else ""
-    description = (
-        f"What {which}{len(timeline.ranks)} ranks did, {timeline.source}; span "
-        f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
-    )
-    return figure("timeline", "Timeline per rank", description, used + y + 50, body)
+    description = " ".join(panel.description() for panel in panels)
+    return figure(identity, title, description, used + y + 50, body)
 
 
-def key_of(record: Record) -> str:
-    """What a record is coloured by: its kind, or its name when it has none."""
-    word = record.kind or record.name
-    return SAME.get(word, word)
+def _factors(panels: Sequence[_Panel]) -> list[float]:
+    """From each timeline's unit to that of the last one."""
+    last = panels[-1].timeline
+    factors: list[float] = []
+    for panel in panels:
+        unit = panel.timeline.unit
+        if (unit == "ticks") == (last.unit == "ticks"):
+            factors.append(MICROSECONDS[unit] / MICROSECONDS[last.unit])
+        else:
+            busy = max(rank.busy for rank in panel.timeline.statistics())
+            factors.append(max(rank.busy for rank in last.statistics()) / (busy or 1) or 1.0)
+    return factors
 
 
-def _colours(boxes: Sequence[Box]) -> dict[str, str]:
-    keys = sorted({key_of(box.record) for box in boxes} - KINDS.keys())
-    # The most busy time first, so that the eleventh kind of helper does not take a colour away.
-    busy: defaultdict[str, float] = defaultdict(float)
-    for box in boxes:
-        busy[key_of(box.record)] += box.record.duration
-    keys.sort(key=lambda key: (-busy[key], key))
-    palette = (*COLOURS[1:], *(tint(colour) for colour in COLOURS))
-    others = {key: palette[index % len(palette)] for index, key in enumerate(keys)}
-    return KINDS | others
-
-
-def _legend_entries(
-    boxes: Sequence[Box], colours: dict[str, str], drawn: str
-) -> list[tuple[str, str]]:
-    present = {key_of(box.record) for box in boxes}
-    entries = [(LONG_NAMES.get(key, key), colours[key]) for key in colours if key in present]
-    if any(box.record.pipe % 2 for box in boxes):
-        entries += [(f"{name}, odd pipe", tint(colour)) for name, colour in entries]
-    entries = entries[:_MAX_KEYS]
+def _keys(boxes: Sequence[Box], colours: dict[str, str], drawn: str) -> list[tuple[str, str]]:
     rest = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
+        ("memory held", _MEMORY),
         ("idle", IDLE),
     )
+    entries = legend_entries(boxes, colours)[:_MAX_KEYS]
     return entries + [(name, colour) for name, colour in rest if f'fill="{colour}"' in drawn]
+
+
+class _Panel:
+    """One timeline's rows."""
+
+    def __init__(self, timeline: Timeline, memory: Mapping[int, Steps] | None) -> None:
+        self.timeline = timeline
+        self.memory = memory or {}
+        self.ranks = timeline.ranks[:_MAX_ROWS]
+        by_rank = timeline.by_rank()
+        self.layout = {rank: boxes_of(by_rank[rank]) for rank in self.ranks}
+        self.boxes = [box for boxes in self.layout.values() for box in boxes]
+        records = [box.record for box in self.boxes]
+        self.origin = min((record.start - record.wait for record in records), default=0.0)
+        self.length = max((record.end for record in records), default=self.origin) - self.origin
+
+    def heading(self, factor: float, last: Timeline) -> str:
+        """The source, and how long a stretched tick is in the unit of the last timeline."""
+        if self.timeline.unit != "ticks" or last.unit == "ticks":
+            return self.timeline.source
+        return f"{self.timeline.source}, a tick stretched to {_duration(factor, last)}"
+
+    def description(self) -> str:
+        timeline = self.timeline
+        fewer = len(self.ranks) < len(timeline.ranks)
+        which = f"the first {len(self.ranks)} of " if fewer else ""
+        return (
+            f"What {which}{len(timeline.ranks)} ranks did, {timeline.source}; span "
+            f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
+        )
+
+    def draw(
+        self, y: float, pixels: float, colours: dict[str, str], limit: int
+    ) -> tuple[list[str], float]:
+        """The rows from `y` downwards, and where they end."""
+        rows: list[str] = []
+        scale = _Scale(origin=self.origin, pixels=pixels)
+        most = max((value for steps in self.memory.values() for _, value in steps), default=0.0)
+        for rank in self.ranks:
+            boxes = self.layout[rank]
+            lanes = max((box.lane for box in boxes), default=0) + 1
+            height = 20.0 if lanes == 1 else 14.0 * lanes
+            rows.append(text(_LEFT - 8, y + height / 2 + 4, f"rank {rank}", anchor="end"))
+            rows.append(rectangle(_LEFT, y, WIDTH - _LEFT - _RIGHT, height, IDLE))
+            row = _Row(top=y, lane_height=height / lanes, scale=scale)
+            rows += row.draw(boxes, colours, limit // len(self.ranks))
+            y += height
+            if steps := self.memory.get(rank):
+                rows += _strip(steps, y + 1, scale, most, self.origin + self.length)
+                y += _STRIP + 1
+            y += 5
+        return rows, y
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
     top: float
     lane_height: float
-    origin: float
-    scale: float
+    scale: _Scale
 
     def draw(self, boxes: Sequence[Box], colours: dict[str, str], limit: int) -> list[str]:
         waits = [
             rectangle(
-                _LEFT + (record.start - record.wait - self.origin) * self.scale,
+                self.scale.x(record.start - record.wait),
                 self.top,
-                record.wait * self.scale,
+                record.wait * self.scale.pixels,
                 self.lane_height,
                 _WAITING,
             )
             for record in (box.record for box in boxes)
-            if record.wait * self.scale >= 0.3
+            if record.wait * self.scale.pixels >= 0.3
         ][:limit]
         # Wider and wider boxes are "too narrow" until few enough remain.
         narrow = 0.5
@@ -194,11 +223,8 @@ class _Row:
                 drawn.append(rectangle(left, top, width, self.lane_height, colour))
 
         for box in boxes:
-            record = box.record
-            colour = colours[key_of(record)]
-            colour = tint(colour) if record.pipe % 2 else colour
-            left = _LEFT + (record.start - self.origin) * self.scale
-            right = _LEFT + (record.end - self.origin) * self.scale
+            colour = box.colour(colours)
+            left, right = self.scale.x(box.record.start), self.scale.x(box.record.end)
             if right - left > narrow:
                 finish(box.lane)
                 drawn.append(self._box(box, left, right - left, colour))
@@ -215,25 +241,38 @@ class _Row:
         return drawn
 
     def _box(self, box: Box, left: float, width: float, colour: str) -> str:
-        record = box.record
         height = self.lane_height / box.parts
         top = self.top + box.lane * self.lane_height + box.part * height
         edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""
-        title = record.name if width > 2 else ""
+        title = box.record.name if width > 2 else ""
         drawn = rectangle(left, top, width, height, colour, title=title, more=edge)
         size = min(10.0, height - 2)
-        label = record.name if record.microbatch is None else str(record.microbatch)
-        if size >= 7 and text_width(label, size) + 4 < width:
+        if size >= 7 and text_width(box.label, size) + 2 < width:
             x, y = left + width / 2, top + height / 2 + size * 0.36
-            drawn += text(x, y, label, anchor="middle", fill=ink_on(colour), size=size)
+            drawn += text(x, y, box.label, anchor="middle", fill=ink_on(colour), size=size)
         return drawn
 
 
-def _time_axis(timeline: Timeline, length: float, scale: float, bottom: float) -> str:
+def _strip(steps: Steps, top: float, scale: _Scale, most: float, end: float) -> list[str]:
+    """What a rank holds over time as an area, with its peak at the left."""
+    bottom = top + _STRIP
+    share = (_STRIP - 1) / (most or 1)
+    commands = [f"M{coordinate(scale.x(steps[0][0]))} {coordinate(bottom)}"]
+    for time, value in steps:
+        commands.append(f"H{coordinate(scale.x(time))}V{coordinate(bottom - value * share)}")
+    commands.append(f"H{coordinate(scale.x(end))}V{coordinate(bottom)}z")
+    peak = max(value for _, value in steps)
+    return [
+        f'<path d="{"".join(commands)}" fill="{_MEMORY}"/>',
+        text(_LEFT - 8, bottom - 3, f"peak {peak:.4g}", anchor="end", fill=MUTED, size=9),
+    ]
+
+
+def _time_axis(timeline: Timeline, length: float, pixels: float, bottom: float) -> str:
     factor, unit = _axis_unit(length, timeline)
     parts: list[str] = []
     for value in ticks(0, length * factor, 8):
-        x = _LEFT + value / factor * scale
+        x = _LEFT + value / factor * pixels
         parts += [
             line(x, bottom, x, bottom + 4, INK),
             text(x, bottom + 16, short(round(value, 9)), anchor="middle", fill=MUTED),

@@ -212,39 +212,6 @@ class Timeline:
             digest=str(data.get("digest", "")),
         )
 
-    def to_perfetto(self) -> dict[str, Any]:
-        """Chrome/Perfetto trace: one complete event a record, pid = tid = rank, microseconds.
-
-        Times are counted from the first record. Format: "Trace Event Format", Google, 2016.
-        """
-        scale, origin = MICROSECONDS[self.unit], self.start
-        events: list[dict[str, Any]] = []
-        for rank in self.ranks:
-            named = {"ph": "M", "pid": rank, "tid": rank, "args": {"name": f"rank {rank}"}}
-            events.append({"name": "process_name", **named})
-            events.append({"name": "thread_name", **named})
-            order = {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": rank}
-            events.append({**order, "args": {"sort_index": rank}})
-        for record in self.records:
-            details = record.to_json()
-            for name in ("rank", "start", "end", "name", "kind"):
-                details.pop(name, None)
-            if record.wait:
-                details["wait"] = record.wait * scale
-            events.append(
-                {
-                    "name": record.name,
-                    "cat": record.kind or "work",
-                    "ph": "X",
-                    "ts": (record.start - origin) * scale,
-                    "dur": record.duration * scale,
-                    "pid": record.rank,
-                    "tid": record.rank,
-                    "args": details,
-                }
-            )
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
-
 
 def busy_time(records: Iterable[Record]) -> float:
     """Length of the union of the records' intervals."""

@@ -1,4 +1,4 @@
-"""Timelines: statistics by hand-computed values, round trips, merging, recording, Perfetto."""
+"""Timelines: statistics by hand-computed values, round trips, merging, recording."""
 
 import json
 
@@ -165,25 +165,3 @@ class TestRecorder:
         assert {(r.name, r.step) for r in records} == {("outer", 2), ("inner", 2)}
         outer, inner = (next(r for r in records if r.name == n) for n in ("outer", "inner"))
         assert outer.start <= inner.start <= inner.end <= outer.end
-
-
-class TestPerfetto:
-    def test_complete_events_in_microseconds(self):
-        seconds = timeline(
-            record(0, 100.0, 100.5, "f", kind="F", microbatch=2),
-            record(1, 100.25, 101.0, "g", wait=0.125),
-            unit="seconds",
-        )
-        trace = json.loads(json.dumps(seconds.to_perfetto()))
-        first, second = (event for event in trace["traceEvents"] if event["ph"] == "X")
-        assert (first["ts"], first["dur"], first["pid"], first["tid"]) == (0, 500_000, 0, 0)
-        assert (first["cat"], first["args"]) == ("F", {"microbatch": 2})
-        assert (second["ts"], second["dur"], second["pid"], second["tid"]) == (
-            250_000,
-            750_000,
-            1,
-            1,
-        )
-        assert second["args"] == {"wait": 125_000}
-        names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-        assert names == {"rank 0", "rank 1"}

@@ -1,0 +1,92 @@
+"""A timeline as lines of text: a row per rank, a column per tick; for terminals and tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from moemesh.report.boxes import Box, boxes_of
+from moemesh.trace.timeline import Timeline
+
+#: A tick that would need more columns than this is no common measure, only an accident.
+_MAX_COLUMNS = 4000
+#: Columns when the times have no common measure.
+_COARSE = 60
+
+
+def draw(timeline: Timeline, *, tick: float | None = None) -> str:
+    """One line a rank; each operation from the column of its start to that of its end.
+
+    A forward of microbatch 3 is ``F3``, its rest ``-``, an idle tick ``.``; a block joins its
+    operations with ``+``, a slice follows a point, and small letters are the second pipe or an odd
+    chunk. `tick` is the time of a column, by default the greatest common measure of all times
+    (the span in 60 columns when there is none). Records without a microbatch are left out.
+
+    >>> from moemesh.trace.timeline import Record
+    >>> records = [Record(rank=0, start=0, end=1, name="0F0", kind="F", stage=0, microbatch=0),
+    ...            Record(rank=0, start=2, end=4, name="0B0", kind="B", stage=0, microbatch=0)]
+    >>> print(draw(Timeline(ranks=(0,), records=tuple(records), source="simulated", unit="ticks")))
+    rank 0: F0 .  B0---
+    """
+    rows = {
+        rank: [box for box in boxes_of(records) if box.record.microbatch is not None]
+        for rank, records in timeline.by_rank().items()
+    }
+    boxes = [box for row in rows.values() for box in row]
+    if not boxes:
+        return ""
+    origin = min(box.record.start for box in boxes)
+    times = {box.record.start - origin for box in boxes} | {
+        box.record.end - origin for box in boxes
+    }
+    step = tick or common_measure(times) or max(times) / _COARSE or 1.0
+    cells = {rank: _cells(row, origin, step) for rank, row in rows.items()}
+    # Wide enough that every label has room and a blank behind it.
+    width = max(
+        -(-(len(label) + 1) // max(end - start, 1))
+        for row in cells.values()
+        for start, end, label in row
+    )
+    head = len(f"rank {timeline.ranks[-1]}")
+    return "\n".join(
+        f"{f'rank {rank}':{head}}: {_row(row, width)}".rstrip() for rank, row in cells.items()
+    )
+
+
+def common_measure(times: set[float]) -> float | None:
+    """The largest time of which all are multiples; None when there is none worth a column."""
+    measure, longest = Fraction(0), max(times, default=0.0)
+    for time in sorted(times):
+        exact = Fraction(time).limit_denominator(10_000)
+        if abs(exact - Fraction(time)) > 1e-9 * max(longest, 1.0):
+            return None
+        measure = Fraction(
+            math.gcd(measure.numerator * exact.denominator, exact.numerator * measure.denominator),
+            measure.denominator * exact.denominator,
+        )
+        if measure and longest / measure > _MAX_COLUMNS:
+            return None
+    return float(measure) or None
+
+
+def _cells(boxes: Sequence[Box], origin: float, step: float) -> list[tuple[int, int, str]]:
+    """(first column, column after the last, label) of each operation or block."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for box in boxes:
+        record = box.record
+        start, end = round((record.start - origin) / step), round((record.end - origin) / step)
+        kind = record.kind.lower() if box.tinted else record.kind
+        found.setdefault((start, end), []).append(f"{kind}{box.label}")
+    return [(start, end, "+".join(labels)) for (start, end), labels in sorted(found.items())]
+
+
+def _row(cells: Sequence[tuple[int, int, str]], width: int) -> str:
+    line, column = "", 0
+    for start, end, label in cells:
+        line += ".".ljust(width) * (start - column)
+        # Several that fall into one column stand side by side.
+        room = width * max(end - max(start, column), 1) - 1
+        line += label.ljust(room, "-") + " "
+        column = max(end, column)
+    return line

@@ -1,0 +1,158 @@
+"""AMPNet: no order is fixed; each rank runs what has arrived, and what it ran is written down.
+
+Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks", 2017,
+arXiv:1705.09786.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least, require
+
+CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
+
+
+class Policy:
+    """What one rank does next: the oldest waiting backward, else the oldest waiting forward.
+
+    Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are under way;
+    the last rank queues its own backward after each forward. The executor's loop::
+
+        while not policy.done:
+            while (op := policy.next()) is None:
+                policy.receive(op_of(wait_for_a_message()))
+            ...  # run op, send its result
+            policy.finish(op)
+
+    `order` holds what was run, in order: the record that is checked, simulated and replayed.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, num_microbatches: int, *, max_in_flight: int
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.num_microbatches, self.max_in_flight = num_microbatches, max_in_flight
+        self.order: list[Op] = []
+        self._forwards: deque[Op] = deque()
+        self._backwards: deque[Op] = deque()
+        self._admitted = 0
+        self._finished = 0
+
+    @property
+    def done(self) -> bool:
+        """Every microbatch has come back through this rank."""
+        return self._finished == self.num_microbatches
+
+    def receive(self, op: Op) -> None:
+        """The input of `op`, an operation of this rank, has arrived."""
+        assert op.stage == self.rank, f"{op} is no operation of rank {self.rank}"
+        (self._forwards if op.kind == "F" else self._backwards).append(op)
+
+    def next(self) -> Op | None:
+        """What to run now; None when there is nothing before the next message."""
+        for waiting in (self._backwards, self._forwards):
+            if waiting:
+                self.order.append(waiting.popleft())
+                return self.order[-1]
+        in_flight = self._admitted - self._finished
+        fits = self._admitted < self.num_microbatches and in_flight < self.max_in_flight
+        if self.rank > 0 or not fits:
+            return None
+        self.order.append(Op("F", 0, self._admitted))
+        self._admitted += 1
+        return self.order[-1]
+
+    def finish(self, op: Op) -> None:
+        """`op` has been run."""
+        if op.kind == "B":
+            self._finished += 1
+        elif self.rank == self.num_ranks - 1:
+            self.receive(Op("B", op.stage, op.microbatch))
+
+
+def ampnet(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    max_in_flight: int | None = None,
+    window: int = 1,
+    cost: Callable[[Op], float] | None = None,
+    latency: float = 0,
+) -> Schedule:
+    """The orders that the policy takes when operations last `cost(op)` and messages `latency`.
+
+    `max_in_flight` microbatches are under way at once (p by default), each rank updates after every
+    `window` local backwards and a backward uses the newest weights; forwards cost 1 and backwards
+    2 unless `cost` says otherwise. Stage r on rank r. One copy of the weights, a version lag of at
+    most ceil((max_in_flight-1)/window), at most `max_in_flight` microbatches per rank. Raises
+    ValueError unless max_in_flight >= 1, window >= 1, and no cost or latency is negative.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(ampnet(3, 5)).timeline))
+    rank 0: F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
+    rank 1: .  F0 F1 F2 .  B0--- .  B1--- F3 B2--- F4 B3--- .  B4---
+    rank 2: .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---
+    """
+    in_flight = num_ranks if max_in_flight is None else max_in_flight
+    require(
+        "ampnet",
+        CONDITIONS,
+        ranks=num_ranks,
+        microbatches=num_microbatches,
+        max_in_flight=max(in_flight, 1) if max_in_flight is None else in_flight,
+        window=window,
+    )
+    policies = [
+        Policy(rank, num_ranks, num_microbatches, max_in_flight=in_flight)
+        for rank in range(num_ranks)
+    ]
+    _run(policies, cost or (lambda op: 1 if op.kind == "F" else 2), latency)
+    return Schedule(
+        name="ampnet",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=tuple(single(*policy.order) for policy in policies),
+        num_microbatches=(num_microbatches,),
+        update=UpdateRule(kind="newest", window=window),
+        parameters={"max_in_flight": in_flight},
+    )
+
+
+def _run(policies: list[Policy], cost: Callable[[Op], float], latency: float) -> None:
+    """Carry the policies out in event time: all that happens at one time, then the free ranks."""
+    if not (0 <= latency < math.inf):
+        raise ScheduleConditionError(f"ampnet needs 0 <= latency < infinity, got {latency}")
+    # (time, number, finished or arrived, operation); the number makes equal times deterministic.
+    events: list[tuple[float, int, bool, Op]] = []
+    running: list[Op | None] = [None] * len(policies)
+    last, now, number = len(policies) - 1, 0.0, 0
+    while True:
+        while events and events[0][0] == now:
+            _, _, finished, op = heapq.heappop(events)
+            if not finished:
+                policies[op.stage].receive(op)
+                continue
+            running[op.stage] = None
+            policies[op.stage].finish(op)
+            # Forwards go up to the last rank, backwards down to the first.
+            if op.stage != (last if op.kind == "F" else 0):
+                to = op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
+                heapq.heappush(events, (now + latency, number := number + 1, False, to))
+        for rank, policy in enumerate(policies):
+            if running[rank] is None and (op := policy.next()):
+                length = cost(op)
+                if not (0 <= length < math.inf):
+                    raise ScheduleConditionError(f"ampnet: {op} costs {length}, not 0 or more")
+                running[rank] = op
+                heapq.heappush(events, (now + length, number := number + 1, True, op))
+        if not events:
+            break
+        now = events[0][0]
+    assert all(policy.done for policy in policies), "AMPNet stopped before its end"

@@ -1,0 +1,145 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moemesh.config.errors import UserError
+from moemesh.schedule import (
+    ampnet,
+    chimera,
+    conditions,
+    dualpipe,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    terapipe,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.conditions import ALWAYS, Condition, one_of, require
+
+#: More operations than any pipeline has in a step; a slip must not fill the memory.
+LARGEST_NUM_OPERATIONS = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a schedule is made: its generator, its conditions, what else it can be told.
+
+    `stages_per_rank` are the legal numbers of chunks, empty where any will do; 1 stands for "not
+    said" and is always among them. `options` are named as in :func:`build`.
+    """
+
+    make: Callable[..., Schedule]
+    conditions: Sequence[Condition] = ALWAYS
+    options: tuple[str, ...] = ()
+    stages_per_rank: tuple[int, ...] = (1,)
+
+
+RECIPES: dict[str, Recipe] = {
+    "1f1b": Recipe(make=one_f_one_b.one_f_one_b),
+    "gpipe": Recipe(make=gpipe.gpipe),
+    "interleaved_1f1b": Recipe(
+        make=interleaved_1f1b.interleaved_1f1b,
+        conditions=interleaved_1f1b.CONDITIONS,
+        options=("stages_per_rank",),
+        stages_per_rank=(),
+    ),
+    "terapipe": Recipe(
+        make=terapipe.terapipe, conditions=terapipe.CONDITIONS, options=("num_slices",)
+    ),
+    "chimera": Recipe(make=chimera.chimera, conditions=chimera.CONDITIONS),
+    "zb_h1": Recipe(make=zb_h1.zb_h1),
+    "zb_h2": Recipe(make=zb_h2.zb_h2),
+    "zb_v": Recipe(make=zb_v.zb_v, stages_per_rank=(1, 2)),
+    "dualpipe": Recipe(make=dualpipe.dualpipe, conditions=dualpipe.DUALPIPE),
+    "dualpipe_v": Recipe(
+        make=dualpipe.dualpipe_v, conditions=dualpipe.DUALPIPE_V, stages_per_rank=(1, 2)
+    ),
+    "pipedream": Recipe(make=pipedream.pipedream),
+    "pipedream_2bw": Recipe(
+        make=pipedream_2bw.pipedream_2bw,
+        conditions=pipedream_2bw.CONDITIONS,
+        options=("window",),
+    ),
+    "ampnet": Recipe(
+        make=ampnet.ampnet,
+        conditions=ampnet.CONDITIONS,
+        options=("max_in_flight", "window", "cost", "latency"),
+    ),
+}
+
+
+def build(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    stages_per_rank: int = 1,
+    num_slices: int | None = None,
+    window: int | None = None,
+    max_in_flight: int | None = None,
+    cost: Callable[[Op], float] | None = None,
+    latency: float | None = None,
+) -> Schedule:
+    """The schedule of that name; `num_microbatches` of all pipes together.
+
+    For an asynchronous schedule they are those of the whole run. `num_slices` (terapipe, by
+    default one per rank), `window` (pipedream_2bw, ampnet), `max_in_flight`, `cost` and `latency`
+    (ampnet) go to the generators that know them. Raises ValueError with the nearest name for an
+    unknown one, for an option that the schedule does not have, and with every condition that fails,
+    its numbers and the nearest legal ones.
+    """
+    recipe = recipe_of(name)
+    if name == "terapipe" and num_slices is None:
+        num_slices = max(num_ranks, 1)
+    given: dict[str, Any] = {
+        "num_slices": num_slices,
+        "window": window,
+        "max_in_flight": max_in_flight,
+        "cost": cost,
+        "latency": latency,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    if strangers := [key for key in options if key not in recipe.options]:
+        takes = f"takes {', '.join(recipe.options)}" if recipe.options else "takes no options"
+        raise UserError(f"{name} has no {' and no '.join(strangers)}: it {takes}")
+    numbers = {
+        "ranks": num_ranks,
+        "microbatches": num_microbatches,
+        "stages_per_rank": stages_per_rank,
+        **{key: value for key, value in options.items() if key not in ("cost", "latency")},
+    }
+    rules = [rule for rule in recipe.conditions if numbers.keys() >= set(rule.names)]
+    if recipe.stages_per_rank:
+        rules.append(one_of("stages_per_rank", *recipe.stages_per_rank))
+    require(name, rules, **numbers)
+    chunks = stages_per_rank if not recipe.stages_per_rank else max(recipe.stages_per_rank)
+    largest = num_ranks * num_microbatches * chunks * 3 * (num_slices or 1)
+    if largest > LARGEST_NUM_OPERATIONS:
+        raise conditions.ScheduleConditionError(
+            f"{name} with ranks {num_ranks}, microbatches {num_microbatches} would have up to "
+            f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: microbatches "
+            f"{num_microbatches * LARGEST_NUM_OPERATIONS // largest})"
+        )
+    if "stages_per_rank" in recipe.options:
+        options["stages_per_rank"] = stages_per_rank
+    return recipe.make(num_ranks, num_microbatches, **options)
+
+
+def recipe_of(name: str) -> Recipe:
+    """What is known of a name. Raises ValueError with the nearest name for an unknown one."""
+    if name not in RECIPES:
+        # Only for the message: it reads the whole schema of the configuration.
+        from moemesh.config.suggest import nearest_choice
+
+        hint = nearest_choice(name, tuple(RECIPES))
+        raise UserError(f"there is no schedule {name!r}: {hint}")
+    return RECIPES[name]

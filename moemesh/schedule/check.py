@@ -1,0 +1,325 @@
+"""Proves what a schedule needs to run: complete, ordered, free of deadlock, within its bounds.
+
+Six points, for generated and hand-written schedules alike:
+
+1. every (pipe, stage, microbatch, slice) has one ``F`` and either one ``B``, or one ``I`` and one
+   ``W``, on the rank where the stage lives, and nothing else stands in the lists;
+2. on its rank ``F`` comes before ``B``/``I`` before ``W``, slices ascend in ``F`` and descend in
+   ``B``/``I``, and no operation of a block needs another of the same block;
+3. program order and data have no ring, so it runs where sends are asynchronous;
+4. nor do sends that wait for their receiver, with a channel for every ordered pair of ranks;
+5. memory: contexts, activation, weight gradients owed and unread messages stay within the caps;
+6. with an update rule, every operation uses the version of the weights that the rule declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from moemesh.config.errors import UserError
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.memory import ROUNDING, Amount, PeakMemory, peak_memory
+from moemesh.schedule.program import Deadlock, Program, issue_order, lower
+from moemesh.schedule.rendezvous import ChannelKind, rendezvous_deadlock
+from moemesh.schedule.versions import StageVersions, versions
+
+#: Findings shown in full; a broken generator may cause thousands.
+SHOWN = 50
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong. `rank`, `entry` (its index in the rank's list) and `op` are None
+    where no single place is to blame."""
+
+    message: str
+    rank: int | None = None
+    entry: int | None = None
+    op: Op | None = None
+
+    def __str__(self) -> str:
+        place: list[str] = []
+        if self.rank is not None:
+            place.append(f"rank {self.rank}")
+        if self.entry is not None:
+            place.append(f"entry {self.entry}")
+        if self.op is not None:
+            place.append(str(self.op))
+        return f"{', '.join(place)}: {self.message}" if place else self.message
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot run; `findings` holds everything that is wrong with it."""
+
+    def __init__(self, name: str, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        count = len(self.findings)
+        lines = [f"schedule {name}: {count} {'finding' if count == 1 else 'findings'}"]
+        lines += [f"  {finding}" for finding in self.findings[:SHOWN]]
+        if count > SHOWN:
+            lines.append(f"  and {count - SHOWN} more")
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """Bounds on every rank; None is no bound. `activation` is in the unit of M_a."""
+
+    contexts: int | None = None
+    activation: float | None = None
+    weight_backlog: int | None = None
+    unread_messages: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What was proved. Per rank: the peaks of memory, and the most messages that can sit received
+    but unused, however late the rank is. `channels` are the ways to share rendezvous channels that
+    do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""
+
+    peaks: tuple[PeakMemory, ...]
+    unread_messages: tuple[int, ...]
+    channels: tuple[ChannelKind, ...]
+    versions: dict[tuple[int, int], StageVersions] = field(
+        default_factory=dict[tuple[int, int], StageVersions]
+    )
+
+
+def check(
+    schedule: Schedule,
+    caps: Caps | None = None,
+    *,
+    activation: Amount = 1,
+    weight_memory: Amount = 1,
+    post_validation: bool = False,
+) -> CheckReport:
+    """Prove the six points. Raises :class:`ScheduleError` with every finding.
+
+    `activation` and `weight_memory` are M_a and M_w, see :func:`peak_memory`. `post_validation`
+    demands as well that no rank needs, before its first backward, anything that another rank makes
+    at or after its own first backward: until then the last optimizer step may be taken back.
+    """
+    findings = list(_shape(schedule))
+    if findings:
+        raise ScheduleError(schedule.name, findings)
+    findings += _completeness(schedule)
+    findings += _order(schedule)
+    report = None
+    try:
+        program = lower(schedule)
+        order = issue_order(program)
+    except Deadlock as deadlock:
+        findings += _deadlock(deadlock)
+    except ValueError:
+        pass  # Operations outside the schedule: found above.
+    else:
+        if not findings:
+            report, found = _bounds(program, order, caps, activation, weight_memory)
+            findings += found
+            if post_validation:
+                findings += _validation(program, order)
+    if findings or report is None:
+        raise ScheduleError(schedule.name, findings)
+    return report
+
+
+def _shape(schedule: Schedule) -> Iterable[Finding]:
+    """Whether the parts of the schedule fit each other."""
+    ranks, stages = schedule.num_ranks, schedule.num_stages
+    if min(ranks, stages, schedule.num_slices) < 1:
+        yield Finding(f"{ranks} ranks, {stages} stages, {schedule.num_slices} slices: need 1 each")
+    if len(schedule.orders) != ranks:
+        yield Finding(f"{len(schedule.orders)} lists for {ranks} ranks")
+    if len(schedule.num_microbatches) != schedule.num_pipes:
+        counts = len(schedule.num_microbatches)
+        yield Finding(f"{counts} microbatch counts for {schedule.num_pipes} pipes")
+    if min(schedule.num_microbatches, default=0) < 0:
+        yield Finding(f"microbatches {schedule.num_microbatches} below 0")
+    for pipe, place in enumerate(schedule.placement):
+        if len(place) != stages:
+            yield Finding(f"pipe {pipe} places {len(place)} of {stages} stages")
+        for stage, rank in enumerate(place):
+            if not 0 <= rank < ranks:
+                yield Finding(f"pipe {pipe} has stage {stage} on rank {rank} of {ranks}")
+    if schedule.update is not None and schedule.update.window < 1:
+        yield Finding(f"the update rule's window is {schedule.update.window}, must be at least 1")
+
+
+def _completeness(schedule: Schedule) -> list[Finding]:
+    findings: list[Finding] = []
+    seen: dict[Op, tuple[int, int]] = {}
+    legal = {
+        (stage, microbatch, pipe, part)
+        for pipe, count in enumerate(schedule.num_microbatches)
+        for stage in range(schedule.num_stages)
+        for microbatch in range(count)
+        for part in range(schedule.num_slices)
+    }
+    for rank, entries in enumerate(schedule.orders):
+        for index, entry in enumerate(entries):
+            if not entry:
+                findings.append(Finding("an entry without operations", rank, index))
+            for op in entry:
+                if op[1:] not in legal or op.kind not in ("F", "B", "I", "W"):
+                    findings.append(Finding("is no operation of this schedule", rank, index, op))
+                    continue
+                if op in seen:
+                    other = "rank {}, entry {}".format(*seen[op])
+                    findings.append(Finding(f"stands at {other} already", rank, index, op))
+                    continue
+                seen[op] = rank, index
+                if (owner := schedule.rank_of(op)) != rank:
+                    findings.append(Finding(f"its stage is on rank {owner}", rank, index, op))
+    for key in sorted(legal, key=lambda key: (schedule.placement[key[2]][key[0]], key)):
+        rank = schedule.placement[key[2]][key[0]]
+        forward, full, inner, weight = (Op(kind, *key) for kind in ("F", "B", "I", "W"))
+        if forward not in seen:
+            findings.append(Finding("is missing", rank, None, forward))
+        if full in seen:
+            for half in (inner, weight):
+                if half in seen:
+                    findings.append(Finding(f"{full} does its work already", *seen[half], half))
+        elif inner not in seen and weight not in seen:
+            findings.append(Finding(f"is missing, as is {inner} with its W", rank, None, full))
+        elif inner not in seen or weight not in seen:
+            findings.append(
+                Finding("is missing", rank, None, inner if inner not in seen else weight)
+            )
+    return findings
+
+
+def _order(schedule: Schedule) -> Iterable[Finding]:
+    """Order on each rank, between the operations of one stage and microbatch."""
+    for rank, entries in enumerate(schedule.orders):
+        first: dict[Op, int] = {}
+        for index, entry in enumerate(entries):
+            for op in entry:
+                first.setdefault(op, index)
+        for op, index in first.items():
+            for needed, why in _needed_before(schedule, op):
+                at = first.get(needed)
+                if at is not None and at > index:
+                    yield Finding(f"{why} {needed}, which comes later, at {at}", rank, index, op)
+                elif at == index:
+                    yield Finding(f"needs {needed} of the same block", rank, index, op)
+
+
+def _needed_before(schedule: Schedule, op: Op) -> Iterable[tuple[Op, str]]:
+    """Operations that must come before `op` if they stand on the same rank."""
+    kind, stage, microbatch, pipe, part = op
+    if kind == "W":
+        yield op._replace(kind="I"), "needs"
+        return
+    if kind == "F":
+        if part > 0:
+            yield op._replace(slice=part - 1), "slices ascend in F: needs"
+        if stage > 0:
+            yield op._replace(stage=stage - 1), "needs"
+        return
+    yield op._replace(kind="F"), "needs"
+    if part < schedule.num_slices - 1:
+        later = schedule.backward(stage, microbatch, pipe, part + 1)
+        yield later, "slices descend in backward: needs"
+    if stage < schedule.num_stages - 1:
+        yield schedule.backward(stage + 1, microbatch, pipe, part), "needs"
+
+
+def _deadlock(deadlock: Deadlock) -> Iterable[Finding]:
+    # Without a ring it is a missing producer, found as such.
+    if deadlock.cycle:
+        yield Finding(f"deadlock: {deadlock.ring}")
+
+
+def _bounds(
+    program: Program, order: Sequence[int], caps: Caps | None, activation: Amount, weight: Amount
+) -> tuple[CheckReport, list[Finding]]:
+    """Points 4 to 6, for a schedule in which everything else is right."""
+    schedule = program.schedule
+    findings: list[Finding] = []
+    channels: list[ChannelKind] = []
+    for kind in get_args(ChannelKind):
+        blocked = rendezvous_deadlock(schedule, kind)
+        if not blocked:
+            channels.append(kind)
+        elif kind == "ordered_pair":
+            findings.append(Finding(f"deadlock with rendezvous sends: {blocked}"))
+    stages: dict[tuple[int, int], StageVersions] = {}
+    if schedule.update is not None:
+        stages, breaches = versions(schedule)
+        findings += [Finding(b.message, b.rank, b.entry, b.op) for b in breaches]
+    peaks = peak_memory(schedule, activation=activation, weight_memory=weight)
+    unread = unread_messages(program, order)
+    for rank, peak in enumerate(peaks):
+        held = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
+        names = ("contexts", "activation", "weight_backlog", "unread_messages")
+        for name, value in zip(names, held, strict=True):
+            cap: float | None = getattr(caps, name, None)
+            if cap is not None and value > cap * (1 + ROUNDING):
+                findings.append(Finding(f"{name} reaches {value}, the cap is {cap}", rank))
+    report = CheckReport(
+        peaks=peaks, unread_messages=unread, channels=tuple(channels), versions=stages
+    )
+    return report, findings
+
+
+def unread_messages(program: Program, order: Sequence[int]) -> tuple[int, ...]:
+    """Per rank, the most messages that can have arrived without being used yet.
+
+    A message can be there before its receiver has run n entries if its producer does not depend,
+    by any path, on a later entry of the receiver; it is used when its consumer starts. `order` is
+    an order in which all entries can be issued.
+    """
+    ranks = len(program.schedule.orders)
+    # How many entries of every rank must have run before: of each rank's last entry, and of each
+    # message under way.
+    before = np.zeros((ranks, ranks), dtype=np.int64)
+    under_way: dict[int, np.ndarray] = {}
+    sources: dict[int, int] = {}
+    changes: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for entry in order:
+        rank = program.rank[entry]
+        clock = before[rank]
+        for slot in program.waits[entry]:
+            if slot in under_way:
+                np.maximum(clock, under_way.pop(slot), out=clock)
+                changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
+        clock[rank] = program.index(entry) + 1
+        for op, (_, message) in zip(program.entries[entry], program.makes[entry], strict=True):
+            if message >= 0:
+                under_way[message] = clock.copy()
+                sources[message] = int(clock[_receiver(program.schedule, op)])
+    most: list[int] = []
+    for found in changes:
+        now = peak = 0
+        # At equal counts messages leave before others come: the consumer has started.
+        for _, change in sorted(found):
+            now += change
+            peak = max(peak, now)
+        most.append(peak)
+    return tuple(most)
+
+
+def _receiver(schedule: Schedule, op: Op) -> int:
+    return schedule.placement[op.pipe][op.stage + (1 if op.kind == "F" else -1)]
+
+
+def _validation(program: Program, order: Sequence[int]) -> Iterable[Finding]:
+    """Warm-up entries that depend on what another rank does from its validation point on."""
+    late: dict[int, str] = {}
+    started = [False] * len(program.schedule.orders)
+    for entry in order:
+        rank = program.rank[entry]
+        started[rank] = started[rank] or any(op.kind != "F" for op in program.entries[entry])
+        behind = next((late[slot] for slot in program.waits[entry] if slot in late), "")
+        if started[rank]:
+            behind = program.where(entry)
+        elif behind:
+            op = program.entries[entry][0]
+            message = f"warm-up depends on {behind}, at or behind that rank's first backward"
+            yield Finding(message, rank, program.index(entry), op)
+        if behind:
+            late.update((slot, behind) for made in program.makes[entry] for slot in made)
+            late.pop(-1, None)

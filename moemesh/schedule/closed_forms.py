@@ -1,0 +1,300 @@
+"""Bubble, memory and weight copies of each schedule by formula, and where the formula holds.
+
+Symbols of the formulas: p ranks, m microbatches, v chunks per rank, r a rank from 0; tF, tI, tW the
+times of forward and of the two halves of the backward for one microbatch on one rank's whole share
+of layers, tB = tI + tW, tFB an overlapped block; M_a the activations of one microbatch on that
+share, M_w the part of them that a weight gradient still needs after the input gradient. Stages are
+alike and messages take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moemesh.schedule.action import Schedule
+
+#: ``span``: the longest span of a rank minus its work; ``rank_idle``: the makespan minus a rank's
+#: work, at its largest.
+Metric = Literal["span", "rank_idle"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one microbatch on one rank's share; `block` None means the sum of its parts."""
+
+    forward: float = 1.0
+    dgrad: float = 1.0
+    wgrad: float = 1.0
+    block: float | None = None
+
+    @property
+    def backward(self) -> float:
+        return self.dgrad + self.wgrad
+
+    @property
+    def overlapped(self) -> float:
+        return self.forward + self.backward if self.block is None else self.block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the formulas are evaluated for. `held` is M_w / M_a, `slice_share` the longest slice's
+    share of a sequence."""
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    times: Times
+    held: float = 1.0
+    slice_share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The formulas of one schedule, written and to be evaluated.
+
+    `bubble_holds` says from which numbers on the bubble is exact, `peak_holds` likewise for the
+    memory (activations in M_a per rank). `copies` of its weights each rank keeps.
+    """
+
+    bubble_text: str
+    where_text: str
+    peak_text: str
+    copies_text: str
+    metric: Metric = "rank_idle"
+    bubble: Callable[[Numbers], float]
+    bubble_holds: Callable[[Numbers], bool]
+    peak: Callable[[Numbers, int], float]
+    peak_holds: Callable[[Numbers], bool]
+    copies: Callable[[Numbers, int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """A schedule's formulas at its numbers: the bubble is None where the formula does not hold,
+    and so is the peak."""
+
+    form: Form
+    bubble: float | None
+    peak_activation: tuple[float, ...] | None
+    weight_copies: tuple[int, ...]
+
+
+def _always(_: Numbers) -> bool:
+    return True
+
+
+def _never(_: Numbers) -> bool:
+    return False
+
+
+def _one(_: Numbers, rank: int) -> int:
+    return 1
+
+
+def _filling(n: Numbers) -> float:
+    """Every stage waits once for the forward and once for the backward of the others."""
+    return (n.ranks - 1) * (n.times.forward + n.times.backward)
+
+
+def _in_flight(n: Numbers, rank: int) -> float:
+    return min(n.microbatches, n.ranks - rank)
+
+
+def _interleaved_peak(n: Numbers, rank: int) -> float:
+    warm_up = 2 * (n.ranks - 1 - rank) + (n.chunks - 1) * n.ranks
+    return min(n.microbatches * n.chunks, warm_up + 1) / n.chunks
+
+
+def _dualpipe_holds(n: Numbers) -> bool:
+    return n.times.forward == n.times.dgrad and n.times.wgrad <= n.times.dgrad
+
+
+def _dualpipe_gap(n: Numbers) -> float:
+    return n.times.overlapped + n.times.backward - 3 * n.times.wgrad
+
+
+FORMS: Mapping[str, Form] = {
+    "gpipe": Form(
+        bubble_text="(p-1)(tF+tB)",
+        where_text="always",
+        peak_text="m",
+        copies_text="1",
+        bubble=_filling,
+        bubble_holds=_always,
+        peak=lambda n, rank: n.microbatches,
+        peak_holds=_always,
+        copies=_one,
+    ),
+    "1f1b": Form(
+        bubble_text="(p-1)(tF+tB)",
+        where_text="always",
+        peak_text="min(m, p-r)",
+        copies_text="1",
+        bubble=_filling,
+        bubble_holds=_always,
+        peak=_in_flight,
+        peak_holds=_always,
+        copies=_one,
+    ),
+    "interleaved_1f1b": Form(
+        bubble_text="(p-1)(tF+tB)/v",
+        where_text="always",
+        peak_text="min(mv, 2(p-1-r)+(v-1)p+1)/v",
+        copies_text="1",
+        bubble=lambda n: _filling(n) / n.chunks,
+        bubble_holds=_always,
+        peak=_interleaved_peak,
+        peak_holds=_always,
+        copies=_one,
+    ),
+    "terapipe": Form(
+        bubble_text="(p-1)(max tF + max tB) over the slices",
+        where_text="always",
+        peak_text="m (every slice of every sequence)",
+        copies_text="1",
+        bubble=lambda n: _filling(n) * n.slice_share,
+        bubble_holds=_always,
+        peak=lambda n, rank: n.microbatches,
+        peak_holds=_always,
+        copies=_one,
+    ),
+    "chimera": Form(
+        bubble_text="(p-2) tF",
+        where_text="tF = tB",
+        peak_text="p/2 + 1 + min(r, p-1-r)",
+        copies_text="2, gradients summed",
+        bubble=lambda n: (n.ranks - 2) * n.times.forward,
+        bubble_holds=lambda n: n.times.forward == n.times.backward,
+        peak=lambda n, rank: n.ranks / 2 + 1 + min(rank, n.ranks - 1 - rank),
+        peak_holds=_always,
+        copies=lambda n, rank: 2,
+    ),
+    "zb_h1": Form(
+        bubble_text="(p-1)(tF+tI-tW)",
+        where_text="m >= p, tW <= tF",
+        peak_text="(p-r) + r M_w/M_a",
+        copies_text="1",
+        metric="span",
+        bubble=lambda n: (n.ranks - 1) * (n.times.forward + n.times.dgrad - n.times.wgrad),
+        bubble_holds=lambda n: n.microbatches >= n.ranks and n.times.wgrad <= n.times.forward,
+        peak=lambda n, rank: n.ranks - rank + rank * n.held,
+        peak_holds=lambda n: n.microbatches >= n.ranks,
+        copies=_one,
+    ),
+    "zb_h2": Form(
+        bubble_text="(p-1)(tF+tI-2tW)",
+        where_text="m >= 2p-1, tW <= min(tF, tI)",
+        peak_text="(2p-2r-1) + 2r M_w/M_a",
+        copies_text="1",
+        metric="span",
+        bubble=lambda n: (n.ranks - 1) * (n.times.forward + n.times.dgrad - 2 * n.times.wgrad),
+        bubble_holds=lambda n: (
+            n.microbatches >= 2 * n.ranks - 1
+            and n.times.wgrad <= min(n.times.forward, n.times.dgrad)
+        ),
+        peak=lambda n, rank: 2 * (n.ranks - rank) - 1 + 2 * rank * n.held,
+        peak_holds=lambda n: n.microbatches >= 2 * n.ranks - 1,
+        copies=_one,
+    ),
+    "zb_v": Form(
+        bubble_text="0",
+        where_text="m >= 2p-1, tF = tI = tW",
+        peak_text="p",
+        copies_text="1",
+        metric="span",
+        bubble=lambda n: 0.0,
+        bubble_holds=lambda n: (
+            n.microbatches >= 2 * n.ranks - 1 and n.times.forward == n.times.dgrad == n.times.wgrad
+        ),
+        peak=lambda n, rank: n.ranks,
+        peak_holds=lambda n: n.microbatches >= 2 * n.ranks - 1,
+        copies=_one,
+    ),
+    "dualpipe": Form(
+        bubble_text="(p/2-1)(tFB+tB-3tW)",
+        where_text="tF = tI, tW <= tI",
+        peak_text="p+1",
+        copies_text="2, gradients summed",
+        bubble=lambda n: (n.ranks / 2 - 1) * _dualpipe_gap(n),
+        bubble_holds=_dualpipe_holds,
+        peak=lambda n, rank: n.ranks + 1,
+        peak_holds=_always,
+        copies=lambda n, rank: 2,
+    ),
+    "dualpipe_v": Form(
+        bubble_text="(p-1)/2 (tFB+tB-3tW)",
+        where_text="tF = tI, tW <= tI",
+        peak_text="p + 1/2",
+        copies_text="1",
+        bubble=lambda n: (n.ranks - 1) / 2 * _dualpipe_gap(n),
+        bubble_holds=_dualpipe_holds,
+        peak=lambda n, rank: n.ranks + 0.5,
+        peak_holds=_always,
+        copies=_one,
+    ),
+    "pipedream": Form(
+        bubble_text="0 in the steady state",
+        where_text="an endless stream",
+        peak_text="p-r",
+        copies_text="p-r",
+        bubble=lambda n: 0.0,
+        bubble_holds=_never,
+        peak=_in_flight,
+        peak_holds=_always,
+        copies=lambda n, rank: min(n.microbatches, n.ranks - rank),
+    ),
+    "pipedream_2bw": Form(
+        bubble_text="0 in the steady state",
+        where_text="an endless stream",
+        peak_text="p-r",
+        copies_text="2",
+        bubble=lambda n: 0.0,
+        bubble_holds=_never,
+        peak=_in_flight,
+        peak_holds=_always,
+        copies=lambda n, rank: 2,
+    ),
+    "ampnet": Form(
+        bubble_text="depends on K, the microbatches in flight",
+        where_text="-",
+        peak_text="<= K",
+        copies_text="1, inconsistent",
+        bubble=lambda n: 0.0,
+        bubble_holds=_never,
+        peak=lambda n, rank: 0.0,
+        peak_holds=_never,
+        copies=_one,
+    ),
+}
+
+
+def closed_form(
+    schedule: Schedule, times: Times, *, held: float = 1.0, slice_share: float | None = None
+) -> ClosedForm | None:
+    """The formulas of a generated schedule for equal stages and no latency; None without any.
+
+    `held` is M_w / M_a. `slice_share` is the longest slice's share of a sequence, by default one
+    over their number.
+    """
+    form = FORMS.get(schedule.name)
+    if form is None:
+        return None
+    numbers = Numbers(
+        ranks=schedule.num_ranks,
+        microbatches=schedule.total_microbatches,
+        chunks=schedule.stages_per_rank,
+        times=times,
+        held=held,
+        slice_share=1 / schedule.num_slices if slice_share is None else slice_share,
+    )
+    ranks = range(schedule.num_ranks)
+    peak = tuple(form.peak(numbers, rank) for rank in ranks) if form.peak_holds(numbers) else None
+    return ClosedForm(
+        form=form,
+        bubble=form.bubble(numbers) if form.bubble_holds(numbers) else None,
+        peak_activation=peak,
+        weight_copies=tuple(form.copies(numbers, rank) for rank in ranks),
+    )

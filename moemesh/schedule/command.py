@@ -1,0 +1,400 @@
+"""What ``moemesh schedule`` answers: a schedule by name or from a file, simulated, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.config.errors import UserError
+from moemesh.schedule import closed_forms, text
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.closed_forms import ClosedForm
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.one_f_one_b import one_f_one_b
+from moemesh.schedule.simulate import Simulation, simulate
+from moemesh.schedule.versions import versions
+
+#: A cost on the command line: one number for all stages, or one for each with commas.
+Cost = float | tuple[float, ...]
+#: Sizes from which on a file is no schedule that a person wrote.
+_LARGEST_FILE = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The words of the command line. Costs are texts: a number, or one per stage with commas."""
+
+    name: str
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    num_slices: int | None = None
+    window: int | None = None
+    max_in_flight: int | None = None
+    forward: str = "1"
+    dgrad: str = "1"
+    wgrad: str = "1"
+    block: str | None = None
+    comm: str = "0"
+    weight_memory: str = "1"
+    memory_cap: str | None = None
+    relaxed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A simulated schedule. `closed` is None without formulas, `copies` counts weights per rank;
+    `held` is M_w / M_a; `notes` are sentences for a person."""
+
+    schedule: Schedule
+    simulation: Simulation
+    closed: ClosedForm | None
+    copies: tuple[int, ...]
+    held: float
+    costs: str
+    notes: tuple[str, ...] = ()
+    bound: float | None = None
+
+    @property
+    def title(self) -> str:
+        """One line for a picture."""
+        schedule = self.schedule
+        return (
+            f"{schedule.name}: {schedule.num_ranks} ranks, "
+            f"{schedule.total_microbatches} microbatches"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints. Times in the unit of the costs, activation in microbatches on a
+        rank's share of layers; each action a string, the operations of a block joined with "+"."""
+        simulation = self.simulation
+        found: dict[str, Any] = {
+            "makespan": simulation.makespan,
+            "bubble_rate": simulation.bubble_rate,
+            "peak_activation": list(simulation.peak_activation),
+            "weight_copies": max(self.copies),
+            "actions": [["+".join(map(str, entry)) for entry in o] for o in self.schedule.orders],
+            "span": simulation.span,
+            "span_bubble": simulation.span_bubble,
+            "rank_idle": simulation.rank_idle,
+            "weight_copies_per_rank": list(self.copies),
+            "digest": text.digest(self.schedule),
+        }
+        if self.closed is not None:
+            found["closed_form"] = {
+                "bubble": self.closed.bubble,
+                "metric": self.closed.form.metric,
+                "formula": self.closed.form.bubble_text,
+                "exact_when": self.closed.form.where_text,
+                "peak_activation": self.closed.peak_activation,
+            }
+        if self.bound is not None:
+            found["lower_bound"] = self.bound
+        if simulation.relaxed:
+            found["relaxed"] = True
+        return found
+
+
+def answer(request: Request) -> Answer:
+    """Build or read, simulate, compare. Raises UserError with every problem of the request."""
+    problems: list[str] = []
+    costs, held = _costs(request, problems)
+    try:
+        schedule, notes, bound = _schedule(request, costs, held, problems)
+        if problems:
+            raise UserError(_joined(problems))
+        simulation = simulate(
+            schedule, costs, relax_wrap=request.relaxed, weight_memory=held, unit="ticks"
+        )
+    except ValueError as error:
+        # Costs for another number of stages, say: all of these are the user's to mend.
+        if problems and str(error) != _joined(problems):
+            raise UserError(_joined([*problems, str(error)])) from error
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+    if request.relaxed:
+        notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
+    return Answer(
+        schedule=schedule,
+        simulation=simulation,
+        closed=_closed(request, schedule, costs, held) if request.name in RECIPES else None,
+        copies=weight_copies(schedule),
+        held=held,
+        costs=_costs_text(request),
+        notes=notes,
+        bound=bound,
+    )
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
+    and given to the command again. Raises UserError when the file cannot be written."""
+    content = text.to_csv(schedule) if path.suffix == ".csv" else text.to_text(schedule)
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def weight_copies(schedule: Schedule) -> tuple[int, ...]:
+    """Copies of the weights of each rank's stages: one a pipe, or versions that are alive."""
+    if schedule.update is None:
+        return (schedule.num_pipes,) * schedule.num_ranks
+    found, _ = versions(schedule)
+    return tuple(
+        max(found[place].copies for place in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    )
+
+
+class _Found(NamedTuple):
+    """A schedule, what to say of it, and a lower bound of its span when it was searched."""
+
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+    bound: float | None = None
+
+
+def _schedule(request: Request, costs: Costs, held: float, problems: list[str]) -> _Found:
+    """From a file, by search or by name; what is wrong besides is added to `problems`."""
+    path = Path(request.name)
+    known = request.name in RECIPES or request.name == "search"
+    looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
+    if not known and (looks_like_a_file or path.is_file()):
+        return _Found(read(path, request), ("read from a file and checked",))
+    given = {"ranks": request.ranks, "microbatches": request.microbatches}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and known:
+        problems.append(f"{request.name} needs {' and '.join(missing)}")
+    ranks = 1 if request.ranks is None else request.ranks
+    # Something that most schedules are defined for, to find the other problems.
+    microbatches = request.microbatches
+    if microbatches is None:
+        microbatches = 4 * max(ranks, 1)
+    if request.name == "search":
+        return _searched(request, ranks, microbatches, costs, held, problems)
+    if request.memory_cap is not None:
+        problems.append("--memory-cap belongs to search")
+    ampnet = request.name == "ampnet" and ranks >= 1 and not problems
+    return _Found(
+        build(
+            request.name,
+            ranks,
+            microbatches,
+            stages_per_rank=1 if request.stages_per_rank is None else request.stages_per_rank,
+            num_slices=request.num_slices,
+            window=request.window,
+            max_in_flight=request.max_in_flight,
+            cost=costs.bind(one_f_one_b(ranks, 1)).op if ampnet else None,
+            latency=_number("--comm", request.comm, []) if ampnet else None,
+        )
+    )
+
+
+def _searched(
+    request: Request,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    held: float,
+    problems: list[str],
+) -> _Found:
+    """What the automatic scheduler finds under the memory cap."""
+    others = (
+        ("--slices", request.num_slices),
+        ("--window", request.window),
+        ("--in-flight", request.max_in_flight),
+        ("--relaxed", request.relaxed or None),
+    )
+    problems += [f"search has no {name}" for name, value in others if value is not None]
+    cap = None
+    if request.memory_cap is not None:
+        cap = _number("--memory-cap", request.memory_cap, problems)
+    if problems:
+        raise UserError(_joined(problems))
+    # Brings numpy along, which nothing else here needs.
+    from moemesh.schedule.search import search
+
+    found = search(
+        ranks,
+        microbatches,
+        costs,
+        memory_cap=cap,
+        weight_memory=held,
+        stages_per_rank=(1, 2) if request.stages_per_rank is None else request.stages_per_rank,
+    )
+    made = ", ".join(f"{name} {short(cost)}" for name, cost in found.hand_made.items())
+    notes = (
+        f"searched: span {short(found.cost)} ({found.origin}), "
+        + ("the optimum" if found.proven else f"at most {found.gap:.2%} above the optimum"),
+        f"hand-made schedules that fit: {made or 'none'}",
+    )
+    return _Found(found.schedule, notes, found.lower_bound)
+
+
+def read(path: Path, request: Request) -> Schedule:
+    """A schedule of a text or CSV file, proved. Raises UserError for one that cannot be read, is
+    wrong, or differs from what the request says of it."""
+    from moemesh.schedule.check import check
+
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_FILE}")
+        content = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+    try:
+        reader = text.from_csv if path.suffix == ".csv" else text.from_text
+        schedule = reader(content)
+    except text.TextError as error:
+        raise UserError(f"{path}: {error}") from error
+    known = {
+        "ranks": (request.ranks, schedule.num_ranks),
+        "microbatches": (request.microbatches, schedule.total_microbatches),
+        "stages-per-rank": (request.stages_per_rank, schedule.stages_per_rank),
+        "slices": (request.num_slices, schedule.num_slices),
+    }
+    clashes = [
+        f"--{name} {given}, but {path} has {found}"
+        for name, (given, found) in known.items()
+        if given is not None and given != found
+    ]
+    rule = {"window": request.window, "in-flight": request.max_in_flight}
+    clashes += [f"--{name} belongs to a name, not a file" for name, v in rule.items() if v]
+    if request.memory_cap is not None:
+        clashes.append("--memory-cap belongs to search")
+    if clashes:
+        raise UserError("\n".join(clashes))
+    check(schedule)
+    return schedule
+
+
+def _costs(request: Request, problems: list[str]) -> tuple[Costs, float]:
+    """The costs and M_w / M_a; what cannot be read is noted and stands as the default."""
+    block = None
+    if request.block is not None:
+        block = _number("--block", request.block, problems)
+    held = _number("--weight-memory", request.weight_memory, problems)
+    if held > 1:
+        problems.append(f"--weight-memory {held} is a share of the activations: at most 1")
+        held = 1
+    costs = Costs(
+        forward=_numbers("--forward", request.forward, problems),
+        input_gradient=_numbers("--dgrad", request.dgrad, problems),
+        weight_gradient=_numbers("--wgrad", request.wgrad, problems),
+        overlapped=block,
+        message=_number("--comm", request.comm, problems),
+    )
+    return costs, held
+
+
+def _numbers(option: str, given: str, problems: list[str]) -> Cost:
+    if "," not in given:
+        return _number(option, given, problems)
+    return tuple(_number(option, part, problems) for part in given.split(","))
+
+
+def _number(option: str, given: str, problems: list[str]) -> float:
+    """An integer stays one. Anything but a finite number of at least 0 is noted."""
+    try:
+        number = int(given)
+    except ValueError:
+        try:
+            number = float(given)
+        except ValueError:
+            number = math.nan
+    if not (0 <= number <= 1e15):
+        problems.append(f"{option} {given!r} is no number from 0 to 1e15")
+        return 1
+    return number
+
+
+def _joined(problems: Sequence[str]) -> str:
+    return "\n".join(problems)
+
+
+def _closed(request: Request, schedule: Schedule, costs: Costs, held: float) -> ClosedForm | None:
+    """The formulas, where they speak of these costs: equal stages, no latency, nothing relaxed."""
+    parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
+    numbers = [part for part in parts if isinstance(part, (int, float))]
+    if len(numbers) < len(parts) or costs.message or request.relaxed:
+        return None
+    block = costs.overlapped
+    assert block is None or isinstance(block, (int, float))
+    times = closed_forms.Times(forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block)
+    return closed_forms.closed_form(schedule, times, held=held)
+
+
+def _costs_text(request: Request) -> str:
+    block = "" if request.block is None else f", block {request.block}"
+    return (
+        f"forward {request.forward}, input gradient {request.dgrad}, "
+        f"weight gradient {request.wgrad}{block}, message {request.comm}"
+    )
+
+
+def table(found: Answer, picture: str = "", *, width: int = 160) -> str:
+    """The answer for a person: the picture if no line is longer than `width`, totals beside their
+    formulas, then a row a rank."""
+    simulation, closed, schedule = found.simulation, found.closed, found.schedule
+    parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_stages} stages"]
+    parts += [f"{schedule.num_pipes} pipes"] if schedule.num_pipes > 1 else []
+    parts += [f"{schedule.num_slices} slices"] if schedule.num_slices > 1 else []
+    parts.append(f"{schedule.total_microbatches} microbatches")
+    rows = [
+        ("makespan", short(simulation.makespan), ""),
+        ("longest span", short(simulation.span), ""),
+        ("span bubble", short(simulation.span_bubble), _formula(closed, "span")),
+        ("bubble rate", f"{simulation.bubble_rate:.4f}", ""),
+        ("rank idle", short(simulation.rank_idle), _formula(closed, "rank_idle")),
+    ]
+    if found.bound is not None:
+        rows.append(("lower bound of the span", short(found.bound), ""))
+    lines = [f"{schedule.name}: {', '.join(parts)}", f"costs: {found.costs}", *found.notes, ""]
+    if picture and max(map(len, picture.splitlines())) <= width:
+        lines += [picture, ""]
+    column = max(len(name) for name, _, _ in rows)
+    lines += [f"{name:{column}}  {value:>10}  {formula}".rstrip() for name, value, formula in rows]
+    lines += ["", *_rank_rows(found)]
+    return "\n".join(lines)
+
+
+def _formula(closed: ClosedForm | None, metric: closed_forms.Metric) -> str:
+    if closed is None or closed.form.metric != metric:
+        return ""
+    form = closed.form
+    value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
+    holds = "" if closed.bubble is not None else "not here: "
+    return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
+
+
+def _rank_rows(found: Answer) -> list[str]:
+    simulation, closed = found.simulation, found.closed
+    head = ["rank", "span", "busy", "peak activation", "by formula", "weight copies"]
+    rows = [head]
+    for rank, peak in enumerate(simulation.peak_activation):
+        by_formula = "-"
+        if closed is not None and closed.peak_activation is not None:
+            by_formula = short(closed.peak_activation[rank])
+        rows.append(
+            [
+                str(rank),
+                short(simulation.spans[rank]),
+                short(simulation.busy[rank]),
+                short(peak),
+                by_formula,
+                str(found.copies[rank]),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def short(value: float) -> str:
+    """A number with at most six digits, without needless zeros."""
+    return f"{value:.6g}"

@@ -1,0 +1,150 @@
+"""What a generator demands of its numbers, and the nearest ones that it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moemesh.config.errors import UserError
+
+Numbers = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A rule over the numbers it names: how it is written, whether it holds, what was found."""
+
+    text: str
+    names: tuple[str, ...]
+    holds: Callable[[Numbers], bool]
+    found: Callable[[Numbers], str]
+
+
+class ScheduleConditionError(UserError):
+    """The numbers are none that the schedule is defined for."""
+
+
+def at_least(name: str, bound: int, of: str = "") -> Condition:
+    """``name >= bound``, or ``name >= bound * of`` for another number `of`."""
+    limit = str(bound) if not of else of if bound == 1 else f"{bound} * {of}"
+
+    def least(numbers: Numbers) -> int:
+        return bound * (numbers[of] if of else 1)
+
+    return Condition(
+        text=f"{name} >= {limit}",
+        names=(name, of) if of else (name,),
+        holds=lambda numbers: numbers[name] >= least(numbers),
+        found=lambda numbers: f"{numbers[name]} < {least(numbers)}",
+    )
+
+
+def at_most(name: str, bound: int) -> Condition:
+    """``name <= bound``."""
+    return Condition(
+        text=f"{name} <= {bound}",
+        names=(name,),
+        holds=lambda numbers: numbers[name] <= bound,
+        found=lambda numbers: f"{numbers[name]} > {bound}",
+    )
+
+
+def divisible(name: str, by: int | str) -> Condition:
+    """``name % by == 0`` for a number or the name of one."""
+
+    def divisor(numbers: Numbers) -> int:
+        return numbers[by] if isinstance(by, str) else by
+
+    def holds(numbers: Numbers) -> bool:
+        # A divisor below 1 breaks a rule of its own.
+        return divisor(numbers) < 1 or numbers[name] % divisor(numbers) == 0
+
+    def found(numbers: Numbers) -> str:
+        value, of = numbers[name], divisor(numbers)
+        return f"{value} % {of} == {value % of}"
+
+    names = (name, by) if isinstance(by, str) else (name,)
+    return Condition(text=f"{name} % {by} == 0", names=names, holds=holds, found=found)
+
+
+def one_of(name: str, *values: int) -> Condition:
+    """``name`` is one of `values`."""
+    return Condition(
+        text=f"{name} == {' or '.join(map(str, values))}",
+        names=(name,),
+        holds=lambda numbers: numbers[name] in values,
+        found=lambda numbers: str(numbers[name]),
+    )
+
+
+#: Every schedule: a pipeline has a rank, a step a microbatch.
+ALWAYS = (at_least("ranks", 1), at_least("microbatches", 1))
+
+
+def require(schedule: str, conditions: Sequence[Condition], **numbers: int) -> None:
+    """Raise ScheduleConditionError naming every condition that fails, with its numbers.
+
+    The message ends with the nearest numbers for which all hold.
+
+    >>> rules = (at_least("microbatches", 1), divisible("microbatches", "ranks"))
+    >>> require("interleaved_1f1b", rules, ranks=4, microbatches=10)
+    Traceback (most recent call last):
+    ...
+    moemesh.schedule.conditions.ScheduleConditionError: interleaved_1f1b needs \
+microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ranks 5 or 2)
+    """
+    for name, value in numbers.items():
+        # bool is an int to Python, but True ranks are a slip.
+        if type(value) is not int:
+            raise ScheduleConditionError(f"{schedule} needs {name} to be an integer, got {value!r}")
+    broken = [rule for rule in conditions if not rule.holds(numbers)]
+    if not broken:
+        return
+    lines = [f"{schedule} needs {rule.text}, got {rule.found(numbers)}" for rule in broken]
+    if hint := _nearest(conditions, broken, numbers):
+        lines[-1] += f" (nearest: {hint})"
+    raise ScheduleConditionError("\n".join(lines))
+
+
+def _nearest(conditions: Sequence[Condition], broken: Iterable[Condition], given: Numbers) -> str:
+    """One number changed where that is enough, else all of them in their order."""
+    blamed = list(dict.fromkeys(name for rule in broken for name in rule.names))
+    options: list[str] = []
+    for name in blamed:
+        values = _legal(conditions, given, name)
+        if values:
+            options.append(f"{name} {' or '.join(map(str, values))}")
+    if options:
+        return ", or ".join(options)
+    settled = dict(given)
+    for index, name in enumerate(given):
+        known = set(list(given)[: index + 1])
+        rules = [rule for rule in conditions if known.issuperset(rule.names)]
+        if not all(rule.holds(settled) for rule in rules):
+            values = _legal(rules, settled, name)
+            if not values:
+                return ""
+            # Upwards: more microbatches are wanted more often than fewer ranks.
+            settled[name] = max(values)
+    changed = (name for name in given if settled[name] != given[name])
+    return ", ".join(f"{name} {settled[name]}" for name in changed)
+
+
+def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:
+    """The nearest values of `name`, nearest first, below and above the given one."""
+    value = given[name]
+    # No rule looks further than twice another number; more than this is no "nearest" any more.
+    reach = min(2 * sum(map(abs, given.values())) + 2, 10_000)
+    found: list[int] = []
+    for direction in (-1, 1):
+        for distance in range(1, reach + 1):
+            candidate = value + direction * distance
+            if candidate < 1:
+                if direction < 0:
+                    break
+                continue
+            numbers = {**given, name: candidate}
+            if all(rule.holds(numbers) for rule in rules):
+                found.append(candidate)
+                break
+    return sorted(found, key=lambda candidate: (abs(candidate - value), candidate))

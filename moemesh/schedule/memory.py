@@ -1,0 +1,107 @@
+"""How much a schedule holds: live contexts, activations and weight gradients still owed, per rank.
+
+A forward adds M_a, the activation of its microbatch; ``B`` gives it back; ``I`` gives back
+M_a - M_w and leaves M_w (inputs and output gradients of the linear layers) to ``W``. In a block
+the forwards count before anything is given back. Order alone decides, not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.costs import exact
+
+#: A number for a microbatch on one rank's whole share of layers (a chunk holds 1/v), or a list
+#: with the amount on each stage. A slice holds 1/num_slices of either.
+Amount = float | Sequence[float]
+
+#: A sum of fractions may exceed a cap by this much of it and still be meant to reach it.
+ROUNDING = 1e-9
+
+
+class PeakMemory(NamedTuple):
+    """The most that one rank holds at any time: contexts between ``F`` and ``B`` or ``I``,
+    activation in the unit of M_a, and weight gradients between ``I`` and ``W``."""
+
+    contexts: int
+    activation: float
+    weight_backlog: int
+
+
+def peak_memory(
+    schedule: Schedule, *, activation: Amount = 1, weight_memory: Amount = 1
+) -> tuple[PeakMemory, ...]:
+    """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`.
+
+    The default M_w = M_a never underestimates: nothing is given back before the weight gradient.
+    Raises ValueError for lists of another length than the stages, and for amounts below 0.
+    """
+    whole, kept, parts = amounts(schedule, activation, weight_memory)
+    return tuple(_peak(schedule, rank, whole, kept, parts) for rank in range(len(schedule.orders)))
+
+
+def amounts(
+    schedule: Schedule, activation: Amount = 1, weight_memory: Amount = 1
+) -> tuple[list[float], list[float], float]:
+    """M_a and M_w of every stage in pieces, and how many pieces make the unit of M_a.
+
+    Pieces keep the sums exact: a chunk of a rank's share is one piece, not 1/v.
+    """
+    whole = _per_stage(schedule, "activation", activation)
+    kept = _per_stage(schedule, "weight_memory", weight_memory)
+    chunks = schedule.num_stages / schedule.num_ranks
+    lists = isinstance(activation, Sequence), isinstance(weight_memory, Sequence)
+    if not any(lists):
+        return whole, kept, chunks * schedule.num_slices
+    if not lists[0]:
+        whole = [item / chunks for item in whole]
+    if not lists[1]:
+        kept = [item / chunks for item in kept]
+    return whole, kept, schedule.num_slices
+
+
+def _per_stage(schedule: Schedule, name: str, amount: Amount) -> list[float]:
+    if not isinstance(amount, Sequence):
+        return [exact(amount, name)] * schedule.num_stages
+    if len(amount) != schedule.num_stages:
+        raise ValueError(f"{name} has {len(amount)} amounts for {schedule.num_stages} stages")
+    return [exact(item, name) for item in amount]
+
+
+def _peak(
+    schedule: Schedule, rank: int, whole: list[float], kept: list[float], parts: float
+) -> PeakMemory:
+    contexts = backlog = most_contexts = most_backlog = 0
+    held = most_held = 0.0
+    for entry in schedule.orders[rank]:
+        ops: Sequence[Op] = entry
+        if len(entry) > 1:
+            ops = sorted(entry, key=_forward_first)
+        for op in ops:
+            kind, stage = op.kind, op.stage
+            if kind == "F":
+                contexts += 1
+                held += whole[stage]
+                if contexts > most_contexts:
+                    most_contexts = contexts
+                if held > most_held:
+                    most_held = held
+            elif kind == "B":
+                contexts -= 1
+                held -= whole[stage]
+            elif kind == "I":
+                contexts -= 1
+                backlog += 1
+                held -= whole[stage] - kept[stage]
+                if backlog > most_backlog:
+                    most_backlog = backlog
+            else:
+                backlog -= 1
+                held -= kept[stage]
+    return PeakMemory(most_contexts, most_held / parts, most_backlog)
+
+
+def _forward_first(op: Op) -> bool:
+    return op.kind != "F"

@@ -1,0 +1,343 @@
+"""The automatic scheduler: the best order found for given costs and memory, and how good it is.
+
+Every hand-made schedule that fits the memory is simulated, a heuristic with all its flag settings
+runs (:mod:`moemesh.schedule.search.greedy`), the best of both are improved by moves along their
+longest path (:mod:`moemesh.schedule.search.improve`), and small cases are searched to the end
+(:mod:`moemesh.schedule.search.exact`). The result is never worse than the best hand-made one, and
+is judged by a lower bound (:mod:`moemesh.schedule.search.bound`). After Qi et al., "Zero Bubble
+Pipeline Parallelism", arXiv:2401.10241, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from moemesh.config.errors import UserError
+from moemesh.schedule.action import Op, Schedule, looped, v_shape
+from moemesh.schedule.build import build
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.memory import ROUNDING, Amount, peak_memory
+from moemesh.schedule.search.bound import Shortest, least_busy, lower_bound, shortest_times
+from moemesh.schedule.search.exact import applies, branch_and_bound
+from moemesh.schedule.search.greedy import greedy, policies
+from moemesh.schedule.search.improve import State, evaluated, improve
+from moemesh.schedule.search.problem import Objective, Problem, make_problem
+from moemesh.schedule.simulate import simulate
+
+#: Operations that list scheduling, and evaluations, go through in all (about a second).
+GREEDY_OPERATIONS = 120_000
+IMPROVE_OPERATIONS = 2_500_000
+#: Partial orders of the exact search, and the most operations for which it is tried.
+EXACT_NODES = 20_000
+EXACT_OPERATIONS = 96
+#: States that are improved.
+STARTS = 3
+
+#: (name, stages per rank, None for any above 1; copies of the weights).
+HAND_MADE: tuple[tuple[str, int | None, int], ...] = (
+    ("gpipe", 1, 1),
+    ("1f1b", 1, 1),
+    ("zb_h1", 1, 1),
+    ("zb_h2", 1, 1),
+    ("zb_v", 2, 1),
+    ("dualpipe_v", 2, 1),
+    ("interleaved_1f1b", None, 1),
+    ("chimera", 1, 2),
+    ("dualpipe", 1, 2),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The best schedule found. `cost` is its span or makespan, `lower_bound` what no schedule of
+    the searched kind can beat, `proven` whether `cost` is the optimum of these kinds. `origin` says
+    what found it: a hand-made schedule's name, "greedy", "improved" or "exact". `hand_made` holds
+    the cost of every hand-made schedule that fits."""
+
+    schedule: Schedule
+    cost: float
+    lower_bound: float
+    proven: bool
+    objective: Objective
+    origin: str
+    hand_made: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """How far `cost` may be above the optimum, as a share of the lower bound."""
+        return self.cost / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is asked, with defaults filled in."""
+
+    num_ranks: int
+    num_microbatches: int
+    costs: Costs
+    caps: tuple[float, ...]
+    activation: Amount
+    weight_memory: Amount
+    objective: Objective
+
+    def fits(self, schedule: Schedule) -> bool:
+        peaks = peak_memory(schedule, activation=self.activation, weight_memory=self.weight_memory)
+        pairs = zip(peaks, self.caps, strict=True)
+        return all(peak.activation <= cap * (1 + ROUNDING) for peak, cap in pairs)
+
+    def cost(self, schedule: Schedule) -> float:
+        simulation = simulate(schedule, self.costs)
+        return simulation.span if self.objective == "span" else simulation.makespan
+
+
+def search(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    *,
+    memory_cap: float | Sequence[float] | None = None,
+    activation: Amount = 1,
+    weight_memory: Amount = 1,
+    stages_per_rank: int | Sequence[int] = (1, 2),
+    weight_copies: int = 1,
+    objective: Objective = "span",
+    effort: float = 1.0,
+) -> SearchResult:
+    """The best schedule found for `costs` (one tick for F, I and W by default) under `memory_cap`.
+
+    `memory_cap` is in the unit of M_a, for all ranks or each; p and 2p are the interesting ones
+    (ZB-1p, ZB-2p of arXiv:2401.10241). `stages_per_rank` are the cuts to consider; those whose
+    number of stages the costs do not fit are left out. `weight_copies` = 2 lets the hand-made
+    schedules compete that hold every weight twice. `objective`: the longest span of a rank (it may
+    start the next step before others finish), or the makespan. `effort` scales the work, 1 is at
+    most some seconds. The result passes :func:`moemesh.schedule.check.check` and depends on the
+    arguments alone. Raises ValueError for impossible numbers, a cap below one microbatch, and costs
+    that fit none of the cuts.
+    """
+    question = _question(
+        num_ranks, num_microbatches, costs, memory_cap, activation, weight_memory, objective
+    )
+    chunks = [stages_per_rank] if isinstance(stages_per_rank, int) else list(stages_per_rank)
+    problems = _problems(question, chunks)
+    fitting = sorted({problem.num_stages // num_ranks for problem in problems})
+    found = [
+        _Found(cost=question.cost(schedule), schedule=schedule, origin=schedule.name)
+        for schedule in _hand_made(question, fitting, weight_copies)
+    ]
+    hand_made = {one.schedule.name: one.cost for one in found}
+    bounds: list[float] = []
+    if weight_copies > 1:
+        # Two pipes share all work in any way they like.
+        times = _shortest(question, problems[0])
+        shares = (least_busy(problems[0], times, rank) for rank in range(num_ranks))
+        bounds.append(math.fsum(shares) / num_ranks)
+    for problem in problems:
+        best, bound = _search_placement(question, problem, found, effort / len(problems))
+        bounds.append(bound)
+        if best is not None:
+            found.append(best)
+    # Of equals the first: a hand-made schedule is known.
+    best = min(found, key=lambda one: one.cost)
+    bound = min(bounds)
+    proven = best.cost <= bound * (1 + ROUNDING)
+    return SearchResult(
+        schedule=best.schedule,
+        cost=best.cost,
+        lower_bound=best.cost if proven else bound,
+        proven=proven,
+        objective=objective,
+        origin=best.origin,
+        hand_made=hand_made,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A schedule that fits, and where it comes from."""
+
+    cost: float
+    schedule: Schedule
+    origin: str
+
+
+def _search_placement(
+    question: _Question, problem: Problem, known: Sequence[_Found], effort: float
+) -> tuple[_Found | None, float]:
+    """The best schedule of one placement, None when none was found, and a lower bound on it."""
+    bound = lower_bound(problem, _shortest(question, problem))
+    states: list[tuple[str, State]] = []
+    for one in known:
+        letters = problem.letters(one.schedule)
+        state = evaluated(problem, letters) if letters else None
+        if state is not None:
+            states.append(("improved", state))
+    states += [("greedy", state) for state in _heuristics(problem, effort)]
+    states.sort(key=_state_key)
+    if not states:
+        return None, bound
+    origin, best = states[0]
+    target = bound * (1 + ROUNDING)
+    evaluations = int(IMPROVE_OPERATIONS * effort / STARTS / problem.num_operations)
+    for start in _different([state for _, state in states])[:STARTS]:
+        if best.times.cost <= target:
+            break
+        better = improve(problem, start, budget=evaluations, target=target)
+        if better.key < best.key:
+            origin, best = "improved", better
+    if applies(problem) and problem.num_operations <= EXACT_OPERATIONS:
+        # Nothing is gained below what is known; that nothing is there is a proof.
+        reached = min([best.times.cost, *(one.cost for one in known)])
+        if reached > target:
+            exact = branch_and_bound(problem, reached, max_nodes=int(EXACT_NODES * effort))
+            if exact.letters is not None and (state := evaluated(problem, exact.letters)):
+                origin, best = "exact", state
+            if exact.complete and question.costs.backward is None:
+                bound = exact.cost
+    schedule = problem.schedule("searched", best.letters)
+    return _Found(cost=question.cost(schedule), schedule=schedule, origin=origin), bound
+
+
+def _heuristics(problem: Problem, effort: float) -> Iterator[State]:
+    """What list scheduling finds, with as many flag settings as the effort allows."""
+    settings = list(policies(problem))
+    affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
+    for policy in settings[:: math.ceil(len(settings) / affordable)]:
+        letters = greedy(problem, policy)
+        state = evaluated(problem, letters) if letters else None
+        if state is not None:
+            yield state
+
+
+def _different(states: Sequence[State]) -> list[State]:
+    """The states without those that look like an earlier one."""
+    kept: dict[tuple[float, float], State] = {}
+    for state in states:
+        kept.setdefault(state.key, state)
+    return list(kept.values())
+
+
+def _state_key(item: tuple[str, State]) -> tuple[float, float]:
+    return item[1].key
+
+
+def _question(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_cap: float | Sequence[float] | None,
+    activation: Amount,
+    weight_memory: Amount,
+    objective: Objective,
+) -> _Question:
+    """The question with defaults filled in; raises ValueError for impossible numbers."""
+    if num_ranks < 1 or num_microbatches < 1:
+        raise UserError(
+            f"search needs ranks and microbatches of at least 1, got {num_ranks} and "
+            f"{num_microbatches}"
+        )
+    if objective not in get_args(Objective):
+        raise UserError(f"objective {objective!r} is none of {', '.join(get_args(Objective))}")
+    if memory_cap is None:
+        caps = (math.inf,) * num_ranks
+    elif isinstance(memory_cap, Sequence):
+        caps = tuple(memory_cap)
+        if len(caps) != num_ranks:
+            raise UserError(f"memory_cap has {len(caps)} caps for {num_ranks} ranks")
+    else:
+        caps = (memory_cap,) * num_ranks
+    return _Question(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        costs=costs or Costs(),
+        caps=caps,
+        activation=activation,
+        weight_memory=weight_memory,
+        objective=objective,
+    )
+
+
+def _problems(question: _Question, chunks: Sequence[int]) -> list[Problem]:
+    """A problem for every placement that the costs fit. Raises ValueError when there is none, or
+    when a rank cannot hold one microbatch."""
+    if not chunks or min(chunks) < 1:
+        raise UserError(f"stages_per_rank {list(chunks)} must be numbers of at least 1")
+    ranks = question.num_ranks
+    placements: list[tuple[int, ...]] = []
+    for count in chunks:
+        # On one rank more stages change nothing.
+        for placement in (v_shape(ranks, count), looped(ranks, count)):
+            if placement not in placements and (ranks > 1 or count == chunks[0]):
+                placements.append(placement)
+    problems: list[Problem] = []
+    misfits: list[ValueError] = []
+    for placement in placements:
+        try:
+            problem = make_problem(
+                placement,
+                question.num_microbatches,
+                question.costs,
+                objective=question.objective,
+                memory_cap=question.caps,
+                activation=question.activation,
+                weight_memory=question.weight_memory,
+            )
+        except ValueError as misfit:
+            misfits.append(misfit)
+            continue
+        problems.append(problem)
+    if not problems:
+        raise UserError(f"search: {misfits[0]}") from misfits[0]
+    for rank in range(ranks):
+        _require_room(question, problems, rank)
+    return problems
+
+
+def _require_room(question: _Question, problems: Sequence[Problem], rank: int) -> None:
+    """One microbatch must fit on a rank, in every placement."""
+    for problem in problems:
+        need = sum(problem.whole[stage] for stage in problem.stages[rank])
+        if need > problem.rooms[rank]:
+            least = question.caps[rank] * need / problem.caps[rank] if problem.caps[rank] else need
+            raise UserError(
+                f"memory_cap {question.caps[rank]} of rank {rank} is below one microbatch "
+                f"(nearest: {least:g})"
+            )
+
+
+def _hand_made(
+    question: _Question, chunks: Sequence[int], weight_copies: int
+) -> Iterator[Schedule]:
+    """Every hand-made schedule that exists for these numbers, costs and memory."""
+    for name, stages_per_rank, copies in HAND_MADE:
+        counts = [n for n in chunks if n == stages_per_rank or (stages_per_rank is None and n > 1)]
+        if copies > weight_copies:
+            continue
+        for count in counts:
+            told = count if stages_per_rank is None else 1
+            try:
+                schedule = build(
+                    name, question.num_ranks, question.num_microbatches, stages_per_rank=told
+                )
+            except ValueError:
+                continue  # Its conditions on ranks and microbatches do not hold.
+            if question.fits(schedule):
+                yield schedule
+
+
+def _shortest(question: _Question, problem: Problem) -> Shortest:
+    """Shortest times, with the full backwards and blocks that hand-made schedules may use."""
+    bound = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
+    microbatches = range(problem.num_microbatches)
+    full = [
+        min(bound.op(Op("B", stage, microbatch)) for microbatch in microbatches)
+        for stage in range(problem.num_stages)
+    ]
+    block = math.inf
+    overlapped = question.costs.overlapped
+    if overlapped is not None and problem.num_stages > problem.num_ranks:
+        # Nothing is known of a function's smallest value.
+        block = 0 if callable(overlapped) else bound.entry((Op("F", 0, 0), Op("B", 0, 0)))
+    return shortest_times(problem, full, block)

@@ -1,0 +1,191 @@
+"""What no order can beat: lower bounds on the span and the makespan of a placement.
+
+Three arguments for every rank, with the shortest time of each operation over the microbatches:
+
+* until its first input gradient a rank can only run forwards, as many as memory holds, while one
+  microbatch travels to the last stage and back;
+* after its last forward it can only run the gradients that memory could hold, while that
+  microbatch travels;
+* a context lives at least as long as that journey, so memory times time is limited.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moemesh.schedule.search.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortest:
+    """Shortest times per stage: operations, and messages into F and I of a stage. `block` is the
+    shortest overlapped block of a forward and a full backward (infinite: there are none)."""
+
+    forward: list[float]
+    inner: list[float]
+    full: list[float]
+    to_forward: list[float]
+    to_inner: list[float]
+    block: float = math.inf
+
+    def rest(self, stage: int) -> float:
+        """What is left of a backward after its input gradient."""
+        return max(0, min(self.full[stage], self.block) - self.inner[stage])
+
+
+def shortest_times(problem: Problem, full: list[float], block: float = math.inf) -> Shortest:
+    """The shortest times over the microbatches. `full` is the shortest full backward per stage,
+    for hand-made schedules that do not split it."""
+    m, stages = problem.num_microbatches, problem.num_stages
+
+    def least(values: tuple[float, ...], kind: int) -> list[float]:
+        starts = range(kind * stages * m, (kind + 1) * stages * m, m)
+        return [min(values[start : start + m]) for start in starts]
+
+    inner, weight = least(problem.cost, 1), least(problem.cost, 2)
+    return Shortest(
+        forward=[min(cost, block) for cost in least(problem.cost, 0)],
+        inner=[min(a, b, block) for a, b in zip(inner, full, strict=True)],
+        full=[min(a + b, c) for a, b, c in zip(inner, weight, full, strict=True)],
+        to_forward=least(problem.delay, 0),
+        to_inner=least(problem.delay, 1),
+        block=block,
+    )
+
+
+def lower_bound(problem: Problem, times: Shortest) -> float:
+    """No schedule of this placement and memory has a smaller objective."""
+    return max(_rank_bound(problem, times, rank) for rank in range(problem.num_ranks))
+
+
+def least_busy(problem: Problem, times: Shortest, rank: int) -> float:
+    """The least time that a rank works, with as many blocks as help."""
+    m, stages = problem.num_microbatches, problem.num_stages
+    forwards: list[float] = []
+    backwards: list[float] = []
+    for stage in problem.stages[rank]:
+        for microbatch in range(m):
+            op = stage * m + microbatch
+            split = problem.cost[op + stages * m] + problem.cost[op + 2 * stages * m]
+            forwards.append(problem.cost[op])
+            backwards.append(min(split, times.full[stage]))
+    total = math.fsum(forwards) + math.fsum(backwards)
+    pairs = zip(sorted(forwards), sorted(backwards), strict=True)
+    # The rounding of a sum must not lift the bound above what is reached.
+    return total + sum(min(0, times.block - a - b) for a, b in pairs)
+
+
+def _rank_bound(problem: Problem, times: Shortest, rank: int) -> float:
+    first, last = problem.stages[rank][0], problem.stages[rank][-1]
+    m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
+    up, down = _forwards(times, first, last), _backwards(times, last, first)
+    # From the end of the last stage's forward here until its input gradient here may start.
+    around = _round_trip(times, last, problem.num_stages)
+    idle_before = max(0, up + around - _most_forwards(problem, rank))
+    after = around + down + times.rest(first)
+    idle_after = max(0, after - _most_gradients(problem, rank))
+    # With room for every forward the two waits may be one.
+    fits = m * sum(problem.whole[stage] for stage in owned) <= cap
+    idle = max(idle_before, idle_after) if fits else idle_before + idle_after
+    span = max(least_busy(problem, times, rank) + idle, _memory_bound(problem, times, rank))
+    if problem.objective == "span":
+        return span
+    head = _forwards(times, 0, first) - times.forward[first]
+    tail = _backwards(times, first, 0) - times.inner[first] + times.rest(0) if first else 0
+    # All forwards and input gradients of the rank come before its last input gradient.
+    forwards = sorted(times.forward[stage] for stage in owned)
+    inners = sorted(times.inner[stage] for stage in owned)
+    pairs = zip(forwards, inners, strict=True)
+    chained = m * sum(min(a + b, times.block) for a, b in pairs)
+    return head + max(span, idle_before + chained + tail)
+
+
+def _forwards(times: Shortest, first: int, last: int) -> float:
+    """From the start of stage `first`'s forward to the end of stage `last`'s."""
+    path = times.forward[first]
+    for stage in range(first + 1, last + 1):
+        path += times.to_forward[stage] + times.forward[stage]
+    return path
+
+
+def _backwards(times: Shortest, first: int, last: int) -> float:
+    """From the start of stage `first`'s input gradient down to the end of stage `last`'s."""
+    path = times.inner[first]
+    for stage in range(first - 1, last - 1, -1):
+        path += times.to_inner[stage] + times.inner[stage]
+    return path
+
+
+def _round_trip(times: Shortest, stage: int, stages: int) -> float:
+    """From the end of a stage's forward to the start of its input gradient."""
+    path: float = 0
+    for other in range(stage + 1, stages):
+        path += times.to_forward[other] + times.forward[other]
+    for other in range(stages - 1, stage, -1):
+        path += times.inner[other] + times.to_inner[other - 1]
+    return path
+
+
+def _most_forwards(problem: Problem, rank: int) -> float:
+    """The most forward time that a rank's memory can hold at once."""
+    m = problem.num_microbatches
+    items = [
+        (problem.cost[stage * m + microbatch], problem.whole[stage])
+        for stage in problem.stages[rank]
+        for microbatch in range(m)
+    ]
+    return _knapsack(items, problem.caps[rank])
+
+
+def _most_gradients(problem: Problem, rank: int) -> float:
+    """The most gradient time that memory can hold back at once."""
+    m, stages = problem.num_microbatches, problem.num_stages
+    items: list[tuple[float, float]] = []
+    for stage in problem.stages[rank]:
+        kept = min(problem.kept[stage], problem.whole[stage])
+        for microbatch in range(m):
+            op = stage * m + microbatch
+            items.append((problem.cost[op + 2 * stages * m], kept))
+            items.append((problem.cost[op + stages * m], problem.whole[stage] - kept))
+    return _knapsack(items, problem.caps[rank])
+
+
+def _knapsack(items: list[tuple[float, float]], room: float) -> float:
+    """At most the value of items (value, size) that fit in `room`, the last one in part."""
+    total: float = 0
+    for value, size in sorted(items, key=_size_per_value):
+        if size <= 0:
+            total += value
+        elif room > 0 and value > 0:
+            total += value * min(1, room / size)
+            room -= size
+    return total
+
+
+def _size_per_value(item: tuple[float, float]) -> float:
+    return item[1] / item[0] if item[0] > 0 else math.inf
+
+
+def _memory_bound(problem: Problem, times: Shortest, rank: int) -> float:
+    """Memory times time: every context occupies its share for its whole journey."""
+    cap, m = problem.caps[rank], problem.num_microbatches
+    if math.isinf(cap) or cap <= 0:
+        return 0
+    area: float = 0
+    for stage in problem.stages[rank]:
+        life = times.forward[stage] + _round_trip(times, stage, problem.num_stages)
+        life += times.inner[stage]
+        kept = min(problem.kept[stage], problem.whole[stage])
+        area += problem.whole[stage] * life + kept * times.rest(stage)
+    bound = m * area / cap
+    if len(problem.stages[rank]) == 1:
+        # A single stage holds whole contexts: they take turns.
+        stage = problem.stages[rank][0]
+        life = times.forward[stage] + _round_trip(times, stage, problem.num_stages)
+        life += times.inner[stage]
+        at_once = (
+            math.floor(problem.rooms[rank] / problem.whole[stage]) if problem.whole[stage] else m
+        )
+        bound = max(bound, math.ceil(m / max(at_once, 1)) * life + times.rest(stage))
+    return bound

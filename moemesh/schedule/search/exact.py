@@ -1,0 +1,261 @@
+"""Branch and bound: the best order of a small problem.
+
+Orders are built in time (Giffler and Thompson, "Algorithms for Solving Production-Scheduling
+Problems", doi:10.1287/opre.8.4.487): take the operation that can end first; on its rank, branch
+over every operation that could start before that end. This keeps an optimal order for any objective
+that later ends only worsen, and the first starts are fixed, so spans are such. Memory breaks the
+argument only with several stages on a rank: with one, moving its next forward before gradients adds
+memory only where nothing else asks for it. Partial orders that reach the same counts no earlier
+than another are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+from moemesh.schedule.search.problem import Letters, Problem
+
+_T = TypeVar("_T")
+
+
+class Exact(NamedTuple):
+    """The best order found, None when none is better than the bound that was given; whether the
+    tree was searched to its end; how many partial orders were looked at."""
+
+    letters: Letters | None
+    cost: float
+    complete: bool
+    nodes: int
+
+
+def applies(problem: Problem) -> bool:
+    """Whether memory leaves the argument whole: one stage on each rank and no weight gradient that
+    holds more than its context did, or room for everything."""
+    single = all(len(stages) == 1 for stages in problem.stages)
+    if single and all(k <= w for k, w in zip(problem.kept, problem.whole, strict=True)):
+        return True
+    m = problem.num_microbatches
+    return all(
+        m * sum(max(problem.whole[stage], problem.kept[stage]) for stage in stages) <= room
+        for stages, room in zip(problem.stages, problem.rooms, strict=True)
+    )
+
+
+def branch_and_bound(problem: Problem, best: float, *, max_nodes: int) -> Exact:
+    """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
+    tree = _Tree(problem, best, max_nodes)
+    stack = [_root(problem)]
+    while stack and tree.nodes < max_nodes:
+        node = stack.pop()
+        tree.nodes += 1
+        if tree.bound(node) >= tree.best or tree.dominated(node):
+            continue
+        children = tree.children(node)
+        if not children and not any(node.left):
+            tree.finished(node)
+        # The last is looked at first: the likeliest.
+        stack.extend(reversed(children))
+    letters = None if tree.found is None else tree.letters(tree.found)
+    return Exact(letters, tree.best, not stack, tree.nodes)
+
+
+class _Node(NamedTuple):
+    """A partial order: how often each letter has run; per rank the clock, what is held, work left;
+    per F and I of each stage when inputs arrive that were not used yet; the last letter."""
+
+    counts: tuple[int, ...]
+    clocks: tuple[float, ...]
+    held: tuple[float, ...]
+    left: tuple[float, ...]
+    arrivals: tuple[tuple[float, ...], ...]
+    parent: _Node | None
+    letter: int
+
+
+def _root(problem: Problem) -> _Node:
+    m, stages = problem.num_microbatches, problem.num_stages
+    left: list[float] = [0.0] * problem.num_ranks
+    for op, cost in enumerate(problem.cost):
+        left[problem.placement[op // m % stages]] += cost
+    arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
+    zeros = (0.0,) * problem.num_ranks
+    return _Node((0,) * 3 * stages, zeros, zeros, tuple(left), arrivals, None, -1)
+
+
+class _Tree:
+    def __init__(self, problem: Problem, best: float, max_nodes: int) -> None:
+        self.problem, self.best, self.max_nodes = problem, best, max_nodes
+        self.nodes = 0
+        self.found: _Node | None = None
+        self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+
+    def finished(self, node: _Node) -> None:
+        pairs = zip(node.clocks, self.problem.origins, strict=True)
+        cost = max(clock - origin for clock, origin in pairs)
+        if cost < self.best:
+            self.best, self.found = cost, node
+
+    def letters(self, node: _Node) -> Letters:
+        """The orders that lead to `node`."""
+        problem = self.problem
+        found: Letters = [[] for _ in range(problem.num_ranks)]
+        at: _Node | None = node
+        while at is not None and at.letter >= 0:
+            found[problem.placement[at.letter % problem.num_stages]].append(at.letter)
+            at = at.parent
+        return [order[::-1] for order in found]
+
+    def dominated(self, node: _Node) -> bool:
+        """Whether the same operations were run before, with everything ready as early."""
+        placement, stages = self.problem.placement, self.problem.num_stages
+        inputs = (
+            max(time, node.clocks[placement[letter % stages]])
+            for letter, queue in enumerate(node.arrivals)
+            for time in queue
+        )
+        times = (*node.clocks, *inputs)
+        others = self.seen.setdefault(node.counts, [])
+        for other in others:
+            if all(a <= b for a, b in zip(other, times, strict=True)):
+                return True
+        others.append(times)
+        return False
+
+    def children(self, node: _Node) -> list[_Node]:
+        """Partial orders one operation longer."""
+        ready = [self.ready(node, rank) for rank in range(self.problem.num_ranks)]
+        options = [(end, rank) for rank, found in enumerate(ready) for _, end, _ in found]
+        if not options:
+            return []
+        first_end, rank = min(options)
+        chosen = [
+            (start, letter)
+            for start, end, letter in ready[rank]
+            if start < first_end or end == first_end
+        ]
+        # Input gradients first, then forwards: others wait for them.
+        stages = self.problem.num_stages
+        order = sorted(chosen, key=lambda item: (item[0], (1, 0, 2)[item[1] // stages]))
+        return [self.step(node, rank, letter, start) for start, letter in order]
+
+    def ready(self, node: _Node, rank: int) -> list[tuple[float, float, int]]:
+        """(start, end, letter) of what the rank could run next."""
+        problem, stages = self.problem, self.problem.num_stages
+        found: list[tuple[float, float, int]] = []
+        for stage in problem.stages[rank]:
+            done = node.counts[stage::stages]
+            for kind in range(3):
+                letter = kind * stages + stage
+                count = done[kind]
+                if count == (problem.num_microbatches if kind == 0 else done[kind - 1]):
+                    continue
+                start = node.clocks[rank]
+                if kind < 2:
+                    if not node.arrivals[letter]:
+                        continue
+                    start = max(start, node.arrivals[letter][0])
+                if kind == 0 and node.held[rank] + problem.whole[stage] > problem.rooms[rank]:
+                    continue
+                op = letter * problem.num_microbatches + count
+                found.append((start, start + problem.cost[op], letter))
+        return found
+
+    def step(self, node: _Node, rank: int, letter: int, start: float) -> _Node:
+        problem, m = self.problem, self.problem.num_microbatches
+        stages = problem.num_stages
+        kind, stage = divmod(letter, stages)
+        op = letter * m + node.counts[letter]
+        end = start + problem.cost[op]
+        whole, kept = problem.whole[stage], problem.kept[stage]
+        arrivals = list(node.arrivals)
+        if kind < 2:
+            arrivals[letter] = arrivals[letter][1:]
+        after = letter + 1 if kind == 0 else letter - 1
+        if kind == 0 and stage == stages - 1:
+            after = stages + stage
+        if kind == 0 or (kind == 1 and stage > 0):
+            consumer = after * m + node.counts[letter]
+            arrivals[after] = (*arrivals[after], end + problem.delay[consumer])
+        return _Node(
+            _changed(node.counts, letter, node.counts[letter] + 1),
+            _changed(node.clocks, rank, end),
+            _changed(node.held, rank, node.held[rank] + (whole, kept - whole, -kept)[kind]),
+            _changed(node.left, rank, node.left[rank] - problem.cost[op]),
+            tuple(arrivals),
+            node,
+            letter,
+        )
+
+    def bound(self, node: _Node) -> float:
+        """No completion of `node` is better: the work left, and the wait of each rank for the
+        first input gradient that it can run."""
+        problem = self.problem
+        next_inner = self._next_inners(node, self._next_forwards(node))
+        worst: float = 0
+        for rank, clock in enumerate(node.clocks):
+            total = clock + node.left[rank]
+            start = min((next_inner[s] for s in problem.stages[rank] if s in next_inner), default=0)
+            total += max(0, start - clock - self._fill(node, rank)) if start > clock else 0
+            worst = max(worst, total - problem.origins[rank])
+        # Rounding of the remaining work must not cut off a better order.
+        return worst * (1 - 1e-12)
+
+    def _next_forwards(self, node: _Node) -> list[float]:
+        """Earliest start of each stage's next forward."""
+        problem, m = self.problem, self.problem.num_microbatches
+        found: list[float] = []
+        for stage in range(problem.num_stages):
+            start = node.clocks[problem.placement[stage]]
+            count = node.counts[stage]
+            if node.arrivals[stage]:
+                start = max(start, node.arrivals[stage][0])
+            elif count < m and stage > 0:
+                below = (stage - 1) * m
+                made = node.counts[stage - 1]
+                path = found[stage - 1] + sum(problem.cost[below + made : below + count + 1])
+                start = max(start, path + problem.delay[stage * m + count])
+            found.append(start)
+        return found
+
+    def _next_inners(self, node: _Node, next_forward: list[float]) -> dict[int, float]:
+        """Earliest start of the next input gradient of each stage that has any left."""
+        problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages
+        found: dict[int, float] = {}
+        for stage in range(stages - 1, -1, -1):
+            letter = stages + stage
+            count = node.counts[letter]
+            if count == m:
+                continue
+            start = node.clocks[problem.placement[stage]]
+            if node.arrivals[letter]:
+                start = max(start, node.arrivals[letter][0])
+            elif stage == stages - 1:
+                start = next_forward[stage] + problem.cost[stage * m + count]
+            else:
+                above = (letter + 1) * m
+                made = node.counts[letter + 1]
+                path = found[stage + 1] + sum(problem.cost[above + made : above + count + 1])
+                start = max(start, path + problem.delay[letter * m + count])
+            found[stage] = start
+        return found
+
+    def _fill(self, node: _Node, rank: int) -> float:
+        """Work that the rank can do before its next input gradient: weight gradients owed, and
+        forwards that memory can hold once these are paid."""
+        problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages
+        total: float = 0
+        for stage in problem.stages[rank]:
+            forwards, inners, weights = node.counts[stage::stages]
+            room = m - forwards
+            if problem.whole[stage] > 0 and len(problem.stages[rank]) == 1:
+                free = problem.rooms[rank] - (forwards - inners) * problem.whole[stage]
+                room = min(room, int(min(free / problem.whole[stage] + 1e-9, m)))
+            first = stage * m + forwards
+            owed = (2 * stages + stage) * m
+            total += sum(problem.cost[first : first + max(room, 0)])
+            total += sum(problem.cost[owed + weights : owed + inners])
+        return total
+
+
+def _changed(values: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,234 @@
+"""List scheduling in event time: each rank, when free, takes what a policy prefers.
+
+After the heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 3.1:
+input gradients and forwards alternate, weight gradients fill the gaps. It is wider in that it
+serves any placement of one pipe, and tries how far each rank runs ahead instead of fixing it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moemesh.schedule.search.problem import Letters, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a rank chooses. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
+    forward and an input gradient that are both ready; "alternate" takes the other of the last.
+    `gap`: while the next input is on its way, a weight gradient runs if the wait is at least that
+    share of its time. `deepest`: among stages of a rank, take the one nearest to the end of the
+    way, rather than what arrived first."""
+
+    limits: tuple[int, ...]
+    prefer: Literal["I", "alternate", "F"]
+    gap: float
+    deepest: bool
+
+
+def policies(problem: Problem) -> Iterator[Policy]:
+    """All flag settings, the likelier ones first."""
+    chunks = [len(stages) for stages in problem.stages]
+    seen: set[tuple[int, ...]] = set()
+    profiles: list[tuple[int, ...]] = []
+    for profile in _profiles(problem):
+        most = problem.num_microbatches
+        limits = tuple(
+            min(max(limit, 1), most) * chunk for limit, chunk in zip(profile, chunks, strict=True)
+        )
+        if limits not in seen:
+            seen.add(limits)
+            profiles.append(limits)
+    several = any(chunk > 1 for chunk in chunks)
+    for gap in (1.0, 0.5):
+        for deepest in (False, True) if several else (False,):
+            for prefer in ("I", "alternate", "F"):
+                for limits in profiles:
+                    yield Policy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
+
+
+def _profiles(problem: Problem) -> Iterator[list[int]]:
+    """How many microbatches each rank may have in flight."""
+    ranks, microbatches = problem.num_ranks, problem.num_microbatches
+    away = [
+        math.ceil(trip / pace) if pace else 1
+        for trip, pace in zip(round_trips(problem), _paces(problem), strict=True)
+    ]
+    for extra in (0, 1, 2):
+        yield [trip + 1 + extra for trip in away]
+        yield [2 * (ranks - rank) - 1 + extra for rank in range(ranks)]
+        yield [ranks - rank + extra for rank in range(ranks)]
+        yield [ranks + extra] * ranks
+    yield [microbatches] * ranks
+
+
+def _paces(problem: Problem) -> list[float]:
+    """Time of one microbatch on the slowest rank, or on each: what passes between two forwards."""
+    slowest = max(busy(problem)) / problem.num_microbatches
+    return [slowest] * problem.num_ranks
+
+
+def busy(problem: Problem) -> list[float]:
+    """Time that every rank works."""
+    m, stages = problem.num_microbatches, problem.num_stages
+    total: list[float] = [0] * problem.num_ranks
+    for op, cost in enumerate(problem.cost):
+        total[problem.placement[op // m % stages]] += cost
+    return total
+
+
+def round_trips(problem: Problem) -> list[float]:
+    """Per rank, the time from the end of microbatch 0's first forward there until its last input
+    gradient there can start."""
+    m, stages = problem.num_microbatches, problem.num_stages
+    found: list[float] = []
+    for rank in range(problem.num_ranks):
+        first = problem.stages[rank][0]
+        trip: float = 0
+        for stage in range(first + 1, stages):
+            trip += problem.cost[stage * m] + problem.delay[stage * m]
+        for stage in range(stages - 1, first, -1):
+            op = (stages + stage) * m
+            trip += problem.cost[op] + problem.delay[op - m]
+        found.append(trip)
+    return found
+
+
+def greedy(problem: Problem, policy: Policy) -> Letters | None:
+    """The orders that `policy` takes; None when it gets stuck."""
+    run = _Run(problem, policy)
+    heapq.heapify(run.events)
+    while run.events:
+        now, rank = heapq.heappop(run.events)
+        while run.events and run.events[0] == (now, rank):
+            heapq.heappop(run.events)
+        if run.free[rank] <= now and run.left[rank]:
+            letter = run.choose(rank, now)
+            if letter >= 0:
+                run.start(rank, letter, now)
+    return None if any(run.left) else run.letters
+
+
+class _Run:
+    """State of one list scheduling."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem, self.policy = problem, policy
+        ranks, stages = problem.num_ranks, problem.num_stages
+        self.num_stages, self.m = stages, problem.num_microbatches
+        self.counts = [0] * (3 * stages)
+        #: When the input of an operation is there; infinite while nobody has made it.
+        self.arrival: list[float] = [math.inf] * problem.num_operations
+        for microbatch in range(self.m):
+            self.arrival[microbatch] = 0
+        self.consumer = [-1] * problem.num_operations
+        for op, before in enumerate(problem.source):
+            if before >= 0:
+                self.consumer[before] = op
+        self.free: list[float] = [0] * ranks
+        self.held: list[float] = [0] * ranks
+        self.live = [0] * ranks
+        self.left = [3 * self.m * len(stages) for stages in problem.stages]
+        self.last_kind = [1] * ranks
+        self.letters: Letters = [[] for _ in range(ranks)]
+        self.events: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
+        # Room that a forward must leave for the later chunks of its microbatch: with it the oldest
+        # microbatch can always go on.
+        self.reserve: list[float] = [0] * stages
+        self.later = [0] * stages
+        for owned in problem.stages:
+            for place, stage in enumerate(owned):
+                self.reserve[stage] = sum(problem.whole[other] for other in owned[place:])
+                self.later[stage] = len(owned) - place
+
+    def choose(self, rank: int, now: float) -> int:
+        """The letter that `rank` starts now; -1 to wait."""
+        forward, forward_at = self._best_forward(rank, now)
+        inner, inner_at = self._best_inner(rank, now)
+        if forward >= 0 and forward_at <= now and inner >= 0 and inner_at <= now:
+            prefer = self.policy.prefer
+            if prefer == "alternate":
+                prefer = "I" if self.last_kind[rank] == 0 else "F"
+            return inner if prefer == "I" else forward
+        if inner_at <= now:
+            return inner
+        if forward_at <= now:
+            return forward
+        weight = self._oldest_weight(rank)
+        if weight < 0:
+            return -1
+        wait = min(forward_at, inner_at) - now
+        op = weight * self.m + self.counts[weight]
+        return weight if wait >= self.policy.gap * self.problem.cost[op] else -1
+
+    def _best_forward(self, rank: int, now: float) -> tuple[int, float]:
+        best, best_key = -1, (math.inf, 0.0)
+        cap, limit = self.problem.rooms[rank], self.policy.limits[rank]
+        for stage in self.problem.stages[rank]:
+            count = self.counts[stage]
+            if (
+                count == self.m
+                or self.held[rank] + self.reserve[stage] > cap
+                or self.live[rank] + self.later[stage] > limit
+            ):
+                continue
+            key = self._key(self.arrival[stage * self.m + count], now, -stage)
+            if key < best_key:
+                best, best_key = stage, key
+        return best, best_key[0]
+
+    def _best_inner(self, rank: int, now: float) -> tuple[int, float]:
+        best, best_key = -1, (math.inf, 0.0)
+        for stage in self.problem.stages[rank]:
+            letter = self.num_stages + stage
+            count = self.counts[letter]
+            if count < self.counts[stage]:
+                key = self._key(self.arrival[letter * self.m + count], now, stage)
+                if key < best_key:
+                    best, best_key = letter, key
+        return best, best_key[0]
+
+    def _key(self, arrival: float, now: float, depth: int) -> tuple[float, float]:
+        """Smaller is better: what waits already, then by depth or by arrival."""
+        if self.policy.deepest:
+            return max(arrival, now), depth
+        return arrival, depth
+
+    def _oldest_weight(self, rank: int) -> int:
+        """The letter of the oldest weight gradient owed, -1 for none."""
+        best, oldest = -1, self.m
+        for stage in self.problem.stages[rank]:
+            letter = 2 * self.num_stages + stage
+            count = self.counts[letter]
+            if count < self.counts[letter - self.num_stages] and count < oldest:
+                best, oldest = letter, count
+        return best
+
+    def start(self, rank: int, letter: int, now: float) -> None:
+        problem = self.problem
+        op = letter * self.m + self.counts[letter]
+        kind, stage = divmod(letter, self.num_stages)
+        self.counts[letter] += 1
+        self.letters[rank].append(letter)
+        self.left[rank] -= 1
+        self.last_kind[rank] = kind if kind < 2 else self.last_kind[rank]
+        if kind == 0:
+            self.held[rank] += problem.whole[stage]
+            self.live[rank] += 1
+        elif kind == 1:
+            self.held[rank] -= problem.whole[stage] - problem.kept[stage]
+            self.live[rank] -= 1
+        else:
+            self.held[rank] -= problem.kept[stage]
+        end = now + problem.cost[op]
+        self.free[rank] = end
+        heapq.heappush(self.events, (end, rank))
+        after = self.consumer[op]
+        if after >= 0:
+            self.arrival[after] = end + problem.delay[after]
+            other = problem.placement[after // self.m % self.num_stages]
+            heapq.heappush(self.events, (self.arrival[after], other))

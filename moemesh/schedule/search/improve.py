@@ -1,0 +1,156 @@
+"""Local improvement: move operations along the longest path until nothing gets shorter.
+
+The longest path is cut in blocks of operations that follow each other on one rank. Only a change
+of order inside a block can shorten it, and there only one that changes the block's first or last
+operation (Nowicki and Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem",
+doi:10.1287/mnsc.42.6.797). A weight gradient may also leave its block for any gap on its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moemesh.schedule.search.problem import Letters, Problem, Times
+
+#: Steps without a better best before the search gives up.
+PATIENCE = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Orders with their evaluation; `evaluations` were spent to find them."""
+
+    letters: Letters
+    operations: list[list[int]]
+    times: Times
+    evaluations: int = 0
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Smaller is better: the objective, then how much the ranks end late altogether."""
+        return self.times.cost, sum(self.times.by_rank)
+
+
+def evaluated(problem: Problem, letters: Letters) -> State | None:
+    """The state of these letters; None when they break precedence or memory, or deadlock."""
+    operations: list[list[int]] = []
+    for rank, order in enumerate(letters):
+        found = problem.operations(rank, order)
+        if found is None:
+            return None
+        operations.append(found)
+    times = problem.evaluate(operations)
+    return None if times is None else State(letters=letters, operations=operations, times=times)
+
+
+def improve(problem: Problem, start: State, *, budget: int, target: float) -> State:
+    """The best state found from `start` within `budget` evaluations or until `target` is reached.
+
+    Each step takes the best neighbour that was not visited before, even when it is worse, so that
+    it can leave a local optimum. Deterministic.
+    """
+    best = current = start
+    visited = {_fingerprint(start.letters)}
+    spent = stale = 0
+    while spent < budget and stale < PATIENCE and best.times.cost > target:
+        chosen: State | None = None
+        for rank, order in neighbours(problem, current):
+            letters = [*current.letters]
+            letters[rank] = order
+            mark = _fingerprint(letters)
+            if mark in visited:
+                continue
+            operations = problem.operations(rank, order)
+            if operations is None:
+                visited.add(mark)
+                continue
+            all_operations = [*current.operations]
+            all_operations[rank] = operations
+            times = problem.evaluate(all_operations)
+            spent += 1
+            if times is None:
+                visited.add(mark)
+                continue
+            state = State(letters=letters, operations=all_operations, times=times)
+            if chosen is None or state.key < chosen.key:
+                chosen = state
+            if spent >= budget:
+                break
+        if chosen is None:
+            break
+        visited.add(_fingerprint(chosen.letters))
+        current = chosen
+        if current.key < best.key:
+            best, stale = current, 0
+        else:
+            stale += 1
+    return State(
+        letters=best.letters, operations=best.operations, times=best.times, evaluations=spent
+    )
+
+
+def neighbours(problem: Problem, state: State) -> Iterator[tuple[int, list[int]]]:
+    """(rank, new letters of that rank) for every move on the longest path."""
+    for rank, first, last in critical_blocks(problem, state):
+        order = state.letters[rank]
+        seen: set[tuple[int, int]] = set()
+        for position in range(first, last + 1):
+            for target in (first, last, position - 1, position + 1):
+                if first <= target <= last and target != position:
+                    seen.add((position, target))
+            if order[position] // problem.num_stages == 2:
+                seen.update((position, gap) for gap in _gaps(state, rank, position, last))
+        for position, target in sorted(seen):
+            if order[position] != order[target]:
+                yield rank, _moved(order, position, target)
+
+
+def critical_blocks(problem: Problem, state: State) -> list[tuple[int, int, int]]:
+    """Blocks of the longest path, from its end: (rank, first, last) are positions in the order."""
+    times = state.times
+    rank = times.by_rank.index(times.cost)
+    place = {op: at for order in state.operations for at, op in enumerate(order)}
+    at = len(state.operations[rank]) - 1
+    blocks: list[tuple[int, int, int]] = []
+    last = at
+    while True:
+        op = state.operations[rank][at]
+        before = problem.source[op]
+        start = times.starts[op]
+        follows = at > 0 and times.ends[state.operations[rank][at - 1]] == start
+        if follows:
+            at -= 1
+            continue
+        if last > at:
+            blocks.append((rank, at, last))
+        if before < 0 or (at == 0 and start == 0):
+            return blocks
+        rank = problem.placement[before // problem.num_microbatches % problem.num_stages]
+        at = last = place[before]
+
+
+def _gaps(state: State, rank: int, position: int, last: int) -> list[int]:
+    """Positions of the two longest waits of a rank before `position`, the longest after it, and
+    the end."""
+    order, times = state.operations[rank], state.times
+    before: list[tuple[float, int]] = []
+    after: list[tuple[float, int]] = []
+    for at in range(1, len(order)):
+        wait = times.starts[order[at]] - times.ends[order[at - 1]]
+        if wait > 0:
+            # Inserted before `at`; behind its own place everything moves up by one.
+            (after if at > position else before).append((-wait, at - (at > position)))
+    found = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
+    return [*found, len(order) - 1]
+
+
+def _moved(order: list[int], position: int, target: int) -> list[int]:
+    """The order with one letter taken out and put back at `target`."""
+    moved = order[:position] + order[position + 1 :]
+    moved.insert(target, order[position])
+    return moved
+
+
+def _fingerprint(letters: Letters) -> int:
+    return hash(tuple(map(tuple, letters)))

@@ -1,0 +1,253 @@
+"""The automatic scheduler's problem in integers: letters per rank, times, memory, one evaluation.
+
+A rank's order is a string of letters. A letter is ``kind * S + stage`` with F = 0, I = 1, W = 2:
+its n-th occurrence is microbatch n, so that microbatches of one kind keep their order. Operation
+``letter * m + microbatch`` has a cost, and an operation on whose result it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from moemesh.schedule.action import Kind, Op, Schedule, single
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.memory import ROUNDING, Amount, amounts
+
+Objective = Literal["span", "makespan"]
+
+#: Kinds by number.
+KINDS: tuple[Kind, ...] = ("F", "I", "W")
+
+Letters = list[list[int]]
+
+
+class Times(NamedTuple):
+    """One evaluation: the objective, its value on every rank, ends and starts of operations."""
+
+    cost: float
+    by_rank: list[float]
+    starts: list[float]
+    ends: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One pipe, one placement, whole sequences, split backwards.
+
+    ``stages[r]`` are the stages of rank r, ascending. ``cost[id]``, ``source[id]`` (-1 for none)
+    and ``delay[id]``, the time from the end of the source. ``whole[s]`` and ``kept[s]`` are M_a and
+    M_w of a stage, ``caps[r]`` what a rank may hold (infinite without a cap), in pieces.
+    """
+
+    placement: tuple[int, ...]
+    num_ranks: int
+    num_microbatches: int
+    objective: Objective
+    cost: tuple[float, ...]
+    source: tuple[int, ...]
+    delay: tuple[float, ...]
+    whole: tuple[float, ...]
+    kept: tuple[float, ...]
+    caps: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_operations(self) -> int:
+        return len(self.cost)
+
+    @cached_property
+    def rooms(self) -> tuple[float, ...]:
+        """The caps, to compare with: a sum of fractions may come out a rounding above them."""
+        return tuple(cap * (1 + ROUNDING) for cap in self.caps)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each rank, ascending."""
+        return tuple(
+            tuple(s for s, owner in enumerate(self.placement) if owner == rank)
+            for rank in range(self.num_ranks)
+        )
+
+    @cached_property
+    def origins(self) -> tuple[float, ...]:
+        """What is subtracted from each rank's last end: its first start, or 0 for the makespan.
+
+        The first operation of a rank is the forward of microbatch 0 on its first stage, and every
+        rank before it starts with that microbatch too: the first start is the same in any order.
+        """
+        if self.objective == "makespan":
+            return (0,) * self.num_ranks
+        found: list[float] = []
+        for rank in range(self.num_ranks):
+            start: float = 0
+            for stage in range(1, self.stages[rank][0] + 1):
+                op = stage * self.num_microbatches
+                start = start + self.cost[op - self.num_microbatches] + self.delay[op]
+            found.append(start)
+        return tuple(found)
+
+    def operations(self, rank: int, letters: list[int]) -> list[int] | None:
+        """Operations of a rank's letters; None when one comes too early or memory is exceeded."""
+        stages, microbatches = self.num_stages, self.num_microbatches
+        counts = [0] * (3 * stages)
+        held: float = 0
+        cap = self.rooms[rank]
+        found: list[int] = []
+        for letter in letters:
+            kind, stage = divmod(letter, stages)
+            count = counts[letter]
+            if kind == 0:
+                held += self.whole[stage]
+                if held > cap:
+                    return None
+            elif count >= counts[letter - stages]:
+                return None
+            elif kind == 1:
+                held -= self.whole[stage] - self.kept[stage]
+            else:
+                held -= self.kept[stage]
+            counts[letter] = count + 1
+            found.append(letter * microbatches + count)
+        return found
+
+    def evaluate(self, orders: list[list[int]]) -> Times | None:
+        """Times of orders of operations; None when they deadlock."""
+        cost, source, delay = self.cost, self.source, self.delay
+        ends: list[float] = [-1] * len(cost)
+        starts: list[float] = [0] * len(cost)
+        heads = [0] * len(orders)
+        clocks: list[float] = [0] * len(orders)
+        sleeping: dict[int, int] = {}
+        awake = list(range(len(orders)))[::-1]
+        left = len(cost)
+        while awake:
+            rank = awake.pop()
+            order, head, clock = orders[rank], heads[rank], clocks[rank]
+            for op in order[head:]:
+                before = source[op]
+                if before >= 0:
+                    arrival = ends[before]
+                    if arrival < 0:
+                        sleeping[before] = rank
+                        break
+                    arrival += delay[op]
+                    if arrival > clock:
+                        clock = arrival
+                starts[op] = clock
+                clock += cost[op]
+                ends[op] = clock
+                head += 1
+                if op in sleeping:
+                    awake.append(sleeping.pop(op))
+            left -= head - heads[rank]
+            heads[rank], clocks[rank] = head, clock
+        if left:
+            return None
+        by_rank = [clock - start for clock, start in zip(clocks, self.origins, strict=True)]
+        return Times(max(by_rank), by_rank, starts, ends)
+
+    def schedule(self, name: str, letters: Letters) -> Schedule:
+        """The letters as a schedule."""
+        orders: list[tuple[tuple[Op, ...], ...]] = []
+        for order in letters:
+            counts = [0] * (3 * self.num_stages)
+            ops: list[Op] = []
+            for letter in order:
+                kind, stage = divmod(letter, self.num_stages)
+                ops.append(Op(KINDS[kind], stage, counts[letter]))
+                counts[letter] += 1
+            orders.append(single(*ops))
+        return Schedule(
+            name=name,
+            num_ranks=self.num_ranks,
+            num_stages=self.num_stages,
+            placement=(self.placement,),
+            orders=tuple(orders),
+            num_microbatches=(self.num_microbatches,),
+        )
+
+    def letters(self, schedule: Schedule) -> Letters | None:
+        """The order of another schedule with every backward split where it stands; None when it
+        has another placement, several pipes, or microbatches out of order."""
+        if schedule.placement != (self.placement,) or schedule.num_slices > 1:
+            return None
+        found: Letters = []
+        for rank in range(self.num_ranks):
+            counts = [0] * (3 * self.num_stages)
+            order: list[int] = []
+            for op in schedule.ops(rank):
+                kinds = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}[op.kind]
+                for letter in (kind * self.num_stages + op.stage for kind in kinds):
+                    if counts[letter] != op.microbatch:
+                        return None
+                    counts[letter] += 1
+                    order.append(letter)
+            found.append(order)
+        return found
+
+
+def make_problem(
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    costs: Costs,
+    *,
+    objective: Objective,
+    memory_cap: Sequence[float],
+    activation: Amount,
+    weight_memory: Amount,
+) -> Problem:
+    """The problem of a placement; `memory_cap` per rank, infinite without one. Raises ValueError
+    when the costs do not fit its stages."""
+    stages, ranks = len(placement), max(placement) + 1
+    shape = Schedule(
+        name="searched",
+        num_ranks=ranks,
+        num_stages=stages,
+        placement=(placement,),
+        orders=((),) * ranks,
+        num_microbatches=(num_microbatches,),
+    )
+    bound = costs.bind(shape)
+    cost: list[float] = []
+    source: list[int] = []
+    delay: list[float] = []
+    inner = stages * num_microbatches
+    for kind, name in enumerate(KINDS):
+        for stage in range(stages):
+            for microbatch in range(num_microbatches):
+                op = Op(name, stage, microbatch)
+                cost.append(bound.op(op))
+                # F waits for the stage before, I for the stage behind or its own F; W follows I
+                # on the same rank anyway.
+                step = -1 if kind == 0 else 1
+                other = stage + step
+                here = kind * inner + stage * num_microbatches + microbatch
+                if kind == 2 or (kind == 0 and stage == 0):
+                    source.append(-1)
+                    delay.append(0)
+                elif other == stages:
+                    source.append(here - inner)
+                    delay.append(0)
+                else:
+                    source.append(here + step * num_microbatches)
+                    crosses = placement[other] != placement[stage]
+                    delay.append(bound.message(Op(name, other, microbatch), op) if crosses else 0)
+    whole, kept, parts = amounts(shape, activation, weight_memory)
+    return Problem(
+        placement=placement,
+        num_ranks=ranks,
+        num_microbatches=num_microbatches,
+        objective=objective,
+        cost=tuple(cost),
+        source=tuple(source),
+        delay=tuple(delay),
+        whole=tuple(whole),
+        kept=tuple(kept),
+        caps=tuple(cap * parts for cap in memory_cap),
+    )

@@ -1,0 +1,248 @@
+"""When everything happens: a schedule and its costs become starts, ends and bubbles.
+
+Orders are fixed, so simulation is a longest path::
+
+    start(e) = max(end of the rank's entry before, end(d) + message(d -> e) for what e waits for)
+    end(e)   = start(e) + cost(e)
+
+Two bubble metrics, never a bare "bubble". With ``span_r`` = last end minus first start of rank r
+and ``busy_r`` = the sum of its costs: the *span bubble* ``max span_r - max busy_r`` leaves out the
+stagger between ranks (it presumes that a rank may start the next step before others finish; the
+metric of the Zero Bubble papers, arXiv:2401.10241), *rank idle* ``max(makespan - busy_r)`` counts
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.costs import BoundCosts, Costs
+from moemesh.schedule.memory import Amount, PeakMemory, peak_memory
+from moemesh.schedule.messages import successor
+from moemesh.schedule.program import Program, issue_order, lower
+from moemesh.schedule.text import digest
+from moemesh.trace.timeline import Record, Timeline, Unit
+
+#: ``latency`` delays the edge and occupies nobody. ``blocking`` also keeps the sender from its
+#: next entry for that time. ``link`` lets the messages of an ordered pair of ranks go one after
+#: the other, each taking its size over the bandwidth, and the latency on top.
+Transport = Literal["latency", "blocking", "link"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Start and end of every entry, ``starts[rank][index]``, and what follows from them.
+
+    `busy` is the sum of each rank's costs, `peaks` what it holds at most. `relaxed` marks a
+    timeline that leaves out wrap-around edges and cannot be executed as drawn.
+    """
+
+    schedule: Schedule
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    busy: tuple[float, ...]
+    peaks: tuple[PeakMemory, ...]
+    transport: Transport
+    relaxed: bool
+    unit: Unit
+
+    @property
+    def makespan(self) -> float:
+        """Time from 0 until the last end on any rank."""
+        return max((ends[-1] for ends in self.ends if ends), default=0)
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Last end minus first start of each rank."""
+        pairs = zip(self.starts, self.ends, strict=True)
+        return tuple(ends[-1] - starts[0] if ends else 0 for starts, ends in pairs)
+
+    @property
+    def span(self) -> float:
+        """The largest of :attr:`spans`."""
+        return max(self.spans, default=0)
+
+    @property
+    def span_bubble(self) -> float:
+        """``max span_r - max busy_r``."""
+        return self.span - max(self.busy, default=0)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Span bubble over span; 0.0 when nothing takes time."""
+        return self.span_bubble / self.span if self.span else 0.0
+
+    @property
+    def rank_idle(self) -> float:
+        """``max (makespan - busy_r)``: the synchronous metric."""
+        makespan = self.makespan
+        return max((makespan - busy for busy in self.busy), default=0)
+
+    @property
+    def peak_activation(self) -> tuple[float, ...]:
+        """Most activation each rank holds, in the unit of M_a."""
+        return tuple(peak.activation for peak in self.peaks)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every operation as a record; a block's operations share start and end."""
+        records: list[Record] = []
+        for rank, order in enumerate(self.schedule.orders):
+            free = 0.0
+            times = zip(order, self.starts[rank], self.ends[rank], strict=True)
+            for entry, start, end in times:
+                wait = max(start - free, 0)
+                for op in entry:
+                    records.append(
+                        Record(
+                            rank=rank,
+                            start=float(start),
+                            end=float(end),
+                            name=str(op),
+                            wait=float(wait),
+                            kind=op.kind,
+                            stage=op.stage,
+                            microbatch=op.microbatch,
+                            pipe=op.pipe,
+                            slice=op.slice,
+                        )
+                    )
+                    wait = 0.0  # A block waits once.
+                free = end
+        return Timeline(
+            ranks=tuple(range(len(self.schedule.orders))),
+            records=tuple(records),
+            source="simulated",
+            unit=self.unit,
+            digest=digest(self.schedule),
+        )
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    transport: Transport = "latency",
+    relax_wrap: bool = False,
+    activation: Amount = 1,
+    weight_memory: Amount = 1,
+    unit: Unit = "ticks",
+) -> Simulation:
+    """Run `schedule` on paper. The default costs are one tick for F, I and W, none for messages.
+
+    `relax_wrap` enforces the wrap-around edge of the looped placement (last rank to first, and
+    back) only for the first microbatch of each group of num_ranks, as some published numbers do;
+    strict is the result. Raises :class:`moemesh.schedule.program.Deadlock` (a ValueError) showing
+    where every rank stands, and ValueError for costs that do not fit the schedule.
+    """
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")
+    program = lower(schedule, relax_wrap=relax_wrap)
+    bound = (costs or Costs()).bind(schedule)
+    starts, ends, busy = _times(program, bound, transport)
+    first = program.first
+    cuts = list(pairwise(first))
+    return Simulation(
+        schedule=schedule,
+        starts=tuple(tuple(starts[a:b]) for a, b in cuts),
+        ends=tuple(tuple(ends[a:b]) for a, b in cuts),
+        busy=busy,
+        peaks=peak_memory(schedule, activation=activation, weight_memory=weight_memory),
+        transport=transport,
+        relaxed=relax_wrap,
+        unit=unit,
+    )
+
+
+def _times(
+    program: Program, bound: BoundCosts, transport: Transport
+) -> tuple[list[float], list[float], tuple[float, ...]]:
+    """Starts and ends of all entries, busy time of all ranks."""
+    waits, makes, rank_of = program.waits, program.makes, program.rank
+    costs = _entry_costs(program, bound)
+    carrier = _Carrier(program, bound, transport)
+    simple = transport == "latency"
+    flat = carrier.flat_delays()
+    entries = program.entries
+    starts: list[float] = [0] * len(entries)
+    ends: list[float] = [0] * len(entries)
+    clock: list[float] = [0] * len(program.schedule.orders)
+    ready: list[float] = [0] * program.num_slots
+    for entry in issue_order(program):
+        rank = rank_of[entry]
+        start = clock[rank]
+        for slot in waits[entry]:
+            if ready[slot] > start:
+                start = ready[slot]
+        end = start + costs[entry]
+        starts[entry] = start
+        ends[entry] = end
+        clock[rank] = end
+        for place, (slot, message) in enumerate(makes[entry]):
+            ready[slot] = end
+            if message < 0:
+                continue
+            if simple:
+                kind, stage, *_ = op = entries[entry][place]
+                delay = carrier.delay(op) if flat is None else flat[stage - (kind != "F")]
+                ready[message] = end + delay
+            else:
+                ready[message], clock[rank] = carrier.send(entries[entry][place], end, clock[rank])
+    first = program.first
+    slices = (costs[a:b] for a, b in pairwise(first))
+    return starts, ends, tuple(map(_total, slices))
+
+
+class _Carrier:
+    """Messages between ranks: when each arrives, and when its sender is free again."""
+
+    def __init__(self, program: Program, bound: BoundCosts, transport: Transport) -> None:
+        self.schedule = program.schedule
+        self.bound = bound
+        self.transport = transport
+        self.link_free: dict[tuple[int, int], float] = {}
+
+    def flat_delays(self) -> list[float] | None:
+        """Delay per boundary, None when it depends on the operation."""
+        return None if callable(self.bound.delays) else self.bound.delays
+
+    def delay(self, op: Op) -> float:
+        consumer = successor(self.schedule, op)
+        assert consumer is not None
+        return self.bound.message(op, consumer)
+
+    def send(self, op: Op, end: float, free: float) -> tuple[float, float]:
+        """Arrival of the output of `op`, which ended at `end`, and when its rank, free at `free`
+        until now, goes on."""
+        delay = self.delay(op)
+        if self.transport == "blocking":
+            # The outputs of a block leave one after the other.
+            return free + delay, free + delay
+        consumer = successor(self.schedule, op)
+        assert consumer is not None
+        pair = self.schedule.rank_of(op), self.schedule.rank_of(consumer)
+        begin = max(end, self.link_free.get(pair, 0))
+        self.link_free[pair] = begin + self.bound.transfer(op, consumer)
+        return self.link_free[pair] + delay, free
+
+
+def _entry_costs(program: Program, bound: BoundCosts) -> list[float]:
+    """Cost of every entry, without a call for each where costs are per stage."""
+    tables = bound.by_kind
+    flat = {kind: table for kind, table in tables.items() if not callable(table)}
+    if len(flat) < len(tables):
+        return [bound.entry(entry) for entry in program.entries]
+    return [
+        flat[entry[0].kind][entry[0].stage] if len(entry) == 1 else bound.entry(entry)
+        for entry in program.entries
+    ]
+
+
+def _total(costs: list[float]) -> float:
+    """Sum without rounding on the way; an integer for integers."""
+    return math.fsum(costs) if any(isinstance(cost, float) for cost in costs) else sum(costs)

@@ -1,0 +1,148 @@
+"""TeraPipe: slices of a sequence follow one another through the pipeline.
+
+Li et al., "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models",
+2021, arXiv:2102.07988. For causal models: a slice needs the keys and values of the slices before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moemesh.schedule.action import Op, Schedule, linear, single
+from moemesh.schedule.conditions import ALWAYS, at_least, at_most, divisible, require
+
+CONDITIONS = (*ALWAYS, at_least("num_slices", 1))
+
+
+class Slicing(NamedTuple):
+    """Lengths of the slices in tokens, and the time of a pass as the sum formula has it."""
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule:
+    """GPipe over (sequence, slice); a microbatch is a sequence.
+
+    Bubble (p-1)(max tF + max tB) over the slices; every rank holds all of them. Raises ValueError
+    unless there is a slice.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(terapipe(2, 2, 2)).timeline))
+    rank 0: F0.0 F0.1 F1.0 F1.1 .    .    .    B1.1----- B1.0----- B0.1----- B0.0-----
+    rank 1: .    F0.0 F0.1 F1.0 F1.1 B1.1----- B1.0----- B0.1----- B0.0-----
+    """
+    require(
+        "terapipe",
+        CONDITIONS,
+        ranks=num_ranks,
+        microbatches=num_microbatches,
+        num_slices=num_slices,
+    )
+    pieces = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
+    orders = tuple(
+        single(
+            *(Op("F", rank, microbatch, 0, part) for microbatch, part in pieces),
+            *(Op("B", rank, microbatch, 0, part) for microbatch, part in reversed(pieces)),
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule(
+        name="terapipe",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=orders,
+        num_microbatches=(num_microbatches,),
+        num_slices=num_slices,
+    )
+
+
+def best_slices(
+    cost: Callable[[int, int], float],
+    length: int,
+    granularity: int,
+    num_stages: int,
+    num_sequences: int,
+    num_slices: int | None = None,
+) -> Slicing:
+    """Where to cut a sequence of `length` tokens, at multiples of `granularity`.
+
+    ``cost(n, c)`` is the time (forward plus backward) of `n` tokens after a context of `c`, on one
+    stage. Least ``num_sequences * sum + (num_stages - 1) * max`` over all ways to cut, or over
+    those into exactly `num_slices`. The formula is the time of a pass when the slowest forward and
+    the slowest backward fall on the same slice, and a lower bound otherwise: simulate the result.
+
+    Dynamic program of section 3.3 of the paper. It bounds the slowest slice from above by ever
+    smaller times and drops to the slowest slice really used, since no solution lies in between.
+    Raises ValueError when the granularity does not divide the length or there are fewer positions
+    than slices.
+
+    >>> best_slices(lambda n, c: 1 + n * (n / 2 + c) / 8, 16, 2, 4, 1).lengths
+    (8, 2, 2, 2, 2)
+    """
+    numbers = {"length": length, "granularity": granularity}
+    rules = [at_least("length", 1), at_least("granularity", 1), divisible("length", "granularity")]
+    if num_slices is not None:
+        numbers["num_slices"] = num_slices
+        units = max(length // max(granularity, 1), 1)
+        rules += [at_least("num_slices", 1), at_most("num_slices", units)]
+    require("best_slices", rules, **numbers)
+    units = length // granularity
+    # table[i][n]: n units that end at unit i, n >= 1.
+    table = [
+        [math.inf, *(cost(n * granularity, (i - n) * granularity) for n in range(1, i + 1))]
+        for i in range(units + 1)
+    ]
+    best, limit = Slicing((), math.inf), math.inf
+    while True:
+        pieces = _shortest(table, limit, num_slices)
+        if not pieces:
+            break
+        ends = [sum(pieces[: index + 1]) for index in range(len(pieces))]
+        costs = [table[end][piece] for end, piece in zip(ends, pieces, strict=True)]
+        busy = num_sequences * math.fsum(costs)
+        if busy >= best.seconds:
+            # Tighter bounds only make the sum grow.
+            break
+        seconds = busy + (num_stages - 1) * max(costs)
+        if seconds < best.seconds:
+            best = Slicing(tuple(piece * granularity for piece in pieces), seconds)
+        limit = max(costs)
+    return best
+
+
+def _shortest(table: list[list[float]], limit: float, num_slices: int | None) -> list[int]:
+    """Units of each slice with the least total time, all below `limit`; [] when there is none."""
+    units = len(table) - 1
+    layers = 1 if num_slices is None else num_slices
+    least = [0.0] + [math.inf] * units
+    choices: list[list[int]] = []
+    for _ in range(layers):
+        # Without a given number of slices a cut may follow a cut of the same layer.
+        before = least
+        least = [0.0 if num_slices is None else math.inf] + [math.inf] * units
+        if num_slices is None:
+            before = least
+        choice = [0] * (units + 1)
+        for end in range(1, units + 1):
+            row = table[end]
+            for piece in range(1, end + 1):
+                if row[piece] < limit and before[end - piece] + row[piece] < least[end]:
+                    least[end] = before[end - piece] + row[piece]
+                    choice[end] = piece
+        choices.append(choice)
+    if math.isinf(least[units]):
+        return []
+    pieces: list[int] = []
+    end = units
+    for layer in reversed(range(layers)):
+        while end > 0:
+            pieces.append(choices[layer][end])
+            end -= pieces[-1]
+            if num_slices is not None:
+                break
+    return pieces[::-1]

@@ -1,0 +1,363 @@
+"""Schedules as text and as CSV, for people to write and for ranks to compare by digest.
+
+The text has a header, one line of ranks a pipe, one line of entries a rank; ``#`` starts a comment.
+An operation is ``<stage><kind><microbatch>[p<pipe>][.<slice>]``, a block joins several with ``+``::
+
+    pipeline-schedule v1  name=zb_h1 ranks=2 stages=2 slices=1 microbatches=3
+    place 0: 0 1
+    rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+
+``microbatches`` has a number per pipe, ``4,4``. An asynchronous schedule adds ``update=<kind>`` and
+``window=<count>``, a generator's arguments follow as ``parameter.<name>=<value>``. The CSV form
+holds the same in cells. A CSV table without header, a row of operations for each rank, is read as
+well: ranks, stages and placement are then taken from where the operations stand.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, cast, get_args
+
+from moemesh.config.errors import UserError
+from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
+
+MAGIC = "pipeline-schedule v1"
+UPDATE_KINDS = ("stash", "two_versions", "newest")
+
+_OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:p(\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
+_BARE = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_PARAMETER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
+
+
+class TextError(UserError):
+    """A schedule that cannot be read: names the line, the token and what was expected."""
+
+
+class _Line(NamedTuple):
+    """One line of the text or row of the table: its number, its label, the tokens behind it."""
+
+    number: int
+    label: str
+    tokens: tuple[str, ...]
+
+    def error(self, message: str, index: int | None = None) -> TextError:
+        """`index` counts the tokens behind the label from 0; None means the label."""
+        if index is None:
+            return TextError(f"line {self.number}, {self.label!r}: {message}")
+        token = self.tokens[index]
+        return TextError(f"line {self.number}, token {index + 1}, {token!r}: {message}")
+
+
+def to_text(schedule: Schedule) -> str:
+    """The text form; :func:`from_text` gives an equal schedule back.
+
+    Raises ValueError when a parameter's name is no word (letters, digits, underscores).
+    """
+    lines = [f"{MAGIC}  {' '.join(_header(schedule))}"]
+    for label, cells in _rows(schedule):
+        lines.append(" ".join([label + ":", *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The same in comma-separated cells, a row for every line of the text form."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([MAGIC, *_header(schedule)])
+    writer.writerows([label, *cells] for label, cells in _rows(schedule))
+    return out.getvalue()
+
+
+def digest(schedule: Schedule) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the text form: ranks compare them."""
+    return hashlib.sha256(to_text(schedule).encode()).hexdigest()[:16]
+
+
+def from_text(text: str) -> Schedule:
+    """Read the text form. Raises :class:`TextError` naming line and token.
+
+    Only the form is judged here; whether the schedule can run is for
+    :func:`moemesh.schedule.check.check`.
+    """
+    lines: list[_Line] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        if not lines:
+            words = content.split()
+            lines.append(_Line(number, " ".join(words[:2]), tuple(words[2:])))
+            continue
+        label, colon, rest = content.partition(":")
+        if not colon:
+            raise TextError(f"line {number}, {content.split()[0]!r}: expected '<label>: ...'")
+        lines.append(_Line(number, " ".join(label.split()), tuple(rest.split())))
+    return _schedule(lines)
+
+
+def from_csv(text: str) -> Schedule:
+    """Read the CSV form, or a bare table with a row of operations for each rank.
+
+    Empty cells are skipped. A bare table gets the name "table"; it must hold every stage, each on
+    one rank. Raises :class:`TextError` naming line and cell.
+    """
+    lines: list[_Line] = []
+    reader = csv.reader(io.StringIO(text))
+    for row in reader:
+        cells = [cell.strip() for cell in row]
+        if lines or any(cells):
+            lines.append(_Line(reader.line_num, " ".join(cells[:1]), tuple(filter(None, cells))))
+    while lines and not any(lines[-1].tokens):
+        lines.pop()
+    if not lines:
+        raise TextError("the table is empty")
+    if " ".join(lines[0].label.split()) != MAGIC:
+        return _bare_table(lines)
+    rows = (_Line(n, " ".join(label.split()), cells[1:]) for n, label, cells in lines if cells)
+    return _schedule(list(rows))
+
+
+def parse_op(token: str) -> Op | None:
+    """The operation that `token` stands for; None when it is none."""
+    match = _OP.fullmatch(token)
+    if match is None:
+        return None
+    stage, kind, microbatch, pipe, part = match.groups()
+    return Op(cast(Kind, kind), int(stage), int(microbatch), int(pipe or 0), int(part or 0))
+
+
+def _header(schedule: Schedule) -> list[str]:
+    """``key=value`` tokens of the first line."""
+    counts = ",".join(map(str, schedule.num_microbatches))
+    header = [
+        f"name={_quoted(schedule.name)}",
+        f"ranks={schedule.num_ranks}",
+        f"stages={schedule.num_stages}",
+        f"slices={schedule.num_slices}",
+        f"microbatches={counts}",
+    ]
+    if schedule.update is not None:
+        header += [f"update={schedule.update.kind}", f"window={schedule.update.window}"]
+    for name, value in sorted(schedule.parameters.items()):
+        if not _PARAMETER.fullmatch(name):
+            raise ValueError(f"parameter {name!r}: a name has letters, digits and underscores only")
+        header.append(f"parameter.{name}={_value(value)}")
+    return header
+
+
+def _rows(schedule: Schedule) -> Iterable[tuple[str, list[str]]]:
+    """Label and cells of every line behind the header."""
+    for pipe, ranks in enumerate(schedule.placement):
+        yield f"place {pipe}", list(map(str, ranks))
+    for rank, entries in enumerate(schedule.orders):
+        yield f"rank {rank}", ["+".join(map(str, entry)) for entry in entries]
+
+
+def _quoted(text: str) -> str:
+    """`text` as one token: as it is when it is a plain word, else a JSON string."""
+    if _BARE.fullmatch(text) and not _is_float(text):
+        return text
+    quoted = json.dumps(text)
+    # One token without blanks, and no comment.
+    return quoted.replace(" ", "\\u0020").replace("#", "\\u0023")
+
+
+def _value(value: int | float | str) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    return str(int(value)) if isinstance(value, int) else repr(float(value))
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_value(text: str) -> int | float | str | None:
+    """The inverse of :func:`_value`; None when `text` is none of its forms."""
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _is_float(text):
+        return float(text)
+    if _BARE.fullmatch(text):
+        return text
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _schedule(lines: Sequence[_Line]) -> Schedule:
+    """The schedule of a header and its labelled lines."""
+    if not lines or lines[0].label != MAGIC:
+        found = f"line {lines[0].number}, {lines[0].label!r}" if lines else "no line at all"
+        raise TextError(f"{found}: expected {MAGIC!r} and its header")
+    header = _Header(lines[0])
+    ranks, stages = header.count("ranks"), header.count("stages")
+    counts = header.counts("microbatches")
+    slices = header.count("slices", 1)
+    update = None
+    if "update" in header.tokens:
+        kind = header.word("update", UPDATE_KINDS)
+        window = header.count("window", 1)
+        update = UpdateRule(
+            kind=cast(Literal["stash", "two_versions", "newest"], kind), window=window
+        )
+    parts: dict[str, dict[int, _Line]] = {"place": {}, "rank": {}}
+    for line in lines[1:]:
+        word, _, number = line.label.partition(" ")
+        limit = ranks if word == "rank" else len(counts)
+        if word not in parts or not _INTEGER.fullmatch(number):
+            raise line.error("expected 'place <pipe>' or 'rank <rank>'")
+        if not 0 <= int(number) < limit:
+            raise line.error(f"the header leaves room for {word} 0 to {limit - 1} only")
+        if int(number) in parts[word]:
+            raise line.error(f"stands on line {parts[word][int(number)].number} already")
+        parts[word][int(number)] = line
+    for word, limit in (("place", len(counts)), ("rank", ranks)):
+        missing = next((n for n in range(limit) if n not in parts[word]), None)
+        if missing is not None:
+            raise TextError(f"no line '{word} {missing}:'")
+    return Schedule(
+        name=header.text("name"),
+        num_ranks=ranks,
+        num_stages=stages,
+        placement=tuple(_place(parts["place"][pipe], stages) for pipe in range(len(counts))),
+        orders=tuple(_entries(parts["rank"][rank]) for rank in range(ranks)),
+        num_microbatches=counts,
+        num_slices=slices,
+        update=update,
+        parameters=header.parameters(),
+    )
+
+
+class _Header:
+    """Typed look-ups in the ``key=value`` tokens of the first line."""
+
+    KEYS = ("name", "ranks", "stages", "slices", "microbatches", "update", "window")
+
+    def __init__(self, line: _Line) -> None:
+        self.line = line
+        self.tokens: dict[str, tuple[int, str]] = {}
+        for index, token in enumerate(line.tokens):
+            key, equals, value = token.partition("=")
+            if not equals or not (key in self.KEYS or key.startswith("parameter.")):
+                known = ", ".join(self.KEYS)
+                raise line.error(
+                    f"expected <key>=<value> with a key of {known}, parameter.*", index
+                )
+            if key in self.tokens:
+                raise line.error(f"{key!r} is given twice", index)
+            self.tokens[key] = (index, value)
+        for key in ("name", "ranks", "stages", "microbatches"):
+            if key not in self.tokens:
+                raise line.error(f"the header has no {key}=")
+        if "window" in self.tokens and "update" not in self.tokens:
+            raise line.error("window= without update=", self.tokens["window"][0])
+
+    def counts(self, key: str) -> tuple[int, ...]:
+        index, value = self.tokens[key]
+        parts = value.split(",")
+        if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
+            raise self.line.error("expected a count for each pipe, such as 8 or 4,4", index)
+        return tuple(map(int, parts))
+
+    def count(self, key: str, default: int | None = None) -> int:
+        if key not in self.tokens and default is not None:
+            return default
+        index, value = self.tokens[key]
+        if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
+            raise self.line.error("expected a whole number of at least 1", index)
+        return int(value)
+
+    def word(self, key: str, choices: Sequence[str]) -> str:
+        index, value = self.tokens[key]
+        if value not in choices:
+            raise self.line.error(f"expected one of {', '.join(choices)}", index)
+        return value
+
+    def text(self, key: str) -> str:
+        index, value = self.tokens[key]
+        parsed = _parse_value(value)
+        if not isinstance(parsed, str):
+            raise self.line.error('expected a word, or a JSON string ("two\\u0020words")', index)
+        return parsed
+
+    def parameters(self) -> dict[str, int | float | str]:
+        found: dict[str, int | float | str] = {}
+        for key, (index, value) in self.tokens.items():
+            if not key.startswith("parameter."):
+                continue
+            parsed = _parse_value(value)
+            if parsed is None or not _PARAMETER.fullmatch(name := key.partition(".")[2]):
+                raise self.line.error("expected parameter.<word>=<number, word or string>", index)
+            found[name] = parsed
+        return found
+
+
+def _place(line: _Line, stages: int) -> tuple[int, ...]:
+    for index, token in enumerate(line.tokens):
+        if not re.fullmatch(r"\d{1,9}", token, re.ASCII):
+            raise line.error("expected the rank of a stage", index)
+    if len(line.tokens) != stages:
+        raise line.error(f"has {len(line.tokens)} ranks for {stages} stages")
+    return tuple(map(int, line.tokens))
+
+
+def _entries(line: _Line) -> tuple[Entry, ...]:
+    seen: dict[str, Entry] = {}
+    for index, token in enumerate(line.tokens):
+        if token in seen:
+            continue
+        ops = tuple(map(parse_op, token.split("+")))
+        entry = tuple(op for op in ops if op is not None)
+        if len(entry) < len(ops):
+            raise line.error(
+                f"expected <stage><{'|'.join(get_args(Kind))}><microbatch>[p<pipe>][.<slice>], "
+                "joined by '+' in a block",
+                index,
+            )
+        seen[token] = entry
+    return tuple(seen[token] for token in line.tokens)
+
+
+def _bare_table(lines: Sequence[_Line]) -> Schedule:
+    """A schedule from rows of operations alone, row r being rank r."""
+    orders = tuple(map(_entries, lines))
+    ops = [op for order in orders for entry in order for op in entry]
+    stages = 1 + max((op.stage for op in ops), default=0)
+    pipes = 1 + max((op.pipe for op in ops), default=0)
+    if not ops or max(stages, pipes) > len(ops):
+        raise TextError(f"{len(ops)} operations cannot fill {stages} stages in {pipes} pipes")
+    owner: dict[tuple[int, int], int] = {}
+    for rank, (line, order) in enumerate(zip(lines, orders, strict=True)):
+        for index, entry in enumerate(order):
+            for op in entry:
+                if owner.setdefault((op.pipe, op.stage), rank) != rank:
+                    other = lines[owner[op.pipe, op.stage]].number
+                    raise line.error(f"stage {op.stage} also stands on line {other}", index)
+    for pipe in range(pipes):
+        for stage in range(stages):
+            if (pipe, stage) not in owner:
+                raise TextError(f"no operation of stage {stage} in pipe {pipe}")
+    counts = [1 + max(op.microbatch for op in ops if op.pipe == pipe) for pipe in range(pipes)]
+    return Schedule(
+        name="table",
+        num_ranks=len(lines),
+        num_stages=stages,
+        placement=tuple(tuple(owner[pipe, s] for s in range(stages)) for pipe in range(pipes)),
+        orders=orders,
+        num_microbatches=tuple(counts),
+        num_slices=1 + max(op.slice for op in ops),
+    )

@@ -1,0 +1,157 @@
+"""Which version of the weights each operation of an asynchronous schedule uses.
+
+Version 0 is the initial weights; every update of a stage makes its next version. Rules, for
+microbatch k on stage s of S (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503; AMPNet,
+arXiv:1705.09786):
+
+=============  ==================================  ==============  =======================  ========
+rule           forward uses                        backward uses   update                   copies
+=============  ==================================  ==============  =======================  ========
+stash          newest, declared max(0, k-(S-1-s))  its forward's   after every backward     S - s
+two_versions   max(k // window - 1, 0)             its forward's   every window backwards   2
+newest         newest                              newest          every window backwards   1
+=============  ==================================  ==============  =======================  ========
+
+Under ``newest`` at most K microbatches are in flight and updates lag by ceil((K - 1) / window).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moemesh.schedule.action import Op, Schedule, UpdateRule
+
+
+class StageVersions(NamedTuple):
+    """What one stage of one pipe saw: the version of each ``F``, ``B`` and ``I``, the largest
+    number of updates between a microbatch's forward and the use of its gradient, the most copies
+    alive at once, and how many updates were made."""
+
+    used: dict[Op, int]
+    lag: int
+    copies: int
+    updates: int
+
+
+class Breach(NamedTuple):
+    """Where a schedule and its update rule contradict each other; `entry` is an index in the
+    rank's list."""
+
+    rank: int
+    entry: int
+    op: Op
+    message: str
+
+
+def versions(schedule: Schedule) -> tuple[dict[tuple[int, int], StageVersions], list[Breach]]:
+    """(pipe, stage) -> versions used there, and every breach of the rule.
+
+    Raises ValueError for a synchronous schedule: it has one version. Expects a schedule that is
+    complete and in order.
+    """
+    if schedule.update is None:
+        raise ValueError(f"{schedule.name} is synchronous: all operations use one version")
+    stages: dict[tuple[int, int], _Stage] = {}
+    breaches: list[Breach] = []
+    for rank in range(schedule.num_ranks):
+        for pipe, stage in schedule.stages_of(rank):
+            stages[pipe, stage] = _Stage(schedule, schedule.update, pipe, stage)
+        for index, entry in enumerate(schedule.orders[rank]):
+            for op in entry:
+                problem = stages[op.pipe, op.stage].run(op)
+                if problem:
+                    breaches.append(Breach(rank, index, op, problem))
+    found = {
+        place: StageVersions(stage.used, stage.lag, stage.copies, stage.newest)
+        for place, stage in stages.items()
+    }
+    return found, breaches
+
+
+class _Stage:
+    """Weight versions of one stage while its operations go by."""
+
+    def __init__(self, schedule: Schedule, rule: UpdateRule, pipe: int, stage: int) -> None:
+        self.kind, self.window = rule.kind, rule.window
+        distance = schedule.num_stages - 1 - stage
+        if rule.kind == "stash":
+            self.window, self.allowed_copies, self.allowed_lag = 1, distance + 1, distance
+        elif rule.kind == "two_versions":
+            self.allowed_copies, self.allowed_lag = 2, 1
+        else:
+            others = in_flight(schedule, pipe) - 1
+            self.allowed_copies, self.allowed_lag = 1, -(-others // rule.window)
+        self.distance = distance
+        self.gradients_per_update = self.window * schedule.num_slices
+        self.newest = self.gradients = self.lag = 0
+        self.copies = 1
+        self.stored = {0}
+        #: (microbatch, slice) -> version, from the forward until the gradient is complete.
+        self.held: dict[tuple[int, int], int] = {}
+        self.used: dict[Op, int] = {}
+
+    def run(self, op: Op) -> str:
+        """Note what `op` uses and updates; what breaks the rule, or nothing."""
+        problem = ""
+        if op.kind == "F":
+            problem = self._forward(op)
+        if op.kind in ("B", "I"):
+            forward = self.held.get((op.microbatch, op.slice), self.newest)
+            self.used[op] = self.newest if self.kind == "newest" else forward
+        if op.kind in ("B", "W"):
+            problem = self._gradient(op)
+        return problem
+
+    def _forward(self, op: Op) -> str:
+        version, problem = self.newest, ""
+        if self.kind == "stash":
+            declared = max(0, op.microbatch - self.distance)
+            if version != declared:
+                problem = f"uses version {version}, the rule declares {declared}"
+        elif self.kind == "two_versions":
+            version = max(op.microbatch // self.window - 1, 0)
+            if version not in self.stored:
+                there = ", ".join(map(str, sorted(self.stored)))
+                problem = f"needs version {version} of the weights, there are {there}"
+        self.used[op] = self.held[op.microbatch, op.slice] = version
+        return problem
+
+    def _gradient(self, op: Op) -> str:
+        """The gradient of `op` is complete: it counts, and may update."""
+        lag = self.newest - self.held.pop((op.microbatch, op.slice), self.newest)
+        self.lag = max(self.lag, lag)
+        problem = ""
+        if lag > self.allowed_lag:
+            problem = f"comes {lag} updates after its forward, the rule allows {self.allowed_lag}"
+        self.gradients += 1
+        if self.gradients % self.gradients_per_update == 0:
+            self.newest += 1
+            kept = {self.newest}
+            if self.kind == "two_versions":
+                kept.add(self.newest - 1)  # For microbatches of this window that are yet to come.
+            if self.kind != "newest":
+                kept.update(self.held.values())
+            self.stored = (self.stored | {self.newest}) & kept
+            self.copies = max(self.copies, len(self.stored))
+            if len(self.stored) > self.allowed_copies:
+                problem = problem or (
+                    f"leaves {len(self.stored)} copies of the weights in use, the rule allows "
+                    f"{self.allowed_copies}"
+                )
+        return problem
+
+
+def in_flight(schedule: Schedule, pipe: int = 0) -> int:
+    """The most microbatches of a pipe between their first forward and their last backward.
+
+    Counted on the rank of stage 0, where both happen.
+    """
+    now = most = 0
+    for op in schedule.ops(schedule.placement[pipe][0]):
+        if op.pipe == pipe and op.stage == 0:
+            if op.kind == "F" and op.slice == 0:
+                now += 1
+                most = max(most, now)
+            elif op.kind in ("B", "I") and op.slice == 0:
+                now -= 1
+    return most

@@ -1,0 +1,128 @@
+"""What the records of a pipeline say together: messages, activations held, weight gradients owed.
+
+Everything follows from the records alone, so that simulated, virtual and measured timelines are
+read alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from moemesh.trace.timeline import Record, Timeline
+
+#: (time, value): the value holds from that time on.
+Steps = Sequence[tuple[float, float]]
+
+
+class Flow(NamedTuple):
+    """A message: made by one record, taken by one of another rank."""
+
+    producer: Record
+    consumer: Record
+
+
+class _Key(NamedTuple):
+    step: int | None
+    forward: bool
+    stage: int
+    microbatch: int | None
+    pipe: int
+    slice: int
+
+
+def flows(timeline: Timeline) -> tuple[Flow, ...]:
+    """The messages between ranks, ordered by their producers.
+
+    The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the stage
+    before. Where several ranks run one operation (data or tensor parallel peers), the first feeds
+    the first and so on; operations that are missing on one side are left out.
+    """
+    found: defaultdict[_Key, list[Record]] = defaultdict(list)
+    for record in timeline.records:
+        if (key := _key(record)) is not None:
+            found[key].append(record)
+    pairs: list[Flow] = []
+    for key, producers in found.items():
+        consumers = found.get(key._replace(stage=key.stage + (1 if key.forward else -1)), [])
+        if len(consumers) == len(producers):
+            pairs += map(Flow, producers, consumers)
+    return tuple(flow for flow in pairs if flow.producer.rank != flow.consumer.rank)
+
+
+def _key(record: Record) -> _Key | None:
+    if record.stage is None or record.kind not in ("F", "B", "I"):
+        return None
+    forward = record.kind == "F"
+    rest = (record.microbatch, record.pipe, record.slice)
+    return _Key(record.step, forward, record.stage, *rest)
+
+
+def places(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+    """(pipe, stage) of one rank's records -> which of the rank's places it is, from 0.
+
+    Chunks of a pipe count up with their stages, a second pipe comes after the first.
+    """
+    found = {(record.pipe, record.stage) for record in records if record.stage is not None}
+    return {place: index for index, place in enumerate(sorted(found))}
+
+
+def blocks(records: Sequence[Record]) -> list[list[Record]]:
+    """Records of one rank with equal start and end together, in the timeline's order."""
+    return [list(group) for _, group in groupby(records, key=lambda r: (r.start, r.end))]
+
+
+def activations(timeline: Timeline, *, held: float = 1.0) -> dict[int, Steps]:
+    """Activations that each rank holds over time, in microbatches on its whole share of layers.
+
+    A forward adds one at its start, a full backward gives it back at its end; ``I`` leaves the
+    share `held`, which is given back by ``W``. A chunk counts 1/chunks, a slice 1/slices. Ranks
+    without pipeline records are left out.
+    """
+    changes = {
+        "F": (1.0, 0.0),
+        "B": (0.0, -1.0),
+        "I": (0.0, held - 1.0),
+        "W": (0.0, -held),
+    }
+    return _summed(timeline, changes, whole=True)
+
+
+def backlog(timeline: Timeline) -> dict[int, Steps]:
+    """Weight gradients that each rank has put off, over time; ranks that split none are left out.
+
+    Raised by one at the end of each ``I``, lowered at the end of each ``W``.
+    """
+    changes = {"I": (0.0, 1.0), "W": (0.0, -1.0)}
+    found = _summed(timeline, changes, whole=False)
+    return {rank: steps for rank, steps in found.items() if any(value for _, value in steps)}
+
+
+def _summed(
+    timeline: Timeline, changes: Mapping[str, tuple[float, float]], *, whole: bool
+) -> dict[int, Steps]:
+    """Per rank the sum of the changes (at a record's start, at its end), over time."""
+    found: dict[int, Steps] = {}
+    for rank, records in timeline.by_rank().items():
+        ops = [r for r in records if r.kind in changes and r.stage is not None]
+        if not ops:
+            continue
+        # A rank runs one entry after the other; one without length comes before what it lets start.
+        ops.sort(key=lambda record: (record.start, record.end))
+        stages: defaultdict[int, set[int | None]] = defaultdict(set)
+        for record in ops:
+            stages[record.pipe].add(record.stage)
+        slices = len({record.slice for record in ops})
+        parts = max(map(len, stages.values())) * slices if whole else 1
+        total, steps = 0.0, [(timeline.start, 0.0)]
+        for block in blocks(ops):
+            for time, side in ((block[0].start, 0), (block[0].end, 1)):
+                change = sum(changes[record.kind][side] for record in block)
+                if change:
+                    total += change
+                    # Sums of thirds and the like come back to nothing.
+                    steps.append((time, round(total / parts, 12)))
+        found[rank] = steps
+    return found

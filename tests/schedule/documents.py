@@ -1,0 +1,71 @@
+"""The part of docs/schedules.md that is written from the code, and its pictures."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+
+from moemesh.report.timeline import timeline_rows
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.closed_forms import FORMS
+from moemesh.schedule.simulate import simulate
+from moemesh.trace.pipeline import activations
+
+#: Name -> what is drawn: four ranks, and enough microbatches to see the steady state.
+SHOWN: dict[str, dict[str, int]] = {
+    "interleaved_1f1b": {"stages_per_rank": 2},
+    "terapipe": {"num_slices": 4},
+    "pipedream_2bw": {"window": 4},
+}
+
+
+def shown(name: str) -> Schedule:
+    microbatches = 2 if name == "terapipe" else 8
+    return build(name, 4, microbatches, **SHOWN.get(name, {}))
+
+
+def picture(name: str) -> str:
+    """The timeline of the small case, every half of an operation one tick."""
+    timeline = simulate(shown(name)).timeline
+    title = f"{name}, 4 ranks, {shown(name).total_microbatches} microbatches"
+    memory = activations(timeline)
+    return timeline_rows(timeline, memory=memory, title=title, identity=name.replace("_", "-"))
+
+
+#: File -> what draws it.
+PICTURES: dict[str, Callable[[], str]] = {
+    f"docs/schedules/{name}.svg": lambda name=name: picture(name) for name in RECIPES
+}
+
+
+def schedules(old: str) -> str:
+    """Of every schedule: its one sentence, source, conditions, formulas, and picture."""
+    lines: list[str] = []
+    for name, recipe in RECIPES.items():
+        form = FORMS[name]
+        module = inspect.getmodule(recipe.make)
+        assert module is not None and module.__doc__ is not None
+        head, _, source = inspect.cleandoc(module.__doc__).partition("\n\n")
+        rules = ", ".join(f"`{rule.text}`" for rule in recipe.conditions)
+        metric = "span bubble" if form.metric == "span" else "rank idle"
+        found = simulate(shown(name))
+        peaks = ", ".join(f"{peak:g}" for peak in found.peak_activation)
+        file = module.__name__.rpartition(".")[2]
+        lines += [
+            f"### {name}",
+            "",
+            *textwrap.wrap(f"{head} {' '.join(source.split())}", 110, break_long_words=False),
+            "",
+            f"- generator: `moemesh/schedule/{file}.py`; needs {rules}",
+            f"- {metric}: {form.bubble_text}; exact when: {form.where_text}",
+            f"- peak activation of rank r, in M_a: {form.peak_text}",
+            f"- copies of the weights: {form.copies_text}",
+            f"- drawn: bubble rate {found.bubble_rate:.4f}, makespan {found.makespan:g}, "
+            f"peaks {peaks}",
+            "",
+            f"![{name}](schedules/{name}.svg)",
+            "",
+        ]
+    return "\n".join(lines)
