@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from moemesh.report import curves, loads, memory, svg, timeline, traffic
+from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.trace.memory import PARTS, format_bytes
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import MICROSECONDS, Timeline
@@ -229,10 +230,32 @@ def _timeline(run: Run) -> Section:
     return Section(
         identity="timeline-section",
         title=title,
-        figures=_figures([("What each rank did", timeline.timeline_rows(last))]),
+        figures=_figures(
+            [
+                ("What each rank did", timeline.timeline_rows(last)),
+                ("Simulated above measured", _beside(run.simulated, last)),
+            ]
+        ),
         tables=[table, _time_by_name(last, factor, unit)],
         note=f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
         + _left_out(len(ranks), "ranks"),
+    )
+
+
+def _beside(simulated: Timeline | None, last: Timeline) -> str:
+    """The pipeline operations of the simulated ranks, simulated above measured."""
+    if simulated is None:
+        return ""
+    records = tuple(
+        record
+        for record in last.records
+        if record.rank in simulated.ranks and record.kind in KINDS
+    )
+    measured = replace(last, ranks=simulated.ranks, records=records)
+    return timeline.timelines_stacked(
+        [simulated, measured],
+        title="Pipeline, simulated above measured",
+        identity="timeline-simulated",
     )
 
 
@@ -240,9 +263,10 @@ def _time_by_name(last: Timeline, factor: float, unit: str) -> Table:
     of_name: dict[str, dict[int, float]] = {}
     counts: Counter[str] = Counter()
     for record in last.records:
-        of_rank = of_name.setdefault(record.name, {})
+        name = LONG_NAMES.get(record.kind, record.name)
+        of_rank = of_name.setdefault(name, {})
         of_rank[record.rank] = of_rank.get(record.rank, 0.0) + record.duration * factor
-        counts[record.name] += 1
+        counts[name] += 1
     totals = {name: sum(of_rank.values()) for name, of_rank in of_name.items()}
     names = sorted(totals, key=lambda name: (-totals[name], name))[:MAX_TABLE_ROWS]
     return Table(

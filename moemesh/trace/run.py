@@ -29,6 +29,7 @@ FILES: tuple[str, ...] = (
     "metrics.jsonl",
     "ledger.json",
     "timeline.json",
+    "timeline_simulated.json",
     "memory.json",
     "loads.jsonl",
     "failure.json",
@@ -137,6 +138,7 @@ class Run:
     ledgers: dict[int, Ledger] = field(default_factory=dict[int, Ledger])
     ledger_steps: int = 1
     timeline: Timeline | None = None
+    simulated: Timeline | None = None
     memory: MemoryProfiles | None = None
     loads: tuple[LayerLoads, ...] = ()
     failure: dict[str, Any] | None = None
@@ -170,6 +172,7 @@ class Run:
             ledgers=ledgers,
             ledger_steps=ledger_steps,
             timeline=reader.json("timeline.json", Timeline.from_json),
+            simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
             loads=tuple(newest_loads[key] for key in sorted(newest_loads)),
             failure=reader.json("failure.json", _object),

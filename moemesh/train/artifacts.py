@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
+from moemesh.train.foreseen import simulated
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepResult
 
@@ -102,7 +104,8 @@ class Artifacts:
         ledgers = gather_json(self.mesh.ledger.rows(), control)
         memories = gather_json(self._memory().to_json(), control)
         assert self._last is not None
-        timelines = gather_json(self._last.timeline().to_json(), control)
+        own = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
+        timelines = gather_json(own.to_json(), control)
         if not self._writes:
             return
         entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
@@ -111,6 +114,11 @@ class Artifacts:
         self.folder.write_json("memory.json", profiles.to_json())
         timeline = Timeline.merge([Timeline.from_json(t) for t in timelines])
         self.folder.write_json("timeline.json", timeline.to_json())
+        pipeline = self.parallel.pipeline
+        if pipeline.schedule.num_ranks > 1:
+            ranks = self.mesh.layout.groups("pp")[0]
+            ideal = simulated(pipeline.schedule, timeline, ranks)
+            self.folder.write_json("timeline_simulated.json", ideal.to_json())
         self.folder.write_json(
             "summary.json",
             {

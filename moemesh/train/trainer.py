@@ -16,7 +16,7 @@ from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import saving
+from moemesh.train import asynchronous, saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.console import Console
 from moemesh.train.data import Samples
@@ -67,21 +67,11 @@ def train(job: Job) -> int:
     if done:
         console.say(f"resumed from step {done}; {config.train.steps - done} steps to go")
 
-    saved = done
     with console.training(done, config.train.steps):
-        for step in range(done + 1, config.train.steps + 1):
-            row = _step(job, parallel, optimizer, artifacts, step, position)
-            position += config.data.global_batch
-            console.step(row, config.train.steps)
-            stopping = _anyone(mesh, job.stop.requested)
-            every = config.train.checkpoint_every
-            if stopping or step == config.train.steps or (every and step % every == 0):
-                state = {"step": step, "position": position}
-                keep = config.train.checkpoints_kept
-                saving.save(job.folder, step, parallel, optimizer, state, keep=keep)
-                saved = step
-            if stopping:
-                break
+        if parallel.pipeline.schedule.update is None:
+            saved = _synchronously(job, parallel, optimizer, artifacts, done, position)
+        else:
+            saved = _asynchronously(job, parallel, optimizer, artifacts, done, position)
     artifacts.finish()
     parallel.close()
     if saved < config.train.steps:
@@ -89,6 +79,67 @@ def train(job: Job) -> int:
         return job.stop.exit_code
     console.say(artifacts.summary())
     return 0
+
+
+def _synchronously(
+    job: Job,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    artifacts: Artifacts,
+    done: int,
+    position: int,
+) -> int:
+    """Step by step from step `done` on; the last step saved."""
+    config, saved = job.config, done
+    for step in range(done + 1, config.train.steps + 1):
+        row = _step(job, parallel, optimizer, artifacts, step, position)
+        position += config.data.global_batch
+        job.console.step(row, config.train.steps)
+        stopping = _anyone(job.mesh, job.stop.requested)
+        every = config.train.checkpoint_every
+        if stopping or step == config.train.steps or (every and step % every == 0):
+            _save(job, parallel, optimizer, step, position)
+            saved = step
+        if stopping:
+            break
+    return saved
+
+
+def _asynchronously(
+    job: Job,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    artifacts: Artifacts,
+    done: int,
+    position: int,
+) -> int:
+    """In streams that drain as rarely as they can; the last step saved."""
+    config, size = job.config, job.config.data.global_batch
+
+    def after(step: int) -> int:
+        return position + (step - done) * size
+
+    def batches(step: int) -> list[Batch]:
+        ids = job.samples.ids_at(after(step - 1), size)
+        return own_batches(job, ids, config.plan.microbatches, step)
+
+    hooks = asynchronous.Hooks(
+        batches=batches,
+        stop_requested=lambda: job.stop.requested,
+        validate=lambda: validate(job, parallel),
+        save=lambda step: _save(job, parallel, optimizer, step, after(step)),
+        finished=lambda row: job.console.step(row, config.train.steps),
+        say=job.console.say,
+    )
+    return asynchronous.train(config, parallel, optimizer, artifacts, job.folder, hooks, done)
+
+
+def _save(
+    job: Job, parallel: ParallelModel, optimizer: Optimizer, step: int, position: int
+) -> None:
+    state = {"step": step, "position": position}
+    keep = job.config.train.checkpoints_kept
+    saving.save(job.folder, step, parallel, optimizer, state, keep=keep)
 
 
 def _resume(
