@@ -310,6 +310,67 @@ def show_schedule(
 
 
 @app.command()
+def estimate(
+    model: Annotated[
+        str, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
+    ],
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="C", help="Cluster preset or TOML file.")
+    ],
+    plan: Annotated[
+        str,
+        typer.Option("--plan", metavar="PLAN", help='"tp=8,pp=4,...", a preset or a TOML file.'),
+    ],
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", metavar="S", help="Tokens of a sequence.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", metavar="B", help="Sequences of a step.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
+
+    Example:
+
+        moemesh estimate --model qwen3-30b-a3b --cluster dgx_h100 \\
+            --plan "tp=2,dp=4,ep=8,data=zero1,microbatch=1" --seq-len 4096 --global-batch 256
+    """
+    from moemesh.planner import estimate as planner
+
+    typer.echo(planner.command(model, cluster, plan, seq_len, global_batch, as_json=as_json))
+
+
+@bench_app.command("pipeline")
+def bench_pipeline(
+    schedule: Annotated[str, typer.Option(help="Name of a schedule.")] = "1f1b",
+    ranks: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 16,
+    stages_per_rank: Annotated[int, typer.Option(min=1, help="Chunks on a rank.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="How long a stage sleeps for F, I and W each; 0: not.")
+    ] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON object there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the executor of pipelines, with empty stages or with stages that sleep."""
+    from moemesh.bench import pipeline
+
+    settings = pipeline.Settings(
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        seconds=seconds,
+        rounds=rounds,
+    )
+    raise typer.Exit(pipeline.command(settings, as_json=as_json, out=out))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
 ) -> None:
@@ -317,6 +378,56 @@ def report(
     from moemesh.report import page
 
     typer.echo(str(page.write(run)))
+
+
+RunsTable = Annotated[
+    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
+]
+ArchsFile = Annotated[
+    Path | None,
+    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
+]
+
+
+@app.command()
+def validate(
+    runs: RunsTable,
+    archs: ArchsFile = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
+    ] = None,
+) -> None:
+    """Predict every row of a table of measured runs, and say how far off it is.
+
+    Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
+
+        moemesh validate runs.csv --json predictions.json
+    """
+    from moemesh.planner import commands
+
+    typer.echo(commands.validate_command(runs, archs, out, cluster or []))
+
+
+@app.command()
+def calibrate(
+    runs: RunsTable,
+    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
+    archs: ArchsFile = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Which cluster of the table.")
+    ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
+    ] = False,
+) -> None:
+    """Fit the few constants of a cluster to measured runs and write its Cluster file."""
+    from moemesh.planner import commands
+
+    typer.echo(commands.calibrate_command(runs, archs, out, cluster, shared))
 
 
 def main() -> None:

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-import numpy as np
-
 from moemesh.config.errors import UserError
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.memory import ROUNDING, Amount, PeakMemory, peak_memory
@@ -272,6 +270,8 @@ def unread_messages(program: Program, order: Sequence[int]) -> tuple[int, ...]:
     by any path, on a later entry of the receiver; it is used when its consumer starts. `order` is
     an order in which all entries can be issued.
     """
+    import numpy as np  # Late: most commands never come here, and it takes a while.
+
     ranks = len(program.schedule.orders)
     # How many entries of every rank must have run before: of each rank's last entry, and of each
     # message under way.

@@ -191,9 +191,7 @@ SHAPES = [(name, 4, 8) for name in RECIPES] + [("zb_v", 3, 5), ("1f1b", 2, 3)]
 
 @settings(max_examples=60)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
-def test_mutants_never_pass_where_they_cannot_run(
-    shape: tuple[str, int, int], seed: int
-) -> None:
+def test_mutants_never_pass_where_they_cannot_run(shape: tuple[str, int, int], seed: int) -> None:
     """Two entries of a rank change places: what passes can be simulated, and the other way round,
     unless order or an update rule forbids it."""
     random_ = random.Random(seed)

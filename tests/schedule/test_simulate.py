@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_outputs_of_a_block_leave_one_after_the_other_when_blocking() -> None:
 def from_text_swapped(schedule: Schedule) -> Schedule:
     """The same with rank 1's entries the other way round."""
     orders = (schedule.orders[0], schedule.orders[1][::-1])
-    return Schedule(**{**schedule.__dict__, "orders": orders})
+    return replace(schedule, orders=orders)
 
 
 def test_relaxed_wrap_around_is_the_same_without_latency_and_shorter_with() -> None:
@@ -292,6 +293,13 @@ def test_a_deadlock_shows_where_every_rank_stands() -> None:
     assert caught.value.heads == (1, 5) and len(caught.value.cycle) == 2
 
 
+def test_slices_depend_on_the_slice_before() -> None:
+    schedule = build("terapipe", 1, 1, num_slices=2)
+    first, second, *rest = schedule.orders[0]
+    with pytest.raises(Deadlock, match=r"0F0\.1 \(rank 0, entry 0\) waits for 0F0 "):
+        simulate(replace(schedule, orders=((second, first, *rest),)))
+
+
 def test_a_missing_producer_is_no_ring() -> None:
     with pytest.raises(Deadlock) as caught:
         simulate(from_text(TWO_RANKS.replace(" 0F1", "")))
@@ -309,7 +317,11 @@ def test_nothing_takes_no_time() -> None:
         "pipeline-schedule v1 name=x ranks=1 stages=1 microbatches=0\nplace 0: 0\nrank 0:"
     )
     simulation = simulate(empty)
-    assert (simulation.makespan, simulation.bubble_rate, simulation.timeline.records) == (0, 0.0, ())
+    assert (simulation.makespan, simulation.bubble_rate, simulation.timeline.records) == (
+        0,
+        0.0,
+        (),
+    )
     free = simulate(from_text(TWO_RANKS), Costs(forward=0, backward=0))
     assert free.bubble_rate == 0.0
 
@@ -347,6 +359,5 @@ def entry_of(name: str) -> Entry:
 
 def test_lists_of_forwards_alone_can_be_simulated() -> None:
     orders = tuple(tuple(entry_of(f"{rank}F{k}") for k in range(3)) for rank in range(2))
-    schedule = Schedule(**{**from_text(TWO_RANKS).__dict__, "orders": orders})
-    schedule = Schedule(**{**schedule.__dict__, "num_microbatches": (3,)})
+    schedule = replace(from_text(TWO_RANKS), orders=orders, num_microbatches=(3,))
     assert simulate(schedule).makespan == 4

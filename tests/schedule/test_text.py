@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +56,14 @@ def test_every_schedule_comes_back_from_both_forms(schedule: Schedule) -> None:
             k: type(v) for k, v in schedule.parameters.items()
         }
         assert write(again) == write(schedule)
+
+
+@pytest.mark.parametrize("text", ["two words", "a # b", "", "7", "nan", 'quo"te', "a,b=c", "ü\t\n"])
+def test_any_name_and_value_comes_back(text: str) -> None:
+    schedule = replace(build("1f1b", 2, 2), name=text, parameters={"a": text, "b": 1, "c": 1.0})
+    assert from_text(to_text(schedule)) == schedule
+    assert from_csv(to_csv(schedule)) == schedule
+    assert type(from_text(to_text(schedule)).parameters["c"]) is float
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -179,6 +189,6 @@ def test_tables_that_make_no_sense_are_refused(text: str, message: str) -> None:
 
 def test_a_parameter_name_must_be_a_word() -> None:
     schedule = build("zb_h1", 2, 3)
-    bad = Schedule(**{**schedule.__dict__, "parameters": {"a b": 1}})
+    bad = replace(schedule, parameters={"a b": 1})
     with pytest.raises(ValueError, match="letters, digits and underscores"):
         to_text(bad)

@@ -43,16 +43,17 @@ def applies(problem: Problem) -> bool:
 
 def branch_and_bound(problem: Problem, best: float, *, max_nodes: int) -> Exact:
     """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
-    tree = _Tree(problem, best, max_nodes)
+    tree = _Tree(problem, best)
     stack = [_root(problem)]
     while stack and tree.nodes < max_nodes:
         node = stack.pop()
         tree.nodes += 1
         if tree.bound(node) >= tree.best or tree.dominated(node):
             continue
-        children = tree.children(node)
-        if not children and not any(node.left):
+        if min(node.counts) == problem.num_microbatches:
             tree.finished(node)
+            continue
+        children = tree.children(node)
         # The last is looked at first: the likeliest.
         stack.extend(reversed(children))
     letters = None if tree.found is None else tree.letters(tree.found)
@@ -83,8 +84,8 @@ def _root(problem: Problem) -> _Node:
 
 
 class _Tree:
-    def __init__(self, problem: Problem, best: float, max_nodes: int) -> None:
-        self.problem, self.best, self.max_nodes = problem, best, max_nodes
+    def __init__(self, problem: Problem, best: float) -> None:
+        self.problem, self.best = problem, best
         self.nodes = 0
         self.found: _Node | None = None
         self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}

@@ -54,22 +54,15 @@ def policies(problem: Problem) -> Iterator[Policy]:
 def _profiles(problem: Problem) -> Iterator[list[int]]:
     """How many microbatches each rank may have in flight."""
     ranks, microbatches = problem.num_ranks, problem.num_microbatches
-    away = [
-        math.ceil(trip / pace) if pace else 1
-        for trip, pace in zip(round_trips(problem), _paces(problem), strict=True)
-    ]
+    # One microbatch enters a rank in the time that the slowest rank works on one.
+    pace = max(busy(problem)) / microbatches
+    away = [math.ceil(trip / pace) if pace else 1 for trip in round_trips(problem)]
     for extra in (0, 1, 2):
         yield [trip + 1 + extra for trip in away]
         yield [2 * (ranks - rank) - 1 + extra for rank in range(ranks)]
         yield [ranks - rank + extra for rank in range(ranks)]
         yield [ranks + extra] * ranks
     yield [microbatches] * ranks
-
-
-def _paces(problem: Problem) -> list[float]:
-    """Time of one microbatch on the slowest rank, or on each: what passes between two forwards."""
-    slowest = max(busy(problem)) / problem.num_microbatches
-    return [slowest] * problem.num_ranks
 
 
 def busy(problem: Problem) -> list[float]:

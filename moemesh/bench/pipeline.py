@@ -1,0 +1,176 @@
+"""``moemesh bench pipeline``: what the executor costs, and how near it comes to its simulation.
+
+Stages without a model: they pass a message on, and sleep as long as they are told. Without sleep a
+step measures the executor's own time an action, messages included; with sleep its makespan is set
+beside the simulator's. Sleepers need no core each, so more ranks than cores are fine: it measures
+order and overhead, not computing.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemesh.comm import launch
+from moemesh.comm.channels import Channels
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import Layout
+from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.program import Context, Forward, Spec
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.build import build
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.messages import messages
+from moemesh.schedule.simulate import simulate
+from moemesh.trace.timeline import TimelineRecorder
+
+_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure: a schedule, seconds of one stage's forward (a backward takes twice)."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    stages_per_rank: int
+    seconds: float
+    rounds: int
+
+
+class SleepingStages:
+    """A program of a fixed message and a fixed time: `seconds` for F, I and W of a rank's share."""
+
+    def __init__(self, schedule: Schedule, seconds: float, num_numbers: int = 1024) -> None:
+        pieces = schedule.num_stages // schedule.num_ranks * schedule.num_slices
+        self.schedule, self._seconds = schedule, seconds / pieces
+        self._message = torch.zeros(num_numbers)
+
+    def output_specs(self, op: Op) -> list[Spec]:
+        is_last = op.stage == self.schedule.num_stages - 1
+        return [] if is_last else [Spec(tuple(self._message.shape), self._message.dtype)]
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        self._sleep(1)
+        return Forward([self._message for _ in self.output_specs(op)], None)
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        self._sleep(2 if op.kind == "B" else 1)
+        return [self._message] if op.stage else []
+
+    def weight_gradients(self, op: Op, context: Context) -> None:
+        self._sleep(1)
+
+    def starting(self, op: Op) -> None: ...
+
+    def finished(self, op: Op) -> None: ...
+
+    def _sleep(self, halves: int) -> None:
+        if self._seconds:
+            time.sleep(self._seconds * halves)
+
+
+def command(settings: Settings, *, as_json: bool, out: Path | None = None) -> int:
+    """Measure and print; returns the exit code. Raises ValueError for an impossible schedule."""
+    schedule = build(
+        settings.schedule,
+        settings.ranks,
+        settings.microbatches,
+        stages_per_rank=settings.stages_per_rank,
+    )
+    if launch.joined():
+        _run_rank(schedule, settings, out)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="moemesh-bench-") as folder:
+        file = Path(folder) / "result.json"
+        options = {
+            "--schedule": settings.schedule,
+            "--ranks": settings.ranks,
+            "--microbatches": settings.microbatches,
+            "--stages-per-rank": settings.stages_per_rank,
+            "--seconds": settings.seconds,
+            "--rounds": settings.rounds,
+            "--out": file,
+        }
+        arguments = [str(word) for pair in options.items() for word in pair]
+        code = launch.launch(settings.ranks, ["bench", "pipeline", *arguments])
+        if code:
+            return code
+        found = jsonlib.loads(file.read_text())
+    print(jsonlib.dumps(found, indent=2) if as_json else _table(found))
+    return 0
+
+
+def _run_rank(schedule: Schedule, settings: Settings, out: Path | None) -> None:
+    ranks = launch.start("cpu", _TIMEOUT_SECONDS)
+    mesh = Mesh.create(Layout(pp=ranks.world_size), ranks.device)
+    pairs = [(m.source, m.destination) for m in messages(schedule).values()]
+    executor = Executor(schedule, Channels.create(mesh, "pp", pairs))
+    steps = {
+        seconds: [
+            _step(executor, SleepingStages(schedule, seconds), mesh)
+            for _ in range(settings.rounds + 1)
+        ][1:]  # the first step connects the ranks
+        for seconds in dict.fromkeys((0.0, settings.seconds))
+    }
+    if ranks.rank == 0 and out is not None:
+        out.write_text(jsonlib.dumps(_result(schedule, settings, steps)))
+    launch.stop()
+
+
+def _step(executor: Executor, program: SleepingStages, mesh: Mesh) -> float:
+    """Seconds from the first start to the last end over all ranks (one machine, one clock)."""
+    recorder = TimelineRecorder(mesh.rank)
+    gather_json(None, mesh.control)  # start together
+    executor.run(program, recorder)
+    timeline = recorder.timeline()
+    times = gather_json([timeline.start, timeline.end], mesh.control)
+    return max(end for _, end in times) - min(start for start, _ in times)
+
+
+def _result(
+    schedule: Schedule, settings: Settings, steps: dict[float, list[float]]
+) -> dict[str, Any]:
+    """Per action: of the rank that has most of them."""
+    actions = max(len(order) for order in schedule.orders)
+    found: dict[str, Any] = {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.total_microbatches,
+        "actions_per_rank": actions,
+        "rounds": settings.rounds,
+        "overhead_seconds_per_action": median(steps[0.0]) / actions,
+    }
+    if settings.seconds:
+        time_of = settings.seconds
+        costs = Costs(forward=time_of, input_gradient=time_of, weight_gradient=time_of)
+        simulated = simulate(schedule, costs).makespan
+        measured = median(steps[settings.seconds])
+        found |= {"seconds": measured, "simulated_seconds": simulated}
+        found["measured_over_simulated"] = measured / simulated
+    return found
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['schedule']}, {found['ranks']} ranks, {found['microbatches']} microbatches, "
+        f"{found['actions_per_rank']} actions on a rank, median of {found['rounds']} steps",
+        f"executor, messages included   {found['overhead_seconds_per_action'] * 1e6:8.1f} "
+        "microseconds an action",
+    ]
+    if "seconds" in found:
+        lines.append(
+            f"sleeping stages               {found['seconds']:8.3f} s, simulated "
+            f"{found['simulated_seconds']:.3f} s, ratio {found['measured_over_simulated']:.3f}"
+        )
+    return "\n".join(lines)
