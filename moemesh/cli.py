@@ -230,6 +230,22 @@ def bench_dispatch(
     raise typer.Exit(dispatch.command(settings, build, as_json=as_json))
 
 
+@bench_app.command("partition")
+def bench_partition(
+    case: Annotated[str, typer.Option(help="Name of a case, or all.")] = "all",
+    evaluations: Annotated[int, typer.Option(min=1, help="Divisions a baseline tries.")] = 25_600,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Compare learned and random division into stages with the exact one."""
+    from moemesh.bench import partition
+    from moemesh.planner.partition_cases import compare
+
+    raise typer.Exit(
+        partition.command(compare, case=case, evaluations=evaluations, seeds=seeds, json=as_json)
+    )
+
+
 @app.command("schedule")
 def show_schedule(
     name: Annotated[
@@ -370,6 +386,52 @@ def bench_pipeline(
     raise typer.Exit(pipeline.command(settings, as_json=as_json, out=out))
 
 
+class Precision(StrEnum):
+    """Number types of the planned matrix products."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+    FLOAT4 = "float4"
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Preset, config.json or TOML file.")],
+    cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences of one step.")],
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes, in place of the cluster's own number.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many layouts to show.")] = 5,
+    precision: Annotated[
+        Precision, typer.Option(help="Of the matrix products.")
+    ] = Precision.BFLOAT16,
+    anywhere: Annotated[
+        bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best layouts of a model on a cluster, with reasons and a certificate. Example:
+
+    moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 256 --seq-len 4096 --global-batch 15360
+    """
+    from moemesh.planner import plan_command
+
+    found = plan_command.command(
+        model,
+        cluster,
+        seq_len,
+        global_batch,
+        nodes=nodes,
+        top=top,
+        precision=precision.value,
+        anywhere=anywhere,
+        as_json=as_json,
+    )
+    typer.echo(found)
+
+
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
@@ -400,6 +462,13 @@ def validate(
         list[str] | None,
         typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
+    ] = None,
+    cross: Annotated[
+        bool,
+        typer.Option("--cross-validate", help="Refit without each group of runs; minutes."),
+    ] = False,
 ) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
@@ -409,7 +478,8 @@ def validate(
     """
     from moemesh.planner import commands
 
-    typer.echo(commands.validate_command(runs, archs, out, cluster or []))
+    text = commands.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
+    typer.echo(text)
 
 
 @app.command()

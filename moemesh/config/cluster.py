@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section
@@ -33,6 +33,10 @@ class Cluster(Section):
     intra_node_latency: float
     inter_node_bandwidth: float
     inter_node_latency: float
+    #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
+    accelerator: str = ""
+    #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
+    constants: dict[str, float] = Field(default_factory=dict[str, float])
 
     ranges: ClassVar[Mapping[str, Range]] = {
         "nodes": SIZE,
@@ -59,6 +63,14 @@ class Cluster(Section):
                 fix = f"the dense peak in operations/s, or leave {dtype} out"
                 problems.append(
                     Problem(code="out-of-range", key=key, value=flops, message=message, fix=fix)
+                )
+        for name, value in self.constants.items():
+            if value <= 0:
+                key = f"cluster.constants.{name}"
+                message = f"a calibrated constant is above 0, not {value}"
+                fix = "leave it out; the planner knows a usual value"
+                problems.append(
+                    Problem(code="out-of-range", key=key, value=value, message=message, fix=fix)
                 )
         return problems
 

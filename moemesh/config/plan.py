@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous_problems
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
@@ -33,11 +34,16 @@ ScheduleName = Literal[
     "pipedream_2bw",
     "ampnet",
 ]
+OptimizerValidation = Literal["before", "after"]
+AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Recompute = Literal["none", "selective", "full"]
 
 #: Schedules whose ranks hold two stages each, at both arms of a V.
 V_SCHEDULES = ("zb_v", "dualpipe_v")
+
+#: Schedules of two pipes: two ranks hold every stage, and sum its gradients.
+MIRRORED_SCHEDULES = ("chimera", "dualpipe")
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
@@ -68,6 +74,23 @@ class Plan(Section):
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
     layers_per_stage: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
     microbatches: int = 1
+    #: dualpipe, dualpipe_v: the forward and the backward of a block take turns, each while an
+    #: exchange of the other is under way; else they run one after the other.
+    overlap_blocks: bool = True
+    #: When the norm and finiteness of the whole gradient are known: before the optimizer steps, or
+    #: after, with the step taken back where it must be; then no step waits for all stages.
+    optimizer_validation: OptimizerValidation = "before"
+    #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
+    update_window: int | None = None
+    #: ampnet: microbatches under way at once; None takes pp.
+    max_in_flight: int | None = None
+    #: ampnet: what a backward differentiates: the stage run again with the weights of now, or the
+    #: activations of its forward with the weights of now.
+    ampnet_backward: AmpnetBackward = "recompute"
+    #: ampnet: the folder of a run whose recorded order is carried out once more.
+    replay: str | None = None
+    #: terapipe: slices of a sequence; None takes pp.
+    slices: int | None = None
     data: DataStrategy = "replicate"
     recompute: Recompute = "none"
     spare_slots: int = 0
@@ -80,6 +103,9 @@ class Plan(Section):
         "stages_per_rank": SIZE,
         "layers_per_stage": SIZE,
         "microbatches": SIZE,
+        "update_window": SIZE,
+        "max_in_flight": SIZE,
+        "slices": SIZE,
         "spare_slots": COUNT,
         "ranks_per_node": SIZE,
     }
@@ -111,6 +137,16 @@ class Plan(Section):
         """Pipeline stages of one pipe."""
         return self.pp * (2 if self.schedule in V_SCHEDULES else self.stages_per_rank)
 
+    @property
+    def num_slices(self) -> int:
+        """Slices into which a sequence is cut on its way through the pipeline."""
+        return (self.slices or self.pp) if self.schedule == "terapipe" else 1
+
+    @property
+    def num_update_microbatches(self) -> int:
+        """Microbatches whose gradients make one update of an asynchronous schedule."""
+        return 1 if self.schedule == "pipedream" else self.update_window or self.microbatches
+
     def tokens_per_rank(self, seq_len: int, global_batch: int) -> int:
         """Most tokens of one microbatch that a rank's residual stream holds."""
         sequences = ceil(ceil(global_batch / self.dp) / self.microbatches)
@@ -133,6 +169,8 @@ class Plan(Section):
             # The other rules divide by degrees or multiply them: they would only echo this.
             return ranges
         rules = self._mesh_rules(model) + self._batch_rules(seq_len, global_batch)
+        rules += asynchronous_problems(self, model) + self._slice_rules(seq_len)
+        rules += self._validation_rules()
         if model is not None:
             rules += self._tensor_rules(model) + self._expert_rules(model)
             rules += self._stage_rules(model)
@@ -295,6 +333,42 @@ class Plan(Section):
                 )
             )
         return problems
+
+    def _validation_rules(self) -> list[Problem]:
+        """Stepping early needs stages that wait for each other, and nothing else between them."""
+        if self.optimizer_validation == "before":
+            return []
+        fix = "optimizer_validation = before"
+        if self.schedule in ASYNCHRONOUS_SCHEDULES:
+            message = f"{self.schedule} updates every stage by itself: no step is taken together"
+        elif self.schedule in MIRRORED_SCHEDULES:
+            message = (
+                f"{self.schedule} keeps two replicas of every stage, whose gradients and loads are "
+                f"summed between both ends of pp ({self.pp}) before a step"
+            )
+            fix += f", or schedule = {'zb_v' if self.schedule == 'chimera' else 'dualpipe_v'}"
+        elif self.pp < 2:
+            message = f"pp ({self.pp}) is one stage: its step waits for no other"
+            fix += ", or pp = 2"
+        else:
+            return []
+        keys = ("plan.schedule", "plan.pp")
+        return [self._problem("conflict", "optimizer_validation", message, fix, *keys)]
+
+    def _slice_rules(self, seq_len: int | None) -> list[Problem]:
+        """Only one schedule cuts sequences, and no slice may be empty."""
+        if self.schedule != "terapipe":
+            if self.slices is None:
+                return []
+            message = f"slices belongs to schedule = terapipe, not {self.schedule}"
+            fix = "leave slices out, or schedule = terapipe"
+            return [self._problem("conflict", "slices", message, fix, "plan.schedule")]
+        if seq_len is None or not 0 < seq_len < self.num_slices:
+            return []
+        said = f"slices ({self.slices})" if self.slices else f"pp ({self.pp}, slices by default)"
+        message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
+        keys = ("plan.pp", "plan.schedule", "data.seq_len")
+        return [self._problem("too-large", "slices", message, f"slices = {seq_len}", *keys)]
 
     def _stage_rules(self, model: ModelConfig) -> list[Problem]:
         """Every stage needs a layer."""

@@ -1,0 +1,1 @@
+"""Choosing a plan: parameters, arithmetic, memory, traffic and time of any layout; no torch."""

@@ -1,0 +1,45 @@
+"""Numpy's element-wise functions for numbers that may be floats or columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: A float, or a numpy array of floats with one entry a row: every formula works on both.
+Number = Any
+FloatArray = NDArray[np.float64]
+
+_where: Callable[..., Any] = np.where
+
+
+def where(condition: Number, yes: Number, no: Number) -> Number:
+    """`yes` where the condition holds, else `no`."""
+    return _where(condition, yes, no)
+
+
+def maximum(left: Number, right: Number) -> Number:
+    """The larger of both."""
+    return np.maximum(left, right)
+
+
+def minimum(left: Number, right: Number) -> Number:
+    """The smaller of both."""
+    return np.minimum(left, right)
+
+
+def floor(value: Number) -> Number:
+    """The largest whole number that is not above."""
+    return np.floor(value)
+
+
+def ceil(value: Number) -> Number:
+    """The smallest whole number that is not below."""
+    return np.ceil(value)
+
+
+def log2(value: Number) -> Number:
+    """The binary logarithm."""
+    return np.log2(value)

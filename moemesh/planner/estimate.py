@@ -1,0 +1,253 @@
+"""One layout of one model on one cluster: parameters, FLOPs, memory, traffic and seconds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from moemesh.planner.flops import Flops, count_flops, hardware_flops
+from moemesh.planner.kv_cache import kv_bytes_per_token
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.memory import MemoryEstimate, estimate_memory
+from moemesh.planner.models import Model, load_model
+from moemesh.planner.parameters import Parameters, count_parameters
+from moemesh.planner.plan_text import check_against, read_plan
+from moemesh.planner.shape import ModelShape
+from moemesh.planner.traffic import predict_ledger
+from moemesh.planner.volumes import volumes_ledger
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory import format_bytes
+
+#: Values of plan keys with which our own library runs a plan today, so that its exact ledger is
+#: known; other plans get the closed forms.
+_CARRIED_OUT: dict[str, tuple[object, ...]] = {
+    "cp": (1,),
+    "data": ("replicate",),
+    "recompute": ("none",),
+    "spare_slots": (0,),
+    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency"),
+}
+#: More microbatches times stages than this would take longer to list than anyone waits.
+_LARGEST_LEDGER = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Everything that is known of a layout before it runs. `traffic` is that of one rank of the
+    pipeline rank with the most memory; `seconds` by part, with `total`."""
+
+    shape: ModelShape
+    layout: PlannedLayout
+    cluster: Cluster
+    parameters: Parameters
+    full: Flops
+    causal: Flops
+    memory: MemoryEstimate
+    peak: dict[str, float]
+    traffic: Ledger
+    seconds: dict[str, float]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``moemesh estimate --json`` prints."""
+        return {
+            "model": self.shape.name,
+            "plan": self.layout.key,
+            "parameters": self.parameters.to_json(),
+            "flops": self._flops(),
+            "memory": self._memory(),
+            "traffic": self.traffic.rows(),
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    def _flops(self) -> dict[str, Any]:
+        tokens = self.layout.global_batch * self.layout.seq_len
+        found: dict[str, Any] = {"tokens": tokens}
+        for flops in (self.causal, self.full):
+            name = flops.convention
+            found |= {
+                f"{name}_forward_per_token": flops.forward,
+                f"{name}_training_per_token": flops.training,
+                f"{name}_hardware_per_token": hardware_flops(flops, self.layout.recompute),
+                f"{name}_step": flops.training * tokens,
+            }
+        return found
+
+    def _memory(self) -> dict[str, Any]:
+        memory = self.memory
+        return {
+            "first": memory.first.to_json(),
+            "last": memory.last.to_json(),
+            "worst": memory.worst.to_json(),
+            **self.peak,
+            "device_bytes": self.cluster.memory_bytes,
+            "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
+        }
+
+
+def estimate(
+    model: Model, layout: PlannedLayout, cluster: Cluster, plan: Plan | None = None
+) -> Estimate:
+    """Price one layout. Raises ConfigError with every rule that it breaks for this model."""
+    shape = model.shape
+    if problems := check_against(shape, layout):
+        raise ConfigError(problems)
+    memory = estimate_memory(shape, layout)
+    notes = list(shape.notes)
+    if layout.world_size > cluster.num_devices:
+        notes.append(
+            f"the plan needs {layout.world_size} devices, {cluster.name} describes "
+            f"{cluster.num_devices}: as many more nodes of the same kind are assumed"
+        )
+    traffic, note = _traffic(shape, model.config, plan, layout, memory.worst.rank)
+    peak, seconds = _measured_models(shape, layout, cluster)
+    return Estimate(
+        shape=shape,
+        layout=layout,
+        cluster=cluster,
+        parameters=count_parameters(shape),
+        full=count_flops(shape, layout.seq_len, "full"),
+        causal=count_flops(shape, layout.seq_len, "causal"),
+        memory=memory,
+        peak=peak,
+        traffic=traffic,
+        seconds=seconds,
+        notes=(*notes, note),
+    )
+
+
+def _traffic(
+    shape: ModelShape,
+    config: ModelConfig | None,
+    plan: Plan | None,
+    layout: PlannedLayout,
+    pp_rank: int,
+) -> tuple[Ledger, str]:
+    """The ledger of one rank: to the byte where our own library would run the plan."""
+    if config is not None and plan is not None and _is_carried_out(config, plan):
+        rank = pp_rank * layout.stage_ranks
+        ledger = predict_ledger(
+            config,
+            plan,
+            seq_len=layout.seq_len,
+            global_batch=layout.global_batch,
+            dtype=layout.dtype,
+            rank=rank,
+        )
+        return ledger, f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
+    return volumes_ledger(shape, layout, pp_rank), (
+        f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform routing"
+    )
+
+
+def _is_carried_out(config: ModelConfig, plan: Plan) -> bool:
+    """Whether our own library runs this plan as it stands."""
+    runs = all(getattr(plan, key) in values for key, values in _CARRIED_OUT.items())
+    plain = config.attention == "gqa" and not config.num_mtp_layers
+    size = plan.microbatches * plan.num_stages
+    runs = runs and plan.schedule not in ("terapipe", *ASYNCHRONOUS_SCHEDULES)
+    return runs and plain and size <= _LARGEST_LEDGER and not plan.check(config)
+
+
+def _measured_models(
+    shape: ModelShape, layout: PlannedLayout, cluster: Cluster
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """(peak memory, seconds by part) of the calibrated models."""
+    # numpy is imported here: `moemesh --help` and the counts above do without.
+    from moemesh.planner.price import price
+
+    memory, usable, seconds = price(shape, layout, cluster)
+    peak = {
+        "peak_bytes": memory.allocated,
+        "needed_bytes": memory.needed,
+        "fits": memory.fits(cluster.memory_bytes, usable),
+    }
+    return peak, seconds
+
+
+def command(
+    model: str,
+    cluster: str,
+    plan: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    *,
+    as_json: bool = False,
+) -> str:
+    """What ``moemesh estimate`` prints. Raises ConfigError with every problem found."""
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    readers = {"model": lambda: load_model(model), "cluster": lambda: load_cluster(cluster)}
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except ConfigError as error:
+            problems += error.problems
+    known = found.get("model")
+    try:
+        planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=known)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    result = estimate(found["model"], planned.layout, found["cluster"], planned.plan)
+    if as_json:
+        return json.dumps(result.to_json(), indent=2)
+    return table(result)
+
+
+def table(result: Estimate) -> str:
+    """The estimate for a person."""
+    lines = [
+        f"model       {_count(result.parameters.total)} parameters, "
+        f"{_count(result.parameters.active)} active   ({result.shape.name})"
+    ]
+    lines.append(f"plan        {result.layout.world_size} devices   {result.layout.key}")
+    causal, full = result.causal.training / 1e9, result.full.training / 1e9
+    lines.append(f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)")
+    fits = "fits" if result.peak.get("fits") else "does NOT fit"
+    device = format_bytes(result.cluster.memory_bytes)
+    needed = format_bytes(result.peak.get("needed_bytes", result.memory.worst.total))
+    lines += ["", f"memory      {needed} needed, {device} there: {fits}", *_memory_lines(result)]
+    lines += ["", "traffic     of one rank and step", *_traffic_lines(result.traffic)]
+    lines += ["", f"step        {result.seconds['total']:.4g} s"]
+    parts = {key: value for key, value in result.seconds.items() if key != "total" and value}
+    lines += [f"  {key:<14}{value:>10.4g} s" for key, value in parts.items()]
+    return "\n".join([*lines, "", *result.notes])
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return str(number)
+
+
+_PARTS = ("dense_weights", "expert_weights", "gradients", "optimizer", "activations", "logits",
+          "buffers", "total")  # fmt: skip
+
+
+def _memory_lines(result: Estimate) -> list[str]:
+    memory = result.memory
+    ranks = {"first": memory.first, "last": memory.last, "worst": memory.worst}
+    lines = ["  " + " " * 16 + "".join(f"{name:>14}" for name in ranks)]
+    for part in _PARTS:
+        cells = (format_bytes(getattr(rank, part)) for rank in ranks.values())
+        lines.append(f"  {part.replace('_', ' '):<16}" + "".join(f"{cell:>14}" for cell in cells))
+    return lines
+
+
+def _traffic_lines(ledger: Ledger) -> list[str]:
+    lines = [f"  {'axis':<9}{'operation':<16}{'phase':<11}{'caller':<22}{'count':>7}{'sent':>13}"]
+    for entry in ledger.entries():
+        lines.append(
+            f"  {entry.axis:<9}{entry.op:<16}{entry.phase:<11}{entry.caller:<22}"
+            f"{entry.count:>7}{format_bytes(entry.wire_bytes):>13}"
+        )
+    return lines

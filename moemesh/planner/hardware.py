@@ -1,0 +1,138 @@
+"""Accelerators and the nodes they come in: data-sheet numbers, the priors of every prediction."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from moemesh.config.cluster import Cluster
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One device and its usual node. Rates per second, for one device and one direction.
+
+    `peak_flops` counts dense operations of (16 bit, 8 bit, 4 bit) matrix products; a format that
+    the device lacks has the rate of the next wider one. `node_size` devices share the fast links.
+    """
+
+    name: str
+    generation: str
+    peak_flops: tuple[float, float, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    node_size: int = 8
+
+
+def _accelerator(
+    name: str,
+    generation: str,
+    tflops: tuple[float, float, float],
+    memory: float,
+    terabytes: float,
+    links: tuple[float, float],
+    node_size: int = 8,
+) -> Accelerator:
+    peaks = (tflops[0] * 1e12, tflops[1] * 1e12, tflops[2] * 1e12)
+    return Accelerator(
+        name=name,
+        generation=generation,
+        peak_flops=peaks,
+        memory_bytes=memory * GIB,
+        memory_bandwidth=terabytes * 1e12,
+        intra_node_bandwidth=links[0] * 1e9,
+        inter_node_bandwidth=links[1] * 1e9,
+        node_size=node_size,
+    )
+
+
+#: NVIDIA data sheets: V100, A100, H100, H200, HGX B200 and B300, GB200 and GB300 NVL72, without
+#: sparsity; NVLink one way; one network card a device (HDR200, NDR400, CX-8 800). A800 and H800
+#: are A100 and H100 with slower NVLink.
+ACCELERATORS: dict[str, Accelerator] = {
+    found.name: found
+    for found in (
+        _accelerator("V100", "volta", (125, 125, 125), 16, 0.9, (150, 3.1)),
+        _accelerator("A100-40G", "ampere", (312, 312, 312), 40, 1.555, (300, 25)),
+        _accelerator("A100-80G", "ampere", (312, 312, 312), 80, 2.039, (300, 25)),
+        _accelerator("A800-80G", "ampere", (312, 312, 312), 80, 2.039, (200, 25)),
+        _accelerator("H100-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (450, 50)),
+        _accelerator("H800-80G", "hopper", (989.5, 1979, 1979), 80, 3.35, (200, 50)),
+        _accelerator("H20-96G", "hopper", (148, 296, 296), 96, 4.0, (450, 50)),
+        _accelerator("H200-141G", "hopper", (989.5, 1979, 1979), 141, 4.8, (450, 50)),
+        _accelerator("B200", "blackwell", (2250, 4500, 9000), 180, 8.0, (900, 50)),
+        _accelerator("B300", "blackwell", (2250, 4500, 13500), 268, 8.0, (900, 100)),
+        _accelerator("GB200", "blackwell", (2500, 5000, 10000), 186, 8.0, (900, 50), 72),
+        _accelerator("GB300", "blackwell", (2500, 5000, 15000), 278, 8.0, (900, 100), 72),
+    )
+}
+
+#: What a description may call a device, the more particular names first.
+_NAMES: tuple[tuple[str, str], ...] = (
+    ("GB300", "GB300"),
+    ("GB200", "GB200"),
+    ("B300", "B300"),
+    ("B200", "B200"),
+    ("H800", "H800-80G"),
+    ("H200", "H200-141G"),
+    ("H100", "H100-80G"),
+    ("H20", "H20-96G"),
+    ("A100/A800", "A100-80G"),
+    ("A100-40G", "A100-40G"),
+    ("A100", "A100-80G"),
+    ("A800", "A800-80G"),
+    ("V100", "V100"),
+)
+
+
+def accelerator_of(text: str) -> Accelerator | None:
+    """The device and network that a free description names ("A100-80G 4x100G RoCE per node").
+
+    Understands the device, ``NVL<n>`` nodes, NVLink given in brackets both ways ("(400GB/s)"), and
+    network rates in Gb/s for one card, several ("8x200G"), or a whole node ("1600G").
+    None when it names no device we know.
+    """
+    folded = text.upper()
+    for name, key in _NAMES:
+        if name in folded:
+            return _with_links(ACCELERATORS[key], folded)
+    return None
+
+
+def _with_links(found: Accelerator, text: str) -> Accelerator:
+    if both_ways := re.search(r"\((\d+)GB/S\)", text):
+        found = replace(found, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
+    if node := re.search(r"NVL(\d+)", text):
+        found = replace(found, node_size=int(node.group(1)))
+    if cards := re.search(r"(\d+)X(\d+)GB/S", text):
+        per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
+        return replace(found, inter_node_bandwidth=per_node / found.node_size)
+    if cards := re.search(r"(\d+)X(\d+)G\b", text):
+        per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9 / 8
+        return replace(found, inter_node_bandwidth=per_node / found.node_size)
+    if whole := re.search(r"\b(\d{4})G\b", text):
+        per_node = float(whole.group(1)) * 1e9 / 8
+        return replace(found, inter_node_bandwidth=per_node / found.node_size)
+    return found
+
+
+def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
+    """The same numbers from a Cluster description."""
+    peaks = cluster.peak_flops
+    half = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
+    eight = peaks.get("float8") or half
+    known = accelerator_of(cluster.accelerator or cluster.name)
+    return Accelerator(
+        name=known.name if known else cluster.name,
+        generation=known.generation if known else "",
+        peak_flops=(half, eight, peaks.get("float4") or eight),
+        memory_bytes=float(cluster.memory_bytes),
+        memory_bandwidth=cluster.memory_bandwidth,
+        intra_node_bandwidth=cluster.intra_node_bandwidth,
+        inter_node_bandwidth=cluster.inter_node_bandwidth,
+        node_size=cluster.gpus_per_node,
+    )

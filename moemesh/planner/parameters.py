@@ -1,0 +1,240 @@
+"""Exact parameter counts, by part and by how a layout may cut them.
+
+| part | count (h hidden, a heads, d head size, f width, E experts) |
+|---|---|
+| attention, GQA | h a d + 2 h h_kv + a d h; biases a d + 2 h_kv and h; QK-norm 2 d |
+| attention, MLA | h r_q + r_q a (d_n + d_r) + h (r_kv + d_r) + r_kv a (d_n + d_v) + a d_v h |
+| MLP | 2 h f (GELU), 3 h f (SwiGLU) |
+| MoE layer | E times one expert + the shared MLP + h E |
+| norms | 2 h a layer, h at the end |
+| embedding, head | V h each, once when tied |
+
+MLA adds the scales of its two low-rank norms, r_q + r_kv. Source: the models' papers and released
+configurations; the GPT closed form 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)) is arXiv:2104.04473,
+equation 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from moemesh.planner.shape import NORM_WEIGHTS, LayerKind, ModelShape
+
+
+class Weights(NamedTuple):
+    """Numbers of parameters by the axes that divide them.
+
+    `sharded` is divided by tp, `replicated` by nothing, `expert` by ep x etp, `expert_rows` (biases
+    behind the sum over etp) by ep alone.
+    """
+
+    sharded: int = 0
+    replicated: int = 0
+    expert: int = 0
+    expert_rows: int = 0
+
+    def plus(self, other: Weights) -> Weights:
+        return Weights(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: int) -> Weights:
+        return Weights(*(factor * mine for mine in self))
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weights:
+    """Parameters of one attention block without the norm in front of it.
+
+    `whole_output`: the output projection is kept whole on every tp rank (attention exit
+    "all_to_all").
+    """
+    hidden = shape.hidden_size
+    if shape.attention == "mla":
+        up = shape.query_width + 0
+        if shape.q_lora_rank:
+            query = Weights(sharded=shape.q_lora_rank * up)
+            query = query.plus(Weights(replicated=hidden * shape.q_lora_rank + shape.q_lora_rank))
+        else:
+            query = Weights(sharded=hidden * up)
+        latent = shape.kv_lora_rank
+        heads_out = shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        found = query.plus(
+            Weights(
+                sharded=latent * heads_out,
+                replicated=hidden * (latent + shape.qk_rotary_head_dim) + latent,
+            )
+        )
+        if shape.qkv_bias:
+            # As in the released code: on the two projections down to the low ranks.
+            down = shape.q_lora_rank + latent + shape.qk_rotary_head_dim
+            found = found.plus(Weights(replicated=down))
+    else:
+        widths = shape.query_width * (2 if shape.attention_gate else 1) + 2 * shape.kv_width
+        found = Weights(sharded=hidden * widths + (widths if shape.qkv_bias else 0))
+    output = hidden * shape.output_width
+    found = found.plus(Weights(replicated=output) if whole_output else Weights(sharded=output))
+    if shape.output_bias:
+        found = found.plus(Weights(replicated=hidden))
+    if shape.qk_norm == "head":
+        found = found.plus(Weights(replicated=2 * shape.head_dim))
+    elif shape.qk_norm == "full":
+        found = found.plus(Weights(sharded=shape.query_width + shape.kv_width))
+    if shape.attention_sinks:
+        found = found.plus(Weights(sharded=shape.num_heads))
+    return found
+
+
+def mlp_weights(shape: ModelShape, width: int, *, bias: bool) -> Weights:
+    """Parameters of one dense MLP of `width`."""
+    inputs = 2 if shape.gated else 1
+    found = Weights(sharded=(inputs + 1) * shape.hidden_size * width)
+    if bias:
+        found = found.plus(Weights(sharded=inputs * width, replicated=shape.hidden_size))
+    return found
+
+
+def expert_weights(shape: ModelShape) -> Weights:
+    """Parameters of one expert."""
+    inputs = 2 if shape.gated else 1
+    width = shape.expert_intermediate_size
+    matrices = (inputs + 1) * shape.hidden_size * width
+    if not shape.expert_bias:
+        return Weights(expert=matrices)
+    return Weights(expert=matrices + inputs * width, expert_rows=shape.hidden_size)
+
+
+def router_weights(shape: ModelShape) -> Weights:
+    """Parameters that decide and weigh: the router and, where there is one, the shared gate."""
+    found = shape.hidden_size * shape.num_experts
+    found += shape.num_experts if shape.router_logit_bias else 0
+    found += shape.hidden_size if shape.shared_gate else 0
+    return Weights(replicated=found)
+
+
+def shared_weights(shape: ModelShape) -> Weights:
+    """Parameters of all shared experts of a layer."""
+    if not shape.shared_intermediate_size:
+        return Weights()
+    return mlp_weights(shape, shape.shared_intermediate_size, bias=shape.mlp_bias)
+
+
+def norm_weights(shape: ModelShape) -> Weights:
+    """Parameters of one norm over the hidden channels."""
+    return Weights(replicated=NORM_WEIGHTS[shape.norm] * shape.hidden_size)
+
+
+@lru_cache(maxsize=4096)
+def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> Weights:
+    """Parameters of one whole layer with its norms."""
+    found = attention_weights(shape, whole_output=whole_output)
+    found = found.plus(norm_weights(shape).times(shape.norms_per_layer))
+    if not moe:
+        return found.plus(mlp_weights(shape, shape.intermediate_size, bias=shape.mlp_bias))
+    found = found.plus(expert_weights(shape).times(shape.num_experts))
+    return found.plus(shared_weights(shape)).plus(router_weights(shape))
+
+
+def embedding_weights(shape: ModelShape) -> Weights:
+    """The embedding in front of the first layer, with learned positions and its norm."""
+    replicated = shape.learned_positions * shape.hidden_size
+    if shape.embedding_norm:
+        replicated += norm_weights(shape).total
+    return Weights(sharded=shape.vocab_size * shape.hidden_size, replicated=replicated)
+
+
+def head_weights(shape: ModelShape) -> Weights:
+    """What stands behind the last layer: the final norm, and the head unless it is tied."""
+    found = norm_weights(shape) if shape.final_norm else Weights()
+    if not shape.tied_embeddings:
+        found = found.plus(Weights(sharded=shape.vocab_size * shape.hidden_size))
+    if shape.head_bias:
+        found = found.plus(Weights(sharded=shape.vocab_size))
+    return found
+
+
+def mtp_weights(shape: ModelShape) -> Weights:
+    """One extra prediction layer (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h
+    , a layer and a final norm; embedding and head are those of the model."""
+    found = layer_weights(shape, shape.mtp_kind.moe)
+    found = found.plus(norm_weights(shape).times(3))
+    return found.plus(Weights(replicated=2 * shape.hidden_size**2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters of a whole model. `total` has no extra prediction layers (`mtp`).
+
+    `active` are those that one token is multiplied with, embedding and head included;
+    `active_without_embeddings` leaves those two out. `experts` are all routed experts,
+    `selection_bias` is a buffer and in no sum.
+    """
+
+    total: int
+    active: int
+    active_without_embeddings: int
+    embedding: int
+    head: int
+    attention: int
+    dense_mlp: int
+    experts: int
+    shared_experts: int
+    router: int
+    norms: int
+    mtp: int
+    selection_bias: int
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def count_parameters(shape: ModelShape) -> Parameters:
+    """The exact parameters of `shape`, by part."""
+    layers, moe = shape.num_layers, shape.num_moe_layers
+    expert = expert_weights(shape).total
+    experts = moe * shape.num_experts * expert
+    norms = (layers * shape.norms_per_layer + shape.final_norm) * norm_weights(shape).total
+    table = shape.vocab_size * shape.hidden_size
+    embedding = embedding_weights(shape).total
+    head = head_weights(shape).total - (norm_weights(shape).total if shape.final_norm else 0)
+    parts = {
+        "embedding": embedding,
+        "head": head,
+        "attention": layers * attention_weights(shape).total,
+        "dense_mlp": (layers - moe)
+        * mlp_weights(shape, shape.intermediate_size, bias=shape.mlp_bias).total,
+        "experts": experts,
+        "shared_experts": moe * shared_weights(shape).total,
+        "router": moe * router_weights(shape).total,
+        "norms": norms,
+    }
+    total = sum(parts.values())
+    active = total - moe * (shape.num_experts - shape.experts_per_token) * expert
+    tables = table * (1 if shape.tied_embeddings else 2)
+    return Parameters(
+        total=total,
+        active=active,
+        active_without_embeddings=active - tables,
+        mtp=shape.num_mtp_layers * mtp_weights(shape).total if shape.num_mtp_layers else 0,
+        selection_bias=moe * shape.num_experts if shape.router_selection_bias else 0,
+        **parts,
+    )
+
+
+def kind_weights(
+    shape: ModelShape, kinds: dict[LayerKind, int], *, whole_output: bool = False
+) -> Weights:
+    """Parameters of so many layers of each kind."""
+    found = Weights()
+    for kind, number in kinds.items():
+        found = found.plus(layer_weights(shape, kind.moe, whole_output).times(number))
+    return found
+
+
+def gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> int:
+    """The closed form 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)): exact for a GPT without its
+    final norm (2h)."""
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + positions) * hidden

@@ -1,0 +1,221 @@
+"""Peak of the allocator on the worst rank: exact tensors, and what a framework adds to them.
+
+`memory` counts the tensors that a step must hold. A framework holds more: the working set of the
+layer that runs, unfused or gathered copies, the gradient of a large matrix before it is added up,
+libraries. An :class:`Allocation` names those habits with a handful of numbers per software stack;
+they are calibrated, the tensors are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import floor
+
+from moemesh.planner.activations import Kept, layer_kept, layer_kept_whole
+from moemesh.planner.hardware import GIB
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.memory import StageContent, in_flight, rank_memory
+from moemesh.planner.shape import LayerKind, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """What a software stack keeps beside the tensors that every stack must keep.
+
+    Defaults are those of Megatron with fused kernels, as measured with
+    ``torch.cuda.max_memory_allocated``.
+    """
+
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    fused_activation: bool = True
+    #: Times the kept activations.
+    activation_scale: float = 1.0
+    #: Microbatches that a pipeline holds beyond its schedule's (received, not yet released).
+    extra_in_flight: float = 0.0
+    #: Whole layers that exist while one runs forward or backward.
+    working_layers: float = 0.0
+    #: Share of the norm outputs that stays gathered in spite of sequence parallelism.
+    gathered_norms: float = 0.0
+    #: Bytes per channel of norms in fp32, beyond the two copies that are always counted.
+    unfused_norm_bytes: float = 0.0
+    #: Bytes per attention score kept, and of the scores being worked on, by kind of kernel.
+    fused_score_bytes: float = 5.0
+    eager_score_bytes: float = 5.0
+    fused_score_work: float = 0.0
+    eager_score_work: float = 0.0
+    #: Bytes per logit on a rank, and per logit of the whole vocabulary where it is gathered.
+    logit_bytes: float = 4.0
+    gathered_logit_bytes: float = 0.0
+    #: Bytes per weight of the largest matrix of the last layer, and of the head.
+    layer_gradient_bytes: float = 4.0
+    head_gradient_bytes: float = 2.0
+    #: Libraries, communicators, fragmentation: in no allocator statistic, but in the device.
+    workspace_bytes: float = 2.0 * GIB
+    #: The part of the device's memory that a job gets.
+    usable_share: float = 0.985
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Bytes that the allocator of the worst rank reports, and that the device must have."""
+
+    rank: int
+    allocated: float
+    needed: float
+    states: float
+    activations: float
+    logits: float
+    working: float
+
+    def fits(self, memory_bytes: float, usable_share: float = 1.0) -> bool:
+        """Whether a device of so much memory can run it."""
+        return self.needed <= memory_bytes * usable_share
+
+
+def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
+    """The worst of the first, second and last pipeline rank (others hold no more than these)."""
+    changed = layout.changed(
+        gradient_bytes=allocation.gradient_bytes,
+        optimizer_bytes=allocation.optimizer_bytes,
+        fused_activation=allocation.fused_activation,
+    )
+    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    found = [_rank_peak(shape, changed, allocation, rank) for rank in ranks]
+    return max(found, key=lambda peak: peak.allocated)
+
+
+def balanced_stages(num_layers: int, stages: int, end_share: float) -> tuple[int, ...]:
+    """Layers of each stage when the heaviest is as light as it can be, embedding and head counted
+    as `end_share` layers each."""
+    if stages == 1:
+        return (num_layers,)
+    if stages == 2:
+        return (num_layers - num_layers // 2, num_layers // 2)
+    base = floor((num_layers + 2 * end_share) / stages)
+    part = end_share - floor(end_share)
+    tried = sorted(base + offset + share for offset in range(-2, 3) for share in (0.0, part))
+    for capacity in tried:
+        outer = max(floor(capacity - end_share + 1e-9), 0)
+        inner = floor(capacity + 1e-9)
+        if 2 * outer + (stages - 2) * inner >= num_layers:
+            break
+    else:
+        return ()
+    outer = min(outer, num_layers // 2)
+    middle = num_layers - 2 * outer
+    longer, rest = divmod(middle, stages - 2)
+    inside = [longer + 1] * rest + [longer] * (stages - 2 - rest)
+    return (outer, *inside, outer)
+
+
+def _rank_peak(
+    shape: ModelShape, layout: PlannedLayout, allocation: Allocation, rank: int
+) -> PeakMemory:
+    content = StageContent(shape, layout, rank)
+    exact = rank_memory(shape, layout, rank)
+    flying = in_flight(layout, rank) + (allocation.extra_in_flight if layout.pp > 1 else 0.0)
+    kept = working = 0.0
+    for kind, number in content.kinds.items():
+        once, whole = _layer_bytes(shape, kind, layout, allocation)
+        kept += number * once
+        work = whole if "full" in layout.recompute else 0.0
+        work += allocation.working_layers * whole + _score_work(shape, layout, allocation)
+        working = max(working, work)
+    last_kind = list(content.kinds)[-1] if content.kinds else None
+    working += allocation.layer_gradient_bytes * _largest_matrix(shape, last_kind, layout)
+    logits = _logit_bytes(shape, layout, allocation) if content.has_head else 0.0
+    if layout.zero >= 3 and "full" in layout.recompute:
+        # The loss is over before the first layer runs backward.
+        logits, working = max(logits, working), 0.0
+    activations = kept * flying
+    allocated = exact.states + activations + logits + working + _unsharded(exact.buffers, layout)
+    return PeakMemory(
+        rank=rank,
+        allocated=allocated,
+        needed=allocated + allocation.workspace_bytes,
+        states=exact.states,
+        activations=activations,
+        logits=logits,
+        working=working,
+    )
+
+
+def _unsharded(buffers: float, layout: PlannedLayout) -> float:
+    """Units that ZeRO-3 has gathered; what tp gathers is part of a working layer."""
+    return buffers if layout.zero >= 3 else 0.0
+
+
+def _layer_bytes(
+    shape: ModelShape, kind: LayerKind, layout: PlannedLayout, allocation: Allocation
+) -> tuple[float, float]:
+    """(kept, while it runs) bytes of one layer and microbatch."""
+    whole = layer_kept_whole(shape, kind, layout)
+    full = _on_rank(whole, shape, layout, allocation)
+    if not layout.recompute:
+        return full, full
+    kept = layer_kept(shape, kind, layout)
+    if "full" in layout.recompute:
+        return kept.on_rank(layout), full
+    return _on_rank(kept, shape, layout, allocation), full
+
+
+def _on_rank(kept: Kept, shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+    shards = layout.tp if layout.sequence_parallel else 1
+    normed = 2 * layout.element_bytes * hidden * allocation.gathered_norms
+    gathered = normed * (1 - 1 / shards)
+    found = kept.plus(Kept(tokens=extra)).on_rank(layout) + layout.tokens * gathered
+    if layout.attention_kernel != "flash":
+        bytes_each = (
+            allocation.eager_score_bytes
+            if layout.attention_kernel == "eager"
+            else allocation.fused_score_bytes
+        )
+        counted = layout.element_bytes
+        scores = layout.tokens * layout.seq_len * heads / layout.tp
+        found += (bytes_each - counted) * scores
+    return allocation.activation_scale * found
+
+
+def _score_work(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
+    if layout.attention_kernel == "flash":
+        return 0.0
+    each = (
+        allocation.eager_score_work
+        if layout.attention_kernel == "eager"
+        else allocation.fused_score_work
+    )
+    return each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
+
+
+def _largest_matrix(shape: ModelShape, kind: LayerKind | None, layout: PlannedLayout) -> float:
+    """Weights of the largest matrix of a layer on a rank, whose gradient exists once more."""
+    if kind is None:
+        return 0.0
+    gates = 2 if shape.gated else 1
+    if kind.moe:
+        return gates * shape.hidden_size * shape.expert_intermediate_size / layout.etp
+    return gates * shape.hidden_size * shape.intermediate_size / layout.tp
+
+
+def _logit_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
+    logits = layout.tokens * shape.vocab_size
+    found = allocation.logit_bytes * logits / layout.tp
+    if layout.tp > 1:
+        found += allocation.gathered_logit_bytes * logits
+    head = shape.vocab_size * shape.hidden_size / layout.tp
+    return found + allocation.head_gradient_bytes * head
+
+
+def with_balanced_stages(shape: ModelShape, layout: PlannedLayout) -> PlannedLayout:
+    """The layout with stages of equal weight, embedding and head counted."""
+    if layout.pp < 2 or layout.stages_per_rank > 1 or layout.layers_per_stage:
+        return layout
+    from moemesh.planner.parameters import layer_weights
+
+    layer = layer_weights(shape, shape.is_moe)
+    weights = layer.sharded + layer.replicated + layer.expert + layer.expert_rows
+    share = shape.vocab_size * shape.hidden_size / weights
+    return replace(layout, layers_per_stage=balanced_stages(shape.num_layers, layout.pp, share))

@@ -1,0 +1,334 @@
+"""A layout by whatever names it: ``tp=8,pp=4,…``, a packaged plan, or a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+from pydantic import ValidationError
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import DEGREES, Plan, Recompute
+from moemesh.config.section import divisors, nearest_divisors
+from moemesh.config.sources import parse_value, preset_names, read_preset_table
+from moemesh.config.suggest import FOREIGN_NAMES, nearest_choice
+from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout
+from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.models import Model
+from moemesh.planner.shape import ModelShape
+
+PLANS = "plans"
+
+_LAYOUT_FIELDS = {item.name: item for item in fields(PlannedLayout)}
+_KNOWN = tuple(dict.fromkeys([*Plan.model_fields, *_LAYOUT_FIELDS]))
+#: Set by the command, not by a plan.
+_BATCH = ("seq_len", "global_batch")
+_RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
+
+
+class Planned(NamedTuple):
+    """A layout, and the Plan that says the same to `moemesh train` (None: no plan can)."""
+
+    layout: PlannedLayout
+    plan: Plan | None
+
+
+def read_plan(
+    source: str,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    model: Model | None = None,
+) -> Planned:
+    """The layout that `source` names, for a sequence length and a batch.
+
+    Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences a microbatch) and
+    `microbatches` (how many) say the same thing: give one. Raises ConfigError with every problem
+    found, those with `model` among them.
+    """
+    table = _table(source)
+    batch: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch}
+    for name in _BATCH:
+        written = table.pop(name, None)
+        batch[name] = written if batch[name] is None else batch[name]
+    problems = _unknown(table) + _batch_problems(batch, table)
+    known = {key: value for key, value in table.items() if key in _KNOWN}
+    broken = {problem.key for problem in problems}
+    if "global_batch" not in broken and "plan.microbatch" not in broken:
+        problems += _division(known, batch["global_batch"])
+    config = model.config if model is not None else None
+    planned = None
+    try:
+        # Broken numbers of the batch leave the rest to be checked with harmless ones.
+        legal = _legal_batch(batch["global_batch"] if not problems else None, known)
+        sequence = 1 if "seq_len" in broken else batch["seq_len"]
+        planned = _planned(known, sequence, legal, config)
+    except ConfigError as error:
+        problems += error.problems
+    if planned is not None and model is not None:
+        problems += check_against(model.shape, planned.layout)
+    if problems:
+        raise ConfigError(problems)
+    assert planned is not None
+    return planned
+
+
+def _legal_batch(given: int | None, table: Mapping[str, Any]) -> int:
+    """The batch, or (None) the smallest that the plan can divide."""
+    if given is not None:
+        return given
+    found = 1
+    for key in ("dp", "microbatch", "microbatches"):
+        value = table.get(key, 1)
+        found *= value if isinstance(value, int) and value > 0 else 1
+    return found
+
+
+def _planned(
+    table: Mapping[str, Any], seq_len: int, global_batch: int, config: ModelConfig | None
+) -> Planned:
+    beyond = set(table) - set(Plan.model_fields) - {"dtype", "microbatch"}
+    if beyond or _recomputed(table) is not None:
+        return Planned(_layout(table, seq_len, global_batch), None)
+    plan = _plan(table, global_batch)
+    if config is not None and plan.num_stages > config.num_layers:
+        config = None
+    dtype = table.get("dtype", "bfloat16")
+    layout = from_plan(plan, config, seq_len=seq_len, global_batch=global_batch, dtype=dtype)
+    return Planned(layout, plan)
+
+
+def _table(source: str) -> dict[str, Any]:
+    if source in preset_names(PLANS):
+        return read_preset_table(source, PLANS)
+    if "=" not in source:
+        path = Path(source)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError:
+            message = "neither key=value pairs, a packaged plan nor a readable TOML file"
+            fix = nearest_choice(source, preset_names(PLANS))
+            raise ConfigError([_problem("no-file", "plan", source, message, fix)]) from None
+        except (ValueError, RecursionError) as error:
+            message = f"not valid TOML: {error}"
+            raise ConfigError([_problem("syntax", "plan", source, message)]) from None
+        return dict(cast("dict[str, Any]", table.get("plan", table)))
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for part in _split(source):
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not text:
+            message = "a plan is a list of key=value, with commas between"
+            problems.append(_problem("syntax", "plan", part, message, 'such as "tp=8,pp=4"'))
+        elif key in found:
+            problems.append(_problem("duplicate", key, text, f"{key} is given twice", "keep one"))
+        else:
+            value = parse_value(text, key, "--plan")
+            if isinstance(value, Problem):
+                problems.append(value)
+            else:
+                found[key] = value
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _split(source: str) -> list[str]:
+    """At commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in source:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]
+
+
+def _unknown(table: Mapping[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
+    for key, value in table.items():
+        if key in _KNOWN:
+            continue
+        fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
+        if (foreign := FOREIGN_NAMES.get(key, "")).startswith("plan."):
+            fix = f"here it is called {foreign.removeprefix('plan.')}"
+        message = f"a plan has no key `{key}`"
+        problems.append(_problem("unknown-key", f"plan.{key}", value, message, fix))
+    return problems
+
+
+def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[Problem]:
+    problems: list[Problem] = []
+    for name in _BATCH:
+        value = batch[name]
+        option = f"--{name.replace('_', '-')}"
+        if value is None:
+            problems.append(_problem("missing", name, None, "it must be given", f"{option} NUMBER"))
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            message = f"{name} must be a whole number of at least 1"
+            problems.append(_problem("out-of-range", name, value, message, f"{option} 1"))
+    if "microbatch" in table and "microbatches" in table:
+        message = "microbatch (sequences each) and microbatches (how many) say the same thing"
+        problems.append(_problem("conflict", "plan.microbatch", None, message, "keep one of them"))
+    return problems
+
+
+def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
+    """Every replica must run the same number of equal microbatches."""
+    dp, each = table.get("dp", 1), table.get("microbatch", 1)
+    count = table.get("microbatches", 1)
+    for value in (dp, each, count):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return []  # told by the checks of the keys themselves
+    if global_batch % dp:
+        legal = nearest_divisors(global_batch, dp)
+        near = _multiples(global_batch, dp)
+        message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
+        return [_problem("not-divisible", "plan.dp", dp, message, f"dp = {legal}, or {near}")]
+    share = global_batch // dp
+    name, value = ("microbatch", each) if "microbatch" in table else ("microbatches", count)
+    if share % value:
+        message = (
+            f"{name} ({value}) must divide the sequences of a replica "
+            f"({global_batch} / dp {dp} = {share})"
+        )
+        near = _multiples(global_batch, dp * value)
+        fix = f"{name} = {nearest_divisors(share, value)}, or {near}"
+        return [_problem("not-divisible", f"plan.{name}", value, message, fix)]
+    return []
+
+
+def _multiples(batch: int, step: int) -> str:
+    below, above = batch // step * step, -(-batch // step) * step
+    return "global_batch = " + " or ".join(str(size) for size in (below, above) if size)
+
+
+def _plan(table: Mapping[str, Any], global_batch: int) -> Plan:
+    values = {key: value for key, value in table.items() if key in Plan.model_fields}
+    if "microbatch" in table and isinstance(table["microbatch"], int) and table["microbatch"] > 0:
+        values["microbatches"] = global_batch // max(values.get("dp", 1), 1) // table["microbatch"]
+    try:
+        plan = Plan.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_invalid(item) for item in error.errors(include_url=False)) from None
+    problems = plan.check()
+    if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
+        # A layout cannot be made of broken degrees.
+        raise ConfigError(problems)
+    if (dtype := table.get("dtype", "bfloat16")) not in ELEMENT_BYTES:
+        problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _invalid(item: Any) -> Problem:
+    """One field that pydantic refused."""
+    key = ".".join(str(part) for part in item["loc"])
+    choices = get_args(Plan.model_fields[key].annotation) if key in Plan.model_fields else ()
+    names = tuple(choice for choice in choices if isinstance(choice, str))
+    if names:
+        return _bad_choice(key, item["input"], names)
+    return _problem("wrong-type", f"plan.{key}", item["input"], str(item["msg"]))
+
+
+def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
+    message = f"{key} is one of {', '.join(choices)}"
+    return _problem(
+        "bad-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
+    )
+
+
+def _layout(table: Mapping[str, Any], seq_len: int, global_batch: int) -> PlannedLayout:
+    """Fields of PlannedLayout; keys of a Plan are translated first."""
+    plan_keys = {key: value for key, value in table.items() if key in Plan.model_fields}
+    parts = _recomputed(table)
+    if parts is not None:
+        plan_keys.pop("recompute")
+    plan = _plan({**plan_keys, "microbatch": table.get("microbatch", 1)}, global_batch)
+    if "microbatches" in table:
+        plan = _plan(plan_keys, global_batch)
+    base = from_plan(plan, seq_len=seq_len, global_batch=global_batch)
+    values = {key: value for key, value in table.items() if key in _LAYOUT_FIELDS}
+    for key in set(values) & set(Plan.model_fields) - {"recompute"}:
+        del values[key]
+    values["recompute"] = base.recompute if parts is None else parts
+    problems: list[Problem] = []
+    for key, value in values.items():
+        default = _LAYOUT_FIELDS[key].default
+        if key == "recompute" or default is None:
+            continue
+        if type(value) is not type(default) and not (
+            isinstance(default, float) and isinstance(value, int)
+        ):
+            wanted = type(cast("object", default)).__name__
+            message = f"{key} is a {wanted}"
+            problems.append(_problem("wrong-type", f"plan.{key}", value, message))
+    if problems:
+        raise ConfigError(problems)
+    return base.changed(**values)
+
+
+def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
+    """Parts that recomputation names one by one ("norm+moe"); None: what a Plan can say."""
+    given = table.get("recompute", "none")
+    if not isinstance(given, str) or given in _RECOMPUTE_CHOICES:
+        return None
+    parts = frozenset(part.strip() for part in given.split("+"))
+    if unknown := sorted(parts - set(RECOMPUTABLE)):
+        choices = (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:])
+        message = f"`{unknown[0]}` names nothing that can be recomputed"
+        fix = nearest_choice(unknown[0], choices)
+        raise ConfigError([_problem("bad-choice", "plan.recompute", given, message, fix)])
+    return parts
+
+
+def check_against(shape: ModelShape, layout: PlannedLayout) -> list[Problem]:
+    """What the layout asks of a model that it cannot give, each with the nearest legal value."""
+    problems: list[Problem] = []
+
+    def divide(key: str, sizes: Mapping[str, int]) -> None:
+        degree = int(getattr(layout, key))
+        for name, size in sizes.items():
+            if size and size % degree:
+                message = f"{key} ({degree}) must divide {name} ({size})"
+                fix = f"{key} = {nearest_divisors(size, degree)}"
+                problems.append(_problem("not-divisible", f"plan.{key}", degree, message, fix))
+
+    divide("tp", {"num_heads": shape.num_heads, "intermediate_size": shape.intermediate_size})
+    kv = shape.num_kv_heads
+    if shape.attention == "gqa" and kv % layout.tp and layout.tp % kv:
+        message = f"tp ({layout.tp}) and num_kv_heads ({kv}): one must divide the other"
+        legal = [d for d in divisors(shape.num_heads) if kv % d == 0 or d % kv == 0]
+        near = min(legal, key=lambda d: abs(d - layout.tp))
+        problems.append(_problem("not-divisible", "plan.tp", layout.tp, message, f"tp = {near}"))
+    if shape.is_moe:
+        divide("ep", {"num_experts": shape.num_experts})
+        divide("etp", {"expert_intermediate_size": shape.expert_intermediate_size})
+        divide("tp", {"the shared experts' width": shape.shared_intermediate_size})
+    elif layout.ep * layout.etp > 1:
+        key = "ep" if layout.ep > 1 else "etp"
+        message = f"{key} spreads experts, but the model has none"
+        problems.append(_problem("conflict", f"plan.{key}", None, message, f"{key} = 1"))
+    if layout.num_stages > shape.num_layers:
+        message = (
+            f"{layout.num_stages} stages need as many layers; num_layers is {shape.num_layers}"
+        )
+        fix = f"pp = {max(shape.num_layers * layout.pp // layout.num_stages, 1)}"
+        problems.append(_problem("too-large", "plan.pp", layout.pp, message, fix))
+    if layout.layers_per_stage and sum(layout.layers_per_stage) != shape.num_layers:
+        message = (
+            f"layers_per_stage adds up to {sum(layout.layers_per_stage)}, "
+            f"num_layers is {shape.num_layers}"
+        )
+        problems.append(_problem("conflict", "plan.layers_per_stage", None, message))
+    return problems
+
+
+def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
+    return Problem(code=code, key=key, value=value, message=message, fix=fix)

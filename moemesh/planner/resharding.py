@@ -1,0 +1,199 @@
+"""What it costs to change the layout of a tensor over the axes of a mesh.
+
+A layout has one placement a mesh axis, outermost axis first:
+
+=====  =================================  =========================
+       forward                            the gradient is
+=====  =================================  =========================
+S0 S1  dim 0, 1 ... cut along the axis    cut likewise
+R      the same on every rank             the same on every rank
+P      partial: the SUM is the tensor     the same on every rank
+B      the same on every rank             partial
+=====  =================================  =========================
+
+P and B are conjugate, as g and f of Megatron-LM (M. Shoeybi et al., arXiv:1909.08053): an operator
+that uses its whole input for a part of its output wants B, one that contracts a cut dim leaves P.
+So every change has a forward and a backward:
+
+=====  ==============  ==============
+       forward         backward
+=====  ==============  ==============
+S → R  all-gather      slice
+S → B  all-gather      reduce-scatter
+R → S  slice           all-gather
+R → B  none            all-reduce
+P → R  all-reduce      none
+P → S  reduce-scatter  all-gather
+P → B  all-reduce      all-reduce
+S → S  all-to-all      all-to-all (another dim)
+=====  ==============  ==============
+
+Over several axes the order matters (slice first, then gather less), so the cost is the shortest
+path over single steps. Of two axes that cut the same dim the later one cuts the pieces of the
+earlier one; a step on the earlier one is then not a collective of contiguous rows and is left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moemesh.config.errors import UserError
+from moemesh.trace import wire
+
+#: One placement an axis: "R", "P", "B" or "S" and the number of a dim.
+MeshLayout = tuple[str, ...]
+
+_FORWARD = {"B": "R"}
+_GRADIENT = {"P": "R", "B": "P"}
+
+
+class LayoutError(UserError):
+    """A layout or mesh axis that means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """Ranks along one axis and the link between them: seconds a message and seconds a byte."""
+
+    name: str
+    size: int
+    latency: float = 0.0
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise LayoutError(f"mesh axis {self.name!r} has size {self.size}; at least 1 is legal")
+        if self.latency < 0 or self.seconds_per_byte < 0:
+            raise LayoutError(
+                f"mesh axis {self.name!r} has latency {self.latency} and {self.seconds_per_byte} "
+                "seconds a byte; neither can be below 0"
+            )
+
+    def gather(self, num_bytes: float) -> float:
+        """All-gather to, or reduce-scatter from, `num_bytes` a rank."""
+        return wire.ring_all_gather_seconds(
+            self.size, num_bytes, self.latency, self.seconds_per_byte
+        )
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """All-reduce of `num_bytes` a rank."""
+        return wire.ring_all_reduce_seconds(
+            self.size, num_bytes, self.latency, self.seconds_per_byte
+        )
+
+    def all_to_all(self, num_bytes: float) -> float:
+        """All-to-all of `num_bytes` held by each rank."""
+        return wire.all_to_all_seconds(self.size, num_bytes, self.latency, self.seconds_per_byte)
+
+
+def parse_layout(text: str) -> MeshLayout:
+    """The layout written with commas: "S0,R" is cut along the first axis only."""
+    layout = tuple(part.strip().upper() for part in text.split(","))
+    check_layout(layout, len(layout))
+    return layout
+
+
+def check_layout(layout: MeshLayout, num_axes: int) -> None:
+    """Raise LayoutError unless `layout` has one known placement an axis."""
+    if len(layout) != num_axes:
+        raise LayoutError(f"layout {layout} has {len(layout)} placements for {num_axes} axes")
+    for placement in layout:
+        if placement not in ("R", "P", "B") and cut_dim(placement) is None:
+            raise LayoutError(f"no placement {placement!r}: choose from R, P, B, S0, S1, ...")
+
+
+def cut_dim(placement: str) -> int | None:
+    """The dim that a placement cuts, None when it cuts none."""
+    digits = placement[1:]
+    return int(digits) if placement[:1] == "S" and digits.isascii() and digits.isdigit() else None
+
+
+def local_bytes(num_bytes: float, layout: MeshLayout, axes: Sequence[MeshAxis]) -> float:
+    """Bytes that one rank holds of a tensor of `num_bytes`."""
+    for placement, axis in zip(layout, axes, strict=True):
+        if cut_dim(placement) is not None:
+            num_bytes /= axis.size
+    return num_bytes
+
+
+def reshard_seconds(
+    num_bytes: float,
+    source: MeshLayout,
+    target: MeshLayout,
+    axes: Sequence[MeshAxis],
+    *,
+    backward: bool = True,
+) -> float:
+    """Seconds to take a tensor of `num_bytes` (of all ranks) from `source` to `target`.
+
+    With `backward`, its gradient on the way back as well. Raises LayoutError.
+    """
+    mesh = tuple(axes)
+    for layout in (source, target):
+        check_layout(layout, len(mesh))
+    seconds = _path_seconds(num_bytes, _mapped(source, _FORWARD), _mapped(target, _FORWARD), mesh)
+    if backward:
+        start, end = _mapped(target, _GRADIENT), _mapped(source, _GRADIENT)
+        seconds += _path_seconds(num_bytes, start, end, mesh)
+    return seconds
+
+
+def _mapped(layout: MeshLayout, names: Mapping[str, str]) -> MeshLayout:
+    return tuple(names.get(placement, placement) for placement in layout)
+
+
+def _path_seconds(
+    num_bytes: float, source: MeshLayout, target: MeshLayout, axes: tuple[MeshAxis, ...]
+) -> float:
+    """The cheapest sequence of single steps from one layout to another, one direction."""
+    if source == target:
+        return 0.0
+    dims = {place for place in (*source, *target) if cut_dim(place) is not None}
+    return _all_paths(num_bytes, source, tuple(sorted(dims | {"R", "P"})), axes)[target]
+
+
+@lru_cache(maxsize=2**14)
+def _all_paths(
+    num_bytes: float, source: MeshLayout, places: tuple[str, ...], axes: tuple[MeshAxis, ...]
+) -> dict[MeshLayout, float]:
+    """Dijkstra: seconds from `source` to every layout made of `places`."""
+    done: dict[MeshLayout, float] = {}
+    heap: list[tuple[float, MeshLayout]] = [(0.0, source)]
+    while heap:
+        seconds, layout = heapq.heappop(heap)
+        if layout in done:
+            continue
+        done[layout] = seconds
+        for index, axis in enumerate(axes):
+            # Pieces of pieces: only the innermost axis that cuts a dim may change.
+            inner = set(layout[index + 1 :])
+            old = layout[index]
+            if cut_dim(old) is not None and old in inner:
+                continue
+            for new in places:
+                if new == old or (cut_dim(new) is not None and new in inner):
+                    continue
+                after = (*layout[:index], new, *layout[index + 1 :])
+                if after not in done:
+                    held = local_bytes(num_bytes, layout, axes)
+                    step = _step_seconds(held, old, new, axis)
+                    heapq.heappush(heap, (seconds + step, after))
+    return done
+
+
+def _step_seconds(held: float, old: str, new: str, axis: MeshAxis) -> float:
+    """One change along one axis, of a tensor of which a rank holds `held` bytes before."""
+    if axis.size == 1:
+        return 0.0
+    if cut_dim(old) is not None:
+        if new == "R":
+            return axis.gather(held * axis.size)
+        # To partial: pad with zeros, nothing moves.
+        return 0.0 if new == "P" else axis.all_to_all(held)
+    if old == "P":
+        return axis.all_reduce(held) if new == "R" else axis.gather(held)
+    # Replicated: cut by slicing; partial by keeping one copy and zeros elsewhere.
+    return 0.0

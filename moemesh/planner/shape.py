@@ -1,0 +1,301 @@
+"""The shape of any model that the planner can price: sizes of every layer, whatever framework."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
+
+Attention = Literal["gqa", "mla"]
+QKNorm = Literal["none", "head", "full"]
+Norm = Literal["rms", "layer", "layer_bias", "plain"]
+Activation = Literal["swiglu", "gelu"]
+
+#: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
+NORM_WEIGHTS: dict[Norm, int] = {"rms": 1, "layer": 1, "layer_bias": 2, "plain": 0}
+
+
+class LayerKind(NamedTuple):
+    """What tells two layers of one model apart: experts or a dense MLP, and the attention window
+    in tokens (0: the whole sequence)."""
+
+    moe: bool
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Every size of a decoder-only transformer. Names are those of ModelConfig where both have one.
+
+    Widths are in channels, `intermediate_size` that of a dense MLP, `expert_intermediate_size` of
+    one expert, `shared_intermediate_size` of all shared experts of a layer together. Raises
+    ConfigError with every rule that is broken.
+    """
+
+    name: str = "model"
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int = 0
+    #: "swiglu" has a gate projection (three matrices), "gelu" has none (two).
+    activation: Activation = "swiglu"
+
+    attention: Attention = "gqa"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rotary_head_dim: int = 0
+    v_head_dim: int = 0
+    #: Norms of queries and keys: over each head (one scale of `head_dim`), or over all heads.
+    qk_norm: QKNorm = "none"
+    #: On the query, key and value projections; on the output projection.
+    qkv_bias: bool = False
+    output_bias: bool = False
+    #: One learned logit per head that takes part in the softmax (gpt-oss).
+    attention_sinks: bool = False
+    #: A second query projection that gates the attention output.
+    attention_gate: bool = False
+    #: Attention window of every layer in tokens, 0 for none; empty when no layer has one.
+    windows: tuple[int, ...] = ()
+
+    #: Layers (from 0) with experts.
+    moe_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    #: A learned gate h -> 1 in front of the shared experts (Qwen2-MoE).
+    shared_gate: bool = False
+    router_logit_bias: bool = False
+    #: A buffer of E numbers that steers the choice (DeepSeek-V3); no parameter.
+    router_selection_bias: bool = False
+    router_groups: int = 1
+    router_groups_kept: int = 1
+    mlp_bias: bool = False
+    expert_bias: bool = False
+
+    norm: Norm = "rms"
+    norms_per_layer: int = 2
+    #: A norm behind the embedding.
+    embedding_norm: bool = False
+    final_norm: bool = True
+    tied_embeddings: bool = False
+    head_bias: bool = False
+    #: Rows of a learned table of positions; 0: rotary or none.
+    learned_positions: int = 0
+    dropout: bool = False
+    num_mtp_layers: int = 0
+    #: What the description leaves out, for a person.
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := _check(self):
+            raise ConfigError(problems)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        # Computed once: shapes are keys of the caches that make a layout cheap to price.
+        return self._hash
+
+    @cached_property
+    def _moe_set(self) -> frozenset[int]:
+        return frozenset(self.moe_layers)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` (from 0) routes its tokens to experts."""
+        return index in self._moe_set
+
+    def kind(self, index: int) -> LayerKind:
+        """The kind of layer `index` (from 0)."""
+        window = self.windows[index] if self.windows else 0
+        return LayerKind(index in self._moe_set, window)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, in order."""
+        return tuple(self.kind(index) for index in range(self.num_layers))
+
+    @cached_property
+    def kind_counts(self) -> dict[LayerKind, int]:
+        """How many layers are of each kind."""
+        return dict(Counter(self.kinds))
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """An extra prediction layer is one more of the last kind."""
+        return self.kinds[-1]
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers - len(self.moe_layers)
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.moe_layers)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLPs have a gate: three matrices instead of two."""
+        return self.activation == "swiglu"
+
+    @property
+    def query_head_dim(self) -> int:
+        """Width of a query or key head in the attention product (d_qk)."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rotary_head_dim
+        return self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head (d_v)."""
+        return self.v_head_dim if self.attention == "mla" else self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads of a layer together (h_kv); MLA expands to all heads."""
+        heads = self.num_heads if self.attention == "mla" else self.num_kv_heads
+        return heads * self.query_head_dim
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.query_head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of the attention output in front of its projection."""
+        return self.num_heads * self.value_head_dim
+
+    def truncated(self, num_layers: int) -> ModelShape:
+        """The same model cut to its first `num_layers` layers, at least one of them dense where the
+        whole model has dense layers, and at most one of those in front of experts."""
+        dense = self.num_dense_layers
+        lead = 0
+        while lead < self.num_layers and not self.is_moe_layer(lead):
+            lead += 1
+        if self.is_moe and 0 < lead == dense:
+            moe = tuple(range(min(1, num_layers), num_layers))
+        else:
+            moe = tuple(index for index in self.moe_layers if index < num_layers)
+        experts: dict[str, Any] = {}
+        if self.is_moe and not moe:
+            experts = dict.fromkeys((*_EXPERT_SIZES, "shared_intermediate_size"), 0)
+            experts |= {"router_groups": 1, "router_groups_kept": 1}
+        return replace(
+            self,
+            **experts,
+            name=f"{self.name}#L{num_layers}",
+            num_layers=num_layers,
+            moe_layers=moe,
+            windows=self.windows[:num_layers],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
+    """The shape of one of our own models, exactly as `moemesh train` would build it."""
+    moe = tuple(range(config.num_dense_layers, config.num_layers)) if config.num_experts else ()
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size if config.num_dense_layers else 0,
+        attention=config.attention,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rotary_head_dim=config.qk_rotary_head_dim,
+        v_head_dim=config.v_head_dim,
+        qk_norm="head" if config.qk_norm else "none",
+        moe_layers=moe,
+        num_experts=config.num_experts if moe else 0,
+        experts_per_token=config.experts_per_token if moe else 0,
+        expert_intermediate_size=config.expert_intermediate_size if moe else 0,
+        shared_intermediate_size=config.shared_width if moe else 0,
+        router_logit_bias=config.router_logit_bias,
+        router_selection_bias=config.router_selection_bias,
+        router_groups=config.router_groups if moe else 1,
+        router_groups_kept=config.router_groups_kept if moe else 1,
+        tied_embeddings=config.tied_embeddings,
+        num_mtp_layers=config.num_mtp_layers,
+    )
+
+
+_SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
+_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
+_EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
+
+
+def _check(shape: ModelShape) -> list[Problem]:
+    """Every broken rule of one shape."""
+    needed = [*_SIZES]
+    if shape.attention == "mla":
+        needed += _MLA_SIZES
+    if shape.moe_layers:
+        needed += _EXPERT_SIZES
+    if shape.num_layers > len(shape.moe_layers):
+        needed.append("intermediate_size")
+    problems: list[Problem] = []
+
+    def complain(key: str, message: str, fix: str = "") -> None:
+        value = getattr(shape, key)
+        problems.append(
+            Problem(code="shape", key=f"model.{key}", value=value, message=message, fix=fix)
+        )
+
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            least = 1 if field.name in needed else 0
+            if value < least:
+                complain(field.name, f"{field.name} must be at least {least}, not {value}")
+    if problems:
+        return problems
+    if shape.attention == "gqa" and shape.num_heads % shape.num_kv_heads:
+        complain(
+            "num_kv_heads",
+            f"num_kv_heads ({shape.num_kv_heads}) must divide num_heads ({shape.num_heads})",
+        )
+    if shape.windows and len(shape.windows) != shape.num_layers:
+        complain("windows", f"{len(shape.windows)} windows for {shape.num_layers} layers")
+    if any(not 0 <= layer < shape.num_layers for layer in shape.moe_layers):
+        complain("moe_layers", f"layers are numbered 0 to {shape.num_layers - 1}")
+    if shape.num_experts and not shape.moe_layers:
+        complain(
+            "num_experts",
+            f"num_experts is {shape.num_experts}, but no layer holds them",
+            f"moe_layers = {list(range(min(shape.num_layers, 3)))} ..., or num_experts = 0",
+        )
+    if shape.experts_per_token > shape.num_experts:
+        complain(
+            "experts_per_token",
+            f"experts_per_token ({shape.experts_per_token}) exceeds "
+            f"num_experts ({shape.num_experts})",
+            f"experts_per_token = {shape.num_experts}",
+        )
+    if shape.num_experts % max(shape.router_groups, 1):
+        complain(
+            "router_groups",
+            f"router_groups ({shape.router_groups}) must divide num_experts ({shape.num_experts})",
+        )
+    return problems

@@ -1,0 +1,176 @@
+"""Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
+
+The order is that of the model's own list of parameters. It mirrors `moemesh.parallel.placement`
+without torch; tests hold the two together.
+
+| parameter | sharded over | gradient summed over |
+|---|---|---|
+| QKV, row-parallel W_o, dense and shared MLP, vocabulary rows | tp | dp_cp |
+| norms, router, whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
+| routed experts | ep, etp | edp |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.stages import cut_layers
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.build import build
+
+#: Bytes of one bucket of gradients, as in `moemesh.parallel.data`.
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterTensor:
+    """One parameter. `shards`: axis -> sharded dim; `layer` -1 stands for the ends of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    shards: dict[str, int] = field(default_factory=dict[str, int])
+    summed_over: str = "stage"
+
+    @property
+    def is_expert(self) -> bool:
+        return self.summed_over == "edp"
+
+    def local_elements(self, layout: Layout, rank: int) -> int:
+        """Numbers of this tensor that `rank` holds."""
+        at, sizes = layout.coordinates(rank), list(self.shape)
+        for axis, dim in self.shards.items():
+            degree = int(getattr(layout, axis))
+            sizes[dim] = shard_sizes(sizes[dim], degree)[at[axis]]
+        return prod(sizes)
+
+
+def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
+    """Every parameter of the whole model, in the order of the model's list."""
+    hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
+    rows = {"shards": {"tp": 0}, "summed_over": "dp_cp"}
+    yield ParameterTensor(name="embedding.weight", shape=table, **rows)  # type: ignore[arg-type]
+    for index in range(model.num_layers):
+        yield from _layer(model, plan, index)
+    yield ParameterTensor(name="norm.weight", shape=(hidden,))
+    if not model.tied_embeddings:
+        yield ParameterTensor(name="head.weight", shape=table, **rows)  # type: ignore[arg-type]
+
+
+def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
+    hidden, head = model.hidden_size, model.head_dim
+    prefix = f"layers.{index}"
+    yield ParameterTensor(name=f"{prefix}.attention_norm.weight", shape=(hidden,))
+    heads = (model.num_kv_heads, model.num_heads // model.num_kv_heads + 2, head, hidden)
+    yield ParameterTensor(
+        name=f"{prefix}.attention.qkv", shape=heads, shards={"tp": 0}, summed_over="dp_cp"
+    )
+    output = (hidden, model.num_heads * head)
+    name = f"{prefix}.attention.output"
+    if plan.attention_exit == "all_to_all":
+        yield ParameterTensor(name=name, shape=output)
+    else:
+        yield ParameterTensor(name=name, shape=output, shards={"tp": 1}, summed_over="dp_cp")
+    if model.qk_norm:
+        for which in ("query", "key"):
+            yield ParameterTensor(name=f"{prefix}.attention.{which}_norm.weight", shape=(head,))
+    yield ParameterTensor(name=f"{prefix}.feed_forward_norm.weight", shape=(hidden,))
+    prefix += ".feed_forward"
+    if not model.is_moe_layer(index):
+        yield from _mlp(prefix, hidden, model.intermediate_size)
+        return
+    experts, width = model.num_experts, model.expert_intermediate_size
+    yield ParameterTensor(name=f"{prefix}.router.weight", shape=(experts, hidden))
+    if model.router_logit_bias:
+        yield ParameterTensor(name=f"{prefix}.router.bias", shape=(experts,))
+    shards = {"ep": 0, "etp": 2}
+    yield ParameterTensor(
+        name=f"{prefix}.experts.gate_up",
+        shape=(experts, 2, width, hidden),
+        shards=shards,
+        summed_over="edp",
+    )
+    yield ParameterTensor(
+        name=f"{prefix}.experts.down",
+        shape=(experts, hidden, width),
+        shards=shards,
+        summed_over="edp",
+    )
+    if model.shared_width:
+        yield from _mlp(f"{prefix}.shared", hidden, model.shared_width)
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:
+    for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width))):
+        yield ParameterTensor(
+            name=f"{prefix}.{leaf}", shape=shape, shards={"tp": 1}, summed_over="dp_cp"
+        )
+
+
+class StagePlacement:
+    """Which parameters each pipeline rank holds, under the schedule that the plan names.
+
+    Raises ValueError, with the numbers, when there is no such schedule or cut.
+    """
+
+    def __init__(self, model: ModelConfig, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.schedule: Schedule = build(
+            plan.schedule, plan.pp, plan.microbatches, stages_per_rank=plan.stages_per_rank
+        )
+        self.layers = cut_layers(model, self.schedule.num_stages, plan.layers_per_stage)
+
+    def stages(self, pp_rank: int) -> list[int]:
+        """The stages that a pipeline rank runs, of whatever pipe, each once."""
+        return sorted({stage for _, stage in self.schedule.stages_of(pp_rank)})
+
+    def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
+        """Whether a pipeline rank holds `tensor` (a slice of it)."""
+        stages, last = self.stages(pp_rank), self.schedule.num_stages - 1
+        owner, _, rest = tensor.name.partition(".")
+        if owner == "layers":
+            index = int(rest.partition(".")[0])
+            return any(index in self.layers[stage] for stage in stages)
+        if owner == "embedding":
+            return 0 in stages or (self.model.tied_embeddings and last in stages)
+        return last in stages
+
+    def every_tensor(self) -> list[ParameterTensor]:
+        """The parameters of the whole model."""
+        return list(tensors(self.model, self.plan))
+
+    def held(self, pp_rank: int) -> list[ParameterTensor]:
+        """The parameters of one pipeline rank, in the model's order."""
+        return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are summed in one operation: over which axis, and whether a mirrored stage
+    holds them too."""
+
+    axis: str
+    mirrored: bool
+    num_elements: int
+
+
+def gradient_buckets(
+    placement: StagePlacement, layout: Layout, rank: int, element_bytes: int
+) -> list[Bucket]:
+    """The buckets of one rank: filled in reverse order until they hold 25 MiB."""
+    pp_rank = layout.coordinates(rank)["pp"]
+    open_buckets: dict[tuple[str, bool], int] = {}
+    done: list[Bucket] = []
+    for tensor in reversed(placement.held(pp_rank)):
+        holders = sum(placement.holds(tensor, other) for other in range(layout.pp))
+        key = (tensor.summed_over, holders > 1)
+        size = open_buckets.get(key, 0)
+        if key in open_buckets and size * element_bytes >= BUCKET_BYTES:
+            done.append(Bucket(*key, size))
+            size = 0
+        open_buckets[key] = size + tensor.local_elements(layout, rank)
+    return done + [Bucket(*key, size) for key, size in open_buckets.items()]

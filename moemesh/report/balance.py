@@ -1,0 +1,107 @@
+"""Load of each GPU before and after balancing, layer by layer: two heat maps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, short, text
+
+#: Colours of a GPU's load over its layer's mean, up to each limit. Lightness falls with load. Finer
+#: around 1 than for experts: every percent of the hottest GPU is a percent of the layer's time.
+CLASSES: tuple[tuple[float, str, str], ...] = (
+    (0.5, "#ffffd0", "below 0.5"),
+    (0.95, "#d5eeb3", "0.5 to 0.95"),
+    (1.02, "#8ed1bd", "0.95 to 1.02 (balanced)"),
+    (1.1, "#41a5c2", "1.02 to 1.1"),
+    (1.5, "#2272b2", "1.1 to 1.5"),
+    (2.0, "#233f93", "1.5 to 2"),
+    (float("inf"), "#0c1d5c", "above 2"),
+)
+#: More layers or GPUs than this are drawn as the maximum of neighbours: a hot GPU must not vanish.
+_MAX_ROWS = 96
+_MAX_COLUMNS = 256
+_LEFT = 64.0
+
+Matrix = list[list[float]]
+
+
+def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> str:
+    """A figure of loads [layers][GPUs] before and after; both in the same unit."""
+    key, used = legend([(name, colour) for _, colour, name in CLASSES], left=0, top=4)
+    body, top = [key], used + 26
+    worst: list[float] = []
+    for name, loads in (("before", before), ("after", after)):
+        matrix = [_relative(row) for row in loads]
+        worst.append(max(max(row) for row in matrix))
+        drawn = _squeeze(matrix)
+        cell = min(max(220 / len(drawn), 3.0), 18.0)
+        mean = sum(max(row) for row in matrix) / len(matrix)
+        title = f"{name}: hottest GPU {short(round(mean, 3))} of the mean, averaged over the layers"
+        body.append(_panel(title, drawn, top, cell, len(matrix), len(matrix[0])))
+        top += len(drawn) * cell + 56
+    description = (
+        f"Load of each GPU (columns) in each of {len(before)} layers (rows, downwards) over the "
+        f"layer's mean. Hottest of all: {worst[0]:.3f} before, {worst[1]:.3f} after."
+    )
+    return figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
+
+
+def colour_of(ratio: float) -> str:
+    """The colour of load over mean."""
+    return next(colour for limit, colour, _ in CLASSES if ratio <= limit)
+
+
+def _relative(row: Sequence[float]) -> list[float]:
+    mean = sum(row) / len(row)
+    return [float(value / mean) if mean else 1.0 for value in row]
+
+
+def _squeeze(matrix: Matrix) -> Matrix:
+    """At most _MAX_ROWS x _MAX_COLUMNS cells, each the maximum of the cells it stands for."""
+    rows, columns = len(matrix), len(matrix[0])
+    height, width = min(rows, _MAX_ROWS), min(columns, _MAX_COLUMNS)
+    squeezed: Matrix = []
+    for y in range(height):
+        part = matrix[y * rows // height : (y + 1) * rows // height]
+        squeezed.append(
+            [
+                max(max(row[x * columns // width : (x + 1) * columns // width]) for row in part)
+                for x in range(width)
+            ]
+        )
+    return squeezed
+
+
+def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpus: int) -> str:
+    width = WIDTH - _LEFT
+    height = len(matrix) * cell
+    scale = f"scale({width / len(matrix[0]):.4f} {cell:.4f})"
+    parts = [
+        text(_LEFT, top - 6, title, weight="bold"),
+        f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
+        _cells(matrix),
+        "</g>",
+        f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
+        f'stroke="{INK}" stroke-width="0.5"/>',
+        text(_LEFT, top + height + 16, "GPU 0", fill=MUTED),
+        text(WIDTH, top + height + 16, str(gpus - 1), anchor="end", fill=MUTED),
+        text(_LEFT - 4, top + min(10.0, height), "layer 0", anchor="end", fill=MUTED, size=10),
+    ]
+    if layers > 1 and height >= 20:
+        last = text(_LEFT - 4, top + height, str(layers - 1), anchor="end", fill=MUTED, size=10)
+        parts.append(last)
+    return "".join(parts)
+
+
+def _cells(matrix: Matrix) -> str:
+    """One path a colour: runs of equal colour in a row are one box."""
+    boxes: defaultdict[str, list[str]] = defaultdict(list)
+    for y, row in enumerate(matrix):
+        colours = [colour_of(value) for value in row]
+        start = 0
+        for x in range(1, len(row) + 1):
+            if x == len(row) or colours[x] != colours[start]:
+                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
+                start = x
+    return "".join(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes))

@@ -1,0 +1,160 @@
+"""`moemesh estimate`: the JSON of the contract, the table, and everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.planner.estimate import command
+from moemesh.planner.plan_text import read_plan
+
+PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
+
+
+def estimated(model: str = "qwen3-30b-a3b", plan: str = PLAN, **keys: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 64} | keys
+    return json.loads(command(model, plan=plan, as_json=True, **settings))
+
+
+def test_the_parts_of_the_contract() -> None:
+    found = estimated()
+    assert {"parameters", "flops", "memory", "traffic", "seconds"} <= set(found)
+    assert found["parameters"]["total"] == 30_532_122_624
+    assert {"first", "last", "worst", "fits", "peak_bytes"} <= set(found["memory"])
+    keys = {"axis", "op", "phase", "count", "payload_bytes", "wire_bytes"}
+    assert all(keys <= set(row) for row in found["traffic"])
+    assert found["seconds"]["total"] > 0
+    assert found["flops"]["causal_training_per_token"] < found["flops"]["full_training_per_token"]
+
+
+def test_every_axis_is_in_the_traffic() -> None:
+    found = estimated("mixtral-8x7b", "tp=2,dp=4,pp=2,cp=2,ep=4,etp=2,data=zero3,microbatch=1")
+    axes = {row["axis"] for row in found["traffic"]}
+    assert axes == {"tp", "cp", "ep", "etp", "pp", "dp_cp", "edp"}
+
+
+def test_a_plan_that_we_run_gets_the_exact_ledger() -> None:
+    found = estimated("tiny", "tp=2,ep=2,microbatches=2", cluster="laptop_cpu", seq_len=32)
+    callers = {row["caller"] for row in found["traffic"]}
+    assert {"moe.counts", "gradient_norm", "step.losses", "head.loss"} <= callers
+    assert "enters on rank 0" in found["notes"][-1]
+
+
+def test_more_devices_than_the_cluster_has_are_noted() -> None:
+    found = estimated(plan="tp=2,dp=16,ep=8,microbatch=1", global_batch=64)
+    assert any("32 devices" in note for note in found["notes"])
+
+
+def test_presets_of_plans() -> None:
+    found = estimated("traffic-table", "traffic-table", seq_len=None, global_batch=None)
+    rows = [row for row in found["traffic"] if row["axis"] == "edp"]
+    assert [(row["count"], row["wire_bytes"]) for row in rows] == [(64, 64 * 711.75 * 2**20)]
+
+
+def test_the_table_for_people() -> None:
+    text = command("tiny", "laptop_cpu", "tp=2,ep=2", 32, 8)
+    for word in ("parameters", "GFLOP a token", "memory", "traffic", "step", "fits"):
+        assert word in text
+
+
+def test_keys_of_both_worlds() -> None:
+    batch: dict[str, Any] = {"seq_len": 128, "global_batch": 32}
+    found = read_plan("tp=2,dp=2,microbatch=2,recompute=norm+moe,zero=1,zero_group=2", **batch)
+    assert found.plan is None
+    assert found.layout.recompute == {"norm", "moe"}
+    assert (found.layout.microbatch, found.layout.microbatches) == (2, 8)
+    plain = read_plan("tp=2,dp=2,microbatch=2,data=zero1", **batch)
+    assert plain.plan is not None and plain.plan.microbatches == 8
+    assert plain.layout.zero == 1
+    layers = read_plan("pp=2,microbatches=4,layers_per_stage=[3,1]", **batch)
+    assert layers.layout.layers_per_stage == (3, 1)
+
+
+def test_a_plan_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text("[plan]\ntp = 2\nmicrobatch = 4\n")
+    assert read_plan(str(file), seq_len=8, global_batch=8).layout.microbatches == 2
+
+
+BAD = [
+    ({"plan": "tp=2,dispacher=local"}, ("did you mean dispatcher",)),
+    ({"plan": "tensor_parallel_size=2"}, ("here it is called tp",)),
+    ({"plan": "tp=2,tp=4"}, ("given twice",)),
+    ({"plan": "tp"}, ("neither key=value pairs",)),
+    ({"plan": "tp=2,=3"}, ("list of key=value",)),
+    ({"plan": "dp=3"}, ("dp (3) must divide the global batch (64", "dp = 2 or 4")),
+    ({"plan": "dp=2,microbatch=3"}, ("microbatch (3) must divide", "2 or 4")),
+    ({"plan": "microbatch=2,microbatches=4"}, ("say the same thing",)),
+    ({"plan": "dp=2,ep=8"}, ("ep*etp (8) must divide",)),
+    ({"plan": "tp=3"}, ("tp (3) must divide num_heads (32)",)),
+    ({"plan": "pp=64,microbatches=64"}, ("64 stages need as many layers", "pp = 48")),
+    ({"plan": "schedule=1f1bb"}, ("did you mean 1f1b",)),
+    ({"plan": "tp=0"}, ("at least 1",)),
+    ({"plan": "dp=10000000"}, ("dp",)),
+    ({"model": "qwen3-30b-a3"}, ("did you mean qwen3-30b-a3b",)),
+    ({"cluster": "dgx_h10"}, ("did you mean dgx_h100",)),
+    ({"seq_len": None}, ("seq_len", "must be given")),
+    ({"global_batch": 0}, ("global_batch", "at least 1")),
+    ({"model": "llama3-70b", "plan": "dp=8,ep=8"}, ("the model has none",)),
+    ({"plan": "recompute=nrom"}, ("did you mean norm",)),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_mistakes_are_told_with_the_nearest_legal_value(
+    change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimated(**change)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_everything_wrong_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimated(model="nobody", cluster="nowhere", plan="tpp=2,dp=3,attention_exit=left")
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"model", "cluster", "plan.tpp", "plan.dp", "plan.attention_exit"}
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("inter_node_bandwidth = 0.0", "inter_node_bandwidth"),
+        ("memory_bytes = 0", "memory_bytes"),
+        ("nodes = 0", "nodes"),
+    ],
+)
+def test_bad_clusters(tmp_path: Path, line: str, word: str) -> None:
+    preset = Path(__file__).parents[2] / "moemesh/config/presets/clusters/dgx_h100.toml"
+    name = line.partition(" =")[0]
+    kept = [old for old in preset.read_text().splitlines() if not old.startswith(name)]
+    (tmp_path / "cluster.toml").write_text("\n".join([line, *kept]))
+    with pytest.raises(ConfigError, match=word):
+        estimated(cluster=str(tmp_path / "cluster.toml"))
+
+
+def test_the_verb_without_torch() -> None:
+    code = (
+        "import sys; from moemesh.planner.estimate import command; "
+        "command('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_command_line() -> None:
+    arguments = ["--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32"]
+    run = [sys.executable, "-m", "moemesh", "estimate", *arguments]
+    done = subprocess.run(
+        [*run, "--global-batch", "8", "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == "tiny"
+    refused = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "global_batch" in refused.stderr and "Traceback" not in refused.stderr

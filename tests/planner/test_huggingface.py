@@ -1,0 +1,260 @@
+"""Hugging Face configurations: parameter counts of released models of every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.planner.huggingface import read_huggingface
+from moemesh.planner.models import load_model
+from moemesh.planner.parameters import count_parameters
+
+
+def common(
+    family: str, layers: int, hidden: int, heads: int, kv: int, width: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+    } | more
+
+
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK_V3 = common(
+    "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, n_routed_experts=256, n_shared_experts=1,
+    num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3, q_lora_rank=1536,
+    n_group=8, topk_group=4, num_nextn_predict_layers=1, **LATENT,
+)  # fmt: skip
+
+#: Name -> (the keys that matter, billions of parameters as released).
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama-3.1-8B": (common("llama", 32, 4096, 32, 8, 14336, 128256), "8.0303"),
+    "Mistral-7B": (common("mistral", 32, 4096, 32, 8, 14336, 32000, sliding_window=4096), "7.2417"),
+    "Qwen2.5-7B": (common("qwen2", 28, 3584, 28, 4, 18944, 152064), "7.6156"),
+    "Qwen3-8B": (common("qwen3", 36, 4096, 32, 8, 12288, 151936), "8.1907"),
+    "Gemma-7B": (common("gemma", 28, 3072, 16, 16, 24576, 256000), "8.5377"),
+    "Gemma-2-9B": (common("gemma2", 42, 3584, 16, 8, 14336, 256000, sliding_window=4096), "9.2417"),
+    "Phi-3-mini": (common("phi3", 32, 3072, 32, 32, 8192, 32064), "3.8211"),
+    "Phi-2": (common("phi", 32, 2560, 32, 32, 10240, 51200), "2.7797"),
+    "GPT-2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257},
+        "0.1244",
+    ),
+    "Pythia-6.9B": (common("gpt_neox", 32, 4096, 32, 32, 16384, 50432), "6.8573"),
+    "OPT-6.7B": (
+        common("opt", 32, 4096, 32, 32, 0, 50272, ffn_dim=16384, max_position_embeddings=2048)
+        | {"intermediate_size": None},
+        "6.6585",
+    ),
+    "StarCoder2-15B": (
+        common("starcoder2", 40, 6144, 48, 4, 24576, 49152, tie_word_embeddings=False),
+        "15.9579",
+    ),
+    "OLMo-2-7B": (common("olmo2", 32, 4096, 32, 32, 11008, 100352), "7.2986"),
+    "Mixtral-8x7B": (
+        common(
+            "mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2,
+        ),
+        "46.7028",
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        common(
+            "qwen2_moe", 24, 2048, 16, 16, 5632, 151936, num_experts=60, num_experts_per_tok=4,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+        ),
+        "14.3158",
+    ),
+    "Qwen3-30B-A3B": (
+        common(
+            "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, num_experts=128, num_experts_per_tok=8,
+            moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[],
+        ),
+        "30.5321",
+    ),
+    "DeepSeek-V2": (
+        common(
+            "deepseek_v2", 60, 5120, 128, 128, 12288, 102400, n_routed_experts=160,
+            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1536,
+            first_k_dense_replace=1, q_lora_rank=1536, n_group=8, topk_group=3, **LATENT,
+        ),
+        "235.7414",
+    ),
+    "DeepSeek-V2-Lite": (
+        common(
+            "deepseek_v2", 27, 2048, 16, 16, 10944, 102400, n_routed_experts=64,
+            n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+            first_k_dense_replace=1, q_lora_rank=None, **LATENT,
+        ),
+        "15.7065",
+    ),
+    "DeepSeek-V3": (DEEPSEEK_V3, "671.0264"),
+    "Kimi-K2": (
+        DEEPSEEK_V3
+        | {
+            "model_type": "kimi_k2", "num_attention_heads": 64, "vocab_size": 163840,
+            "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+        },
+        "1026.4082",
+    ),
+    "OLMoE-1B-7B": (
+        common("olmoe", 16, 2048, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
+        "6.9192",
+    ),
+    "gpt-oss-20b": (
+        common(
+            "gpt_oss", 24, 2880, 64, 8, 2880, 201088, num_local_experts=32, num_experts_per_tok=4,
+            sliding_window=128,
+        ),
+        "20.9148",
+    ),
+    "DBRX": (
+        {
+            "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
+            "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
+            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+        },
+        "131.5965",
+    ),
+    "Phi-3.5-MoE": (
+        common(
+            "phimoe", 32, 4096, 32, 8, 6400, 32064, num_local_experts=16, num_experts_per_tok=2,
+            attention_bias=True, lm_head_bias=True,
+        ),
+        "41.8732",
+    ),
+    "GLM-4.5-Air": (
+        common(
+            "glm4_moe", 46, 4096, 96, 8, 10944, 151552, head_dim=128, n_routed_experts=128,
+            n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408,
+            first_k_dense_replace=1, attention_bias=True, use_qk_norm=False,
+        ),
+        "106.8522",
+    ),
+    "MiniMax-M2": (
+        common(
+            "minimax_m2", 62, 3072, 48, 8, 1536, 200064, head_dim=128, num_local_experts=256,
+            num_experts_per_tok=8, use_qk_norm=True,
+        ),
+        "228.6897",
+    ),
+    "Hunyuan-A13B": (
+        common(
+            "hunyuan_v1_moe", 32, 4096, 32, 8, 3072, 128167, head_dim=128, num_experts=64,
+            moe_topk=[8] * 32, moe_intermediate_size=[3072] * 32, num_shared_expert=[1] * 32,
+            use_qk_norm=True, tie_word_embeddings=True,
+        ),
+        "80.3932",
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        common(
+            "ernie4_5_moe", 28, 2560, 20, 4, 12288, 103424, moe_num_experts=64, moe_k=6,
+            moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
+            moe_layer_end_index=29, moe_layer_interval=1,
+        ),
+        "21.8254",
+    ),
+    "Llama-4-Maverick": (
+        common(
+            "llama4_text", 48, 5120, 40, 8, 8192, 202048, intermediate_size_mlp=16384,
+            num_local_experts=128, num_experts_per_tok=1, interleave_moe_layer_step=2,
+        ),
+        "400.7118",
+    ),
+    "dots.llm1": (
+        common(
+            "dots1", 62, 4096, 32, 32, 10944, 152064, n_routed_experts=128, n_shared_experts=2,
+            num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1,
+        ),
+        "142.7744",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "billions"), MODELS.values(), ids=MODELS)
+def test_released_models(config: dict[str, Any], billions: str) -> None:
+    assert f"{count_parameters(read_huggingface(config)).total / 1e9:.4f}" == billions
+
+
+def test_a_file_and_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "DeepSeek-V3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    for source in (folder, folder / "config.json"):
+        model = load_model(str(source))
+        assert model.shape.name == "DeepSeek-V3"
+        assert model.config is None
+    preset = load_model("deepseek-v3").shape
+    assert model.shape.to_json() | {"name": "", "router_groups": 0} == preset.to_json() | {
+        "name": "",
+        "router_groups": 0,
+    }
+
+
+def test_attention_windows() -> None:
+    shape = read_huggingface(MODELS["gpt-oss-20b"][0])
+    assert shape.windows[:4] == (128, 0, 128, 0)
+    types = {"layer_types": ["full_attention", "sliding_attention"] * 12}
+    listed = read_huggingface(MODELS["gpt-oss-20b"][0] | types)
+    assert listed.windows[:4] == (0, 128, 0, 128)
+    qwen = MODELS["Qwen2.5-7B"][0] | {"sliding_window": 4096, "use_sliding_window": False}
+    assert read_huggingface(qwen).windows == ()
+    gemma = common("gemma3_text", 6, 64, 4, 4, 128, 100, sliding_window=8, sliding_window_pattern=3)
+    assert read_huggingface(gemma).windows == (8, 8, 0, 8, 8, 0)
+
+
+def test_of_a_multimodal_model_the_text_counts() -> None:
+    text = MODELS["Llama-4-Maverick"][0]
+    shape = read_huggingface({"model_type": "llama4", "text_config": text, "vision_config": {}})
+    assert shape.notes == ("only the text model is counted",)
+    assert shape.num_layers == 48
+
+
+LLAMA = MODELS["Llama-3.1-8B"][0]
+BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (LLAMA | {"model_type": "mixtrall"}, ("model_type", "did you mean mixtral")),
+    (LLAMA | {"model_type": "mamba2"}, ("model_type", "does not know the layers")),
+    ({k: v for k, v in LLAMA.items() if k != "model_type"}, ("model_type",)),
+    (LLAMA | {"layer_types": ["linear_attention"] * 32}, ("layer_types", "linear_attention")),
+    (LLAMA | {"hybrid_override_pattern": "M-M*"}, ("hybrid_override_pattern", "state-space")),
+    (LLAMA | {"attn_type_list": [0, 1] * 16}, ("attn_type_list", "linear attention")),
+    (LLAMA | {"use_cla": True}, ("use_cla",)),
+    ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, ("needs hidden_size",)),
+    (
+        MODELS["Hunyuan-A13B"][0] | {"moe_topk": [8] * 31 + [4]},
+        ("moe_topk", "differs between layers"),
+    ),
+    (LLAMA | {"num_hidden_layers": "many"}, ("num_hidden_layers", "whole number")),
+    (LLAMA | {"num_attention_heads": 0}, ("num_heads",)),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), BAD)
+def test_what_cannot_be_counted_is_named(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_huggingface(config)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_every_unknown_layer_at_once() -> None:
+    config = LLAMA | {"use_cla": True, "ssm_cfg": {"d": 1}, "layer_types": ["x", "y"]}
+    with pytest.raises(ConfigError) as caught:
+        read_huggingface(config)
+    assert len(caught.value.problems) == 4
+
+
+def test_broken_json(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for text, words in (("{", "not valid JSON"), ("[]", "JSON object")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load_model(str(file))

@@ -1,0 +1,247 @@
+"""Memory: published activation bars, model states under ZeRO, schedules, and the mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moemesh.planner.activations import layer_kept
+from moemesh.planner.architectures import gpt
+from moemesh.planner.kv_cache import kv_bytes_per_token, kv_cache_bytes
+from moemesh.planner.layout import PlannedLayout, smallest_world
+from moemesh.planner.memory import estimate_memory, in_flight, rank_memory, rank_weights
+from moemesh.planner.models import load_model
+from moemesh.planner.parameters import count_parameters
+from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.schedule.build import build
+from moemesh.schedule.memory import peak_memory
+
+GIB = 2**30
+
+SELECTIVE = {"sequence_parallel": True, "recompute": frozenset({"attention"})}
+PLAIN = {"sequence_parallel": False}
+GPT_22B: dict[str, Any] = {"tp": 8, "seq_len": 2048, "global_batch": 4, "microbatch": 4}
+GPT_175B: dict[str, Any] = {
+    "tp": 8, "pp": 8, "stages_per_rank": 3, "schedule": "interleaved_1f1b", "seq_len": 2048,
+    "global_batch": 64,
+}  # fmt: skip
+
+#: Bars of Figure 1 of arXiv:2205.05198, to the last digit.
+BARS = [
+    ("gpt-22b", GPT_22B | PLAIN, 59.25),
+    ("gpt-22b", GPT_22B | SELECTIVE, 9.5625),
+    ("gpt3-175b", GPT_175B | PLAIN, 66.84375),
+    ("gpt3-175b", GPT_175B | SELECTIVE, 12.3515625),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "gib"), BARS)
+def test_activation_bars(name: str, keys: dict[str, Any], gib: float) -> None:
+    layout = PlannedLayout(**keys, attention_kernel="eager")
+    assert rank_memory(load_model(name).shape, layout, 0).activations == gib * GIB
+
+
+def test_parameter_bars_count_the_matrices_alone() -> None:
+    """The same figure's 45.5625 GiB: 18 bytes for each of 12 L h^2 / (t p)."""
+    for layers, hidden, ranks in ((48, 6144, 8), (96, 12288, 64)):
+        assert 18 * 12 * layers * hidden**2 / ranks == 45.5625 * GIB
+
+
+def test_korthikanti_forms() -> None:
+    """s b h (34 + 5 a s / h) without parallelism, and its two parallel forms."""
+    shape, seq = gpt(1, 512, 8), 256
+    kind, size = LayerKind(False, 0), 256 * 512
+    scores = 5 * 8 * seq / 512
+
+    def kept(**keys: Any) -> float:
+        layout = PlannedLayout(seq_len=seq, global_batch=1, attention_kernel="eager", **keys)
+        return layer_kept(shape, kind, layout).on_rank(layout)
+
+    assert kept() == size * (34 + scores)
+    assert kept(tp=4, sequence_parallel=False) == size * (10 + 24 / 4 + scores / 4)
+    assert kept(tp=4) == size * (34 + scores) / 4
+    assert kept(tp=4, recompute=frozenset({"attention"})) == size * 34 / 4
+    assert kept(tp=4, recompute=frozenset({"full"})) == 2 * size / 4
+    flash = PlannedLayout(seq_len=seq, global_batch=1)
+    assert layer_kept(shape, kind, flash).on_rank(flash) == size * 34 + 4 * 8 * seq
+
+
+def test_modern_layer() -> None:
+    """12 h + 4 h_kv + 8 f a token (6 f with a fused SwiGLU), and the log-sum-exp."""
+    shape = load_model("llama3-8b").shape
+    layout = PlannedLayout(seq_len=1, global_batch=1, fused_activation=False)
+    found = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
+    assert found == 12 * 4096 + 4 * 1024 + 8 * 14336 + 4 * 32
+    fused = layout.changed(fused_activation=True)
+    assert found - layer_kept(shape, LayerKind(False, 0), fused).on_rank(fused) == 2 * 14336
+    unfused = layout.changed(fused_norm=False)
+    more = layer_kept(shape, LayerKind(False, 0), unfused).on_rank(unfused)
+    assert more - found == 8 * 4096
+
+
+def test_context_parallelism_divides_tokens() -> None:
+    shape = load_model("llama3-8b").shape
+    one = rank_memory(shape, PlannedLayout(seq_len=4096, global_batch=1), 0)
+    four = rank_memory(shape, PlannedLayout(cp=4, seq_len=4096, global_batch=1), 0)
+    assert four.activations == one.activations / 4
+
+
+# Model states: bytes per parameter.
+
+STATES = [
+    ({"gradient_bytes": 2}, 16.0),
+    ({}, 18.0),
+    ({"gradient_bytes": 6}, 20.0),
+    ({"zero": 1}, 6 + 12 / 8),
+    ({"zero": 1, "gradient_bytes": 2}, 4 + 12 / 8),
+    ({"zero": 2, "gradient_bytes": 2}, 2 + 14 / 8),
+    ({"zero": 3, "gradient_bytes": 2}, 16 / 8),
+    ({"zero": 1, "optimizer_bytes": 8}, 6 + 8 / 8),
+    ({"zero": 1, "zero_group": 4}, 6 + 12 / 4),
+]
+
+
+@pytest.mark.parametrize(("keys", "each"), STATES)
+def test_bytes_per_parameter(keys: dict[str, Any], each: float) -> None:
+    shape = load_model("llama3-8b").shape
+    layout = PlannedLayout(dp=8, seq_len=8, global_batch=8, **keys)
+    states = rank_memory(shape, layout, 0).states
+    assert states == pytest.approx(each * count_parameters(shape).total, rel=1e-12)
+
+
+def test_two_values_of_n() -> None:
+    """Dense states are cut over dp cp, expert states over dp cp tp / (ep etp): two sums."""
+    shape = load_model("qwen3-30b-a3b").shape
+    layout = PlannedLayout(tp=2, dp=8, ep=8, zero=1, seq_len=8, global_batch=8)
+    assert (layout.dense_shards, layout.expert_shards) == (8, 2)
+    weights = rank_weights(shape, layout, 0)
+    dense, expert = weights.sharded / 2 + weights.replicated, weights.expert / 8
+    found = rank_memory(shape, layout, 0)
+    assert found.optimizer == 12 * (dense / 8 + expert / 2)
+    assert found.optimizer != 12 * (dense + expert) / 8
+
+
+def test_stages_hold_their_own_parts() -> None:
+    shape = load_model("deepseek-v3").shape
+    layout = PlannedLayout(pp=16, dp=64, ep=64, seq_len=64, global_batch=1024)
+    ranks = [rank_weights(shape, layout, rank) for rank in range(16)]
+    found = count_parameters(shape)
+    # Once the whole model, its extra prediction layer, and the table that this layer reads, too.
+    table = shape.vocab_size * shape.hidden_size
+    assert sum(weights.total for weights in ranks) == found.total + found.mtp + table
+
+
+def test_dualpipe_holds_two_copies() -> None:
+    shape = load_model("mixtral-8x7b").shape
+    keys: dict[str, Any] = {"pp": 4, "dp": 2, "ep": 2, "seq_len": 8, "global_batch": 64}
+    once = PlannedLayout(**keys)
+    twice = PlannedLayout(**keys, schedule="dualpipe")
+    total = count_parameters(shape).total
+    assert sum(rank_weights(shape, once, rank).total for rank in range(4)) == total
+    assert sum(rank_weights(shape, twice, rank).total for rank in range(4)) == 2 * total
+
+
+SCHEDULES = [
+    ("gpipe", 1, 4, 8), ("1f1b", 1, 4, 8), ("1f1b", 1, 4, 2), ("interleaved_1f1b", 2, 4, 8),
+    ("interleaved_1f1b", 3, 4, 4), ("zb_h1", 1, 4, 8), ("zb_h2", 1, 4, 12), ("zb_v", 1, 4, 12),
+    ("dualpipe", 1, 4, 12), ("dualpipe_v", 1, 4, 12), ("chimera", 1, 4, 8), ("terapipe", 1, 4, 4),
+    ("pipedream", 1, 4, 8), ("pipedream_2bw", 1, 4, 8), ("1f1b", 1, 1, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks", "batches"), SCHEDULES)
+def test_in_flight_is_what_the_schedule_holds(
+    name: Any, chunks: int, ranks: int, batches: int
+) -> None:
+    schedule = build(name, ranks, batches, stages_per_rank=chunks)
+    layout = PlannedLayout(
+        pp=ranks, stages_per_rank=chunks, schedule=name, seq_len=8, global_batch=batches
+    )
+    held = [peak.activation for peak in peak_memory(schedule, weight_memory=0.0)]
+    # Where a rank holds a stage of each direction, the schedule counts one, the layout both.
+    stages = len(layout.stages_of(0)) / (layout.num_stages / ranks)
+    assert [stages * in_flight(layout, rank) for rank in range(ranks)] == pytest.approx(held)
+
+
+def test_the_last_stage_is_the_worst_with_a_large_vocabulary() -> None:
+    shape = load_model("llama3-8b").shape
+    layout = PlannedLayout(pp=4, seq_len=4096, global_batch=8, recompute=frozenset({"full"}))
+    found = estimate_memory(shape, layout)
+    assert found.worst.rank == 3 and found.last.logits > 2e9
+    assert found.first.logits == 0
+
+
+KV = [("llama3-405b", 516_096), ("deepseek-v3", 70_272)]
+
+
+@pytest.mark.parametrize(("name", "each"), KV)
+def test_kv_cache(name: str, each: int) -> None:
+    assert kv_bytes_per_token(load_model(name).shape) == each
+
+
+def test_kv_cache_of_windows() -> None:
+    shape = load_model("gpt-oss-20b").shape
+    assert kv_cache_bytes(shape, 128) == 128 * kv_bytes_per_token(shape)
+    half = 12 * (128 + 1000) * 2 * 8 * 64 * 2
+    assert kv_cache_bytes(shape, 1000) == half
+    assert kv_cache_bytes(shape, 1000, sequences=3) == 3 * half
+
+
+class TestMistakes:
+    def test_20_bytes_a_parameter_only_with_both_gradients(self) -> None:
+        shape = load_model("llama3-8b").shape
+        layout = PlannedLayout(seq_len=8, global_batch=1)
+        total = count_parameters(shape).total
+        assert rank_memory(shape, layout, 0).states == 18 * total
+
+    def test_34bsh_plus_5bs2a_is_for_gpt_alone(self) -> None:
+        shape = load_model("llama3-8b").shape
+        layout = PlannedLayout(seq_len=64, global_batch=1, attention_kernel="eager")
+        found = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
+        assert found != 64 * 4096 * (34 + 5 * 32 * 64 / 4096)
+
+    def test_expert_memory_is_not_divided_by_tp(self) -> None:
+        shape = load_model("mixtral-8x7b").shape
+        keys: dict[str, Any] = {"seq_len": 8, "global_batch": 8}
+        one = rank_memory(shape, PlannedLayout(dp=8, ep=4, **keys), 0)
+        tp = rank_memory(shape, PlannedLayout(dp=4, tp=2, ep=4, **keys), 0)
+        etp = rank_memory(shape, PlannedLayout(dp=4, tp=2, ep=4, etp=2, **keys), 0)
+        assert tp.expert_weights == one.expert_weights == 2 * etp.expert_weights
+        assert tp.dense_weights < one.dense_weights
+
+    def test_ep_does_not_divide_activations(self) -> None:
+        shape = load_model("mixtral-8x7b").shape
+        found = {
+            ep: rank_memory(shape, PlannedLayout(dp=8, ep=ep, seq_len=64, global_batch=8), 0)
+            for ep in (1, 2, 8)
+        }
+        assert len({memory.activations for memory in found.values()}) == 1
+
+    def test_imbalance_multiplies_routed_rows(self) -> None:
+        shape = load_model("mixtral-8x7b").shape
+        layout = PlannedLayout(dp=8, ep=8, seq_len=64, global_batch=8)
+        more = rank_memory(shape, layout.changed(imbalance=2.0), 0).activations
+        assert more > rank_memory(shape, layout, 0).activations
+
+    def test_gpus_are_not_the_product_of_all_degrees(self) -> None:
+        assert smallest_world(pp=2, tp=4, cp=1, ep=8, etp=1) == 16
+        assert smallest_world(pp=1, tp=2, cp=2, ep=8, etp=1) == 8
+        assert smallest_world(pp=1, tp=3, cp=1, ep=2, etp=1) == 6
+        assert PlannedLayout(tp=4, dp=2, ep=8, seq_len=1, global_batch=2).world_size == 8
+
+    def test_1f1b_holds_less_than_gpipe(self) -> None:
+        """The same bubble, less memory."""
+        layout = PlannedLayout(pp=4, seq_len=8, global_batch=16)
+        assert in_flight(layout, 0) == 4
+        assert in_flight(layout.changed(schedule="gpipe"), 0) == 16
+
+    def test_kv_cache_of_4blh_is_multi_head(self) -> None:
+        def per_token(shape: ModelShape) -> float:
+            return 4 * shape.num_layers * shape.hidden_size
+
+        assert kv_bytes_per_token(load_model("gpt3-175b").shape) == per_token(
+            load_model("gpt3-175b").shape
+        )
+        llama = load_model("llama3-8b").shape
+        assert kv_bytes_per_token(llama) == per_token(llama) / 4

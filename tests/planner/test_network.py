@@ -1,0 +1,138 @@
+"""Closed forms of collectives, bandwidth by shape of the group, node-limited routing, tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moemesh.config.errors import UserError
+from moemesh.planner.network import (
+    LinkSample,
+    LinkTable,
+    collective_seconds,
+    expected_nodes_smooth,
+    group_bandwidth,
+    members_per_node,
+    two_level_all_reduce_seconds,
+)
+from moemesh.planner.routing import expected_nodes
+
+A, B = 1e-5, 1e-10
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "expected"),
+    [
+        ("all_reduce", "ring", 14 * A + 2 * 7 / 8 * B * 1e9),
+        ("all_reduce", "tree", 6 * A + 2 * B * 1e9),
+        ("all_reduce", "halving_doubling", 6 * A + 2 * 7 / 8 * B * 1e9),
+        ("all_gather", "ring", 7 * A + 7 / 8 * B * 1e9),
+        ("reduce_scatter", "ring", 7 * A + 7 / 8 * B * 1e9),
+        ("all_to_all", "ring", 7 * A + 7 / 8 * B * 1e9),
+        ("broadcast", "spanning_tree", 3 * (A + B * 1e9)),
+        ("broadcast", "pipelined_ring", 7 * A + B * 1e9),
+        ("broadcast", "scatter_all_gather", 10 * A + 2 * 7 / 8 * B * 1e9),
+    ],
+)
+def test_closed_forms(operation, algorithm, expected):
+    found = collective_seconds(operation, 8, 1e9, alpha=A, beta=B, algorithm=algorithm)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_ring_all_reduce_is_scatter_and_gather():
+    """2(N-1)/N, not (N-1)/N: the slip in circulation counts one of its two phases."""
+    whole = collective_seconds("all_reduce", 8, 1e9, alpha=A, beta=B)
+    parts = [
+        collective_seconds(op, 8, 1e9, alpha=A, beta=B) for op in ("reduce_scatter", "all_gather")
+    ]
+    assert whole == pytest.approx(sum(parts))
+
+
+def test_short_messages_want_trees_long_ones_rings():
+    def pick(size: float) -> str:
+        return min(
+            ("ring", "tree"),
+            key=lambda a: collective_seconds("all_reduce", 64, size, alpha=A, beta=B, algorithm=a),
+        )
+
+    assert pick(1e3) == "tree"
+    assert pick(1e10) == "ring"
+
+
+def test_one_rank_moves_nothing_and_bad_requests_are_told():
+    assert collective_seconds("all_reduce", 1, 1e9, alpha=A, beta=B) == 0
+    with pytest.raises(UserError, match="at least 1 rank"):
+        collective_seconds("all_reduce", 0, 1e9, alpha=A, beta=B)
+    with pytest.raises(UserError, match="no algorithm tree"):
+        collective_seconds("all_to_all", 8, 1e9, alpha=A, beta=B, algorithm="tree")
+
+
+def test_two_levels_cross_with_a_shard_only():
+    found = two_level_all_reduce_seconds(8, 4, 1e9, alpha=(0.0, 0.0), beta=(1e-11, 1e-9))
+    assert found == pytest.approx(2 * 7 / 8 * 1e9 * 1e-11 + 2 * 3 / 4 * 1e9 / 8 * 1e-9)
+
+
+def test_group_bandwidth_counts_members_per_node():
+    """Measured all-reduce on 2 x 8 A100: 44.7, 20.8, 16.2, 8.1 GB/s with 8, 4, 2, 1 members."""
+    found = [
+        float(group_bandwidth(2 * q, 8 // q, node_size=8, intra=250e9, inter=5.6e9))
+        for q in (8, 4, 2, 1)
+    ]
+    assert found == pytest.approx([44.8e9, 22.4e9, 11.2e9, 5.6e9])
+    inside = group_bandwidth(8, 1, node_size=8, intra=250e9, inter=5.6e9)
+    assert inside == 250e9
+    capped = group_bandwidth(64, 1, node_size=8, intra=250e9, inter=100e9)
+    assert capped == 250e9
+
+
+def test_members_per_node_never_exceed_the_group():
+    assert members_per_node(4, 1, 8) == 4
+    assert members_per_node(64, 2, 8) == 4
+    assert members_per_node(64, 16, 8) == 1
+
+
+def test_contention_costs_per_doubling():
+    plain = group_bandwidth(128, 1, node_size=8, intra=250e9, inter=5e9)
+    crowded = group_bandwidth(128, 1, node_size=8, intra=250e9, inter=5e9, contention=0.1)
+    assert plain / crowded == pytest.approx(1.4)
+
+
+@given(
+    nodes=st.sampled_from([1, 2, 4, 8, 16]),
+    per_node=st.integers(1, 32),
+    k=st.integers(1, 12),
+)
+def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
+    experts = nodes * per_node
+    if k > experts:
+        return
+    found = expected_nodes_smooth(experts, k, nodes)
+    assert found == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
+
+
+def test_smooth_nodes_of_deepseek_v3():
+    """EP64 on 8 nodes, k = 8: 4.63 remote copies with deduplication."""
+    assert expected_nodes_smooth(256, 8, 8) * 7 / 8 == pytest.approx(4.63, abs=0.005)
+
+
+def sample(size: float, seconds: float, **more) -> LinkSample:
+    known = {"operation": "all_reduce", "ranks": 8, "members_per_node": 8}
+    return LinkSample(num_bytes=size, seconds=seconds, **known | more)
+
+
+def test_table_interpolates_in_logarithms():
+    table = LinkTable([sample(1e6, 1e-4), sample(1e8, 1e-3)])
+    assert table.seconds("all_reduce", 8, 8, 1e7) == pytest.approx(np.sqrt(1e-7), rel=1e-9)
+    assert table.seconds("all_reduce", 8, 8, 1e6) == pytest.approx(1e-4)
+    assert table.seconds("all_reduce", 8, 8, 1e3) == pytest.approx(1e-4)
+    assert table.seconds("all_reduce", 8, 8, 1e9) == pytest.approx(1e-2)
+
+
+def test_table_has_no_answer_for_what_was_not_measured():
+    table = LinkTable([sample(1e6, 1e-4)])
+    assert table.seconds("all_reduce", 16, 8, 1e6) is None
+    assert table.seconds("all_gather", 8, 8, 1e6) is None
+    with pytest.raises(UserError, match="above 0"):
+        LinkTable([sample(1e6, 0.0)])

@@ -1,0 +1,131 @@
+"""Exact parameter counts against released models, papers and our own modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moemesh.config.model import ModelConfig
+from moemesh.model.transformer import Transformer
+from moemesh.planner.architectures import gpt
+from moemesh.planner.models import load_model
+from moemesh.planner.parameters import (
+    count_parameters,
+    gpt_parameters,
+    layer_weights,
+    mtp_weights,
+)
+from moemesh.planner.shape import ModelShape, from_model_config
+
+#: Exactly as released (DeepSeek without its extra prediction layer and selection biases).
+RELEASED = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+#: Billions, as printed: all that a token meets; DeepSeek-V3 also without embedding and head.
+ACTIVE = {"mixtral-8x22b": "39.16", "qwen3-235b-a22b": "22.19", "deepseek-v3": "37.55"}
+
+
+@pytest.mark.parametrize(("name", "total"), RELEASED.items())
+def test_released_models(name: str, total: int) -> None:
+    assert count_parameters(load_model(name).shape).total == total
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
+def test_active_parameters(name: str, billions: str) -> None:
+    assert f"{count_parameters(load_model(name).shape).active / 1e9:.2f}" == billions
+
+
+def test_deepseek_v3_without_tables() -> None:
+    found = count_parameters(load_model("deepseek-v3").shape)
+    assert f"{found.active_without_embeddings / 1e9:.2f}" == "35.70"
+    assert found.selection_bias == 58 * 256
+    assert found.mtp == mtp_weights(load_model("deepseek-v3").shape).total > 11e9
+
+
+def test_parts_add_up() -> None:
+    for name in RELEASED:
+        parts = count_parameters(load_model(name).shape).to_json()
+        whole = ("total", "active", "active_without_embeddings", "mtp", "selection_bias")
+        assert sum(size for part, size in parts.items() if part not in whole) == parts["total"]
+
+
+@pytest.mark.parametrize("vocab", [51200, 50257])
+@pytest.mark.parametrize("hidden", [128, 256])
+def test_gpt_closed_form(hidden: int, vocab: int) -> None:
+    """12 L h^2 (1 + 13/(12h) + (V + s)/(12 L h)), and the final norm that it leaves out."""
+    layers, positions = 3, 2048
+    counted = count_parameters(gpt(layers, hidden, 8, vocab)).total
+    assert counted == gpt_parameters(layers, hidden, vocab, positions) + 2 * hidden
+    inner = 1 + 13 / (12 * hidden) + (vocab + positions) / (12 * layers * hidden)
+    assert gpt_parameters(layers, hidden, vocab, positions) == pytest.approx(
+        12 * layers * hidden**2 * inner
+    )
+
+
+MODELS = [
+    {},
+    {"qk_norm": True, "tied_embeddings": True},
+    {"num_experts": 0, "num_shared_experts": 0},
+    {"router_logit_bias": True, "num_shared_experts": 0, "first_dense_layers": 0},
+    {"num_shared_experts": 2, "shared_intermediate_size": 320, "vocab_size": 37},
+]
+
+
+@pytest.mark.parametrize("keys", MODELS, ids=str)
+def test_our_own_modules(keys: dict[str, object]) -> None:
+    config = ModelConfig(**keys)  # type: ignore[arg-type]
+    modules = sum(parameter.numel() for parameter in Transformer(config).parameters())
+    assert count_parameters(from_model_config(config)).total == modules
+
+
+def test_the_router_of_a_bias_and_the_shared_gate() -> None:
+    sizes = {
+        "num_layers": 1, "hidden_size": 8, "vocab_size": 16, "num_heads": 2, "num_kv_heads": 2,
+        "head_dim": 4, "moe_layers": (0,), "num_experts": 4, "experts_per_token": 2,
+        "expert_intermediate_size": 6, "shared_intermediate_size": 10,
+    }  # fmt: skip
+    plain = layer_weights(ModelShape(**sizes), True).total
+    assert layer_weights(ModelShape(**sizes, shared_gate=True), True).total == plain + 8
+    assert layer_weights(ModelShape(**sizes, router_logit_bias=True), True).total == plain + 4
+    biased = layer_weights(ModelShape(**sizes, expert_bias=True), True)
+    assert biased.total == plain + 4 * (2 * 6 + 8)
+    # The bias behind the sum over etp is held whole by every lane.
+    assert biased.expert_rows == 4 * 8
+
+
+def test_what_tensor_parallelism_cuts() -> None:
+    shape = load_model("llama3-8b").shape
+    weights = layer_weights(shape, False)
+    assert weights.replicated == 2 * 4096
+    whole = layer_weights(shape, False, True)
+    assert whole.replicated == 2 * 4096 + 4096 * 4096
+    assert whole.total == weights.total
+
+
+class TestMistakes:
+    """Counts in circulation that hold for one kind of model only."""
+
+    def test_12h2_plus_13h_is_a_gpt_layer(self) -> None:
+        shape = gpt(2, 64, 4)
+        assert layer_weights(shape, False).total == 12 * 64**2 + 13 * 64
+        llama = load_model("llama3-8b").shape
+        assert layer_weights(llama, False).total != 12 * 4096**2 + 13 * 4096
+
+    def test_gpt3_has_175_billion_not_1750(self) -> None:
+        assert 170e9 < count_parameters(load_model("gpt3-175b").shape).total < 180e9
+
+
+def test_counts_are_exact_integers() -> None:
+    assert isinstance(count_parameters(load_model("deepseek-v3").shape).total, int)
+    assert not torch.is_tensor(count_parameters(load_model("tiny").shape).total)

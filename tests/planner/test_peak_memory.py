@@ -1,0 +1,105 @@
+"""Peak of the allocator: published measurements, and what each habit of a framework costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moemesh.planner.architectures import from_arch_entry, from_arch_table
+from moemesh.planner.hardware import GIB
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.memory import rank_memory
+from moemesh.planner.peak_memory import Allocation, peak_memory, with_balanced_stages
+from tests.planner.published_rows import ARCHS
+
+LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
+MOE = from_arch_entry("moe-30B", ARCHS["moe-30B"])
+
+
+def layout(**values) -> PlannedLayout:
+    return PlannedLayout(**{"seq_len": 4096, "global_batch": 16, "zero": 1} | values)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "gib"),
+    [
+        ({"pp": 2, "dp": 4}, 66.55),
+        ({"tp": 2, "dp": 4}, 60.68),
+        ({"tp": 4, "dp": 2}, 39.07),
+        ({"tp": 8, "dp": 1}, 28.29),
+        ({"tp": 2, "cp": 4, "seq_len": 32768, "context": "all_to_all"}, 68.43),
+        ({"cp": 8, "seq_len": 32768, "context": "all_to_all"}, 104.51),
+        ({"tp": 2, "cp": 4, "seq_len": 131072, "context": "all_to_all"}, 112.67),
+        ({"cp": 8, "seq_len": 131072, "context": "all_to_all"}, 147.99),
+    ],
+)
+def test_measured_bytes_of_a_truncated_llama(degrees, gib):
+    """max_memory_allocated on 8 B200 (SimuMax release notes), Megatron with fused kernels."""
+    found = peak_memory(LLAMA, layout(**degrees), Allocation())
+    assert found.allocated / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_states_are_the_exact_ones():
+    planned = layout(tp=2, dp=4)
+    assert peak_memory(LLAMA, planned, Allocation()).states == rank_memory(LLAMA, planned, 0).states
+
+
+def test_every_habit_costs():
+    planned = layout(tp=2, pp=2, dp=2, attention_kernel="eager", fused_norm=False)
+    plain = peak_memory(LLAMA, planned, Allocation()).needed
+    for name, value in (
+        ("gradient_bytes", 8),
+        ("activation_scale", 1.1),
+        ("extra_in_flight", 1.0),
+        ("working_layers", 1.0),
+        ("gathered_norms", 1.0),
+        ("unfused_norm_bytes", 8.0),
+        ("eager_score_bytes", 8.0),
+        ("eager_score_work", 4.0),
+        ("workspace_bytes", 4 * GIB),
+    ):
+        assert peak_memory(LLAMA, planned, replace(Allocation(), **{name: value})).needed > plain
+    head = layout(tp=2, dp=4)
+    plain = peak_memory(LLAMA, head, Allocation()).needed
+    for name in ("logit_bytes", "gathered_logit_bytes", "head_gradient_bytes"):
+        more = replace(Allocation(), **{name: 20.0})
+        assert peak_memory(LLAMA, head, more).needed > plain
+
+
+def test_recompute_and_sharding_save():
+    plain = peak_memory(LLAMA, layout(dp=8, microbatch=2), Allocation())
+    again = layout(dp=8, microbatch=2, recompute=frozenset({"full"}))
+    assert peak_memory(LLAMA, again, Allocation()).needed < plain.needed
+    sharded = peak_memory(LLAMA, layout(dp=8, microbatch=2, zero=3), Allocation())
+    assert sharded.states < plain.states / 2
+
+
+def test_first_stage_holds_most_microbatches_the_last_the_logits():
+    deep = peak_memory(LLAMA, layout(pp=4, dp=2, microbatch=1), Allocation())
+    assert deep.rank == 0
+    loss = replace(Allocation(), logit_bytes=60.0)
+    assert peak_memory(LLAMA, layout(pp=4, dp=2, microbatch=1), loss).rank == 3
+
+
+def test_expert_parallelism_divides_weights_not_rows():
+    one = peak_memory(MOE, layout(dp=8, ep=1), Allocation())
+    eight = peak_memory(MOE, layout(dp=8, ep=8), Allocation())
+    assert one.activations == eight.activations
+    assert eight.states < one.states
+
+
+def test_fits_counts_what_no_allocator_sees():
+    found = peak_memory(LLAMA, layout(tp=8), Allocation(workspace_bytes=3.0 * GIB))
+    assert found.needed == found.allocated + 3 * GIB
+    assert found.fits(found.needed)
+    assert not found.fits(found.needed, usable_share=0.99)
+
+
+def test_balanced_stages_move_layers_away_from_the_tables():
+    shape = replace(LLAMA, num_layers=24)
+    balanced = with_balanced_stages(shape, layout(pp=4, dp=2))
+    sizes = balanced.layers_per_stage
+    assert sum(sizes) == 24
+    assert sizes[0] == sizes[-1] < sizes[1]
+    assert with_balanced_stages(shape, layout(dp=8)) == layout(dp=8)

@@ -1,0 +1,126 @@
+"""Rows of run tables: layout, software, conversions, and reasons where a row says too little."""
+
+from __future__ import annotations
+
+import pytest
+
+from moemesh.config.errors import UserError
+from moemesh.planner.flops import gpt_iteration
+from moemesh.planner.hardware import GIB, accelerator_of
+from moemesh.planner.published import parse_run, read_runs, step_flops
+from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
+
+
+def parse(**values):
+    base = {"src": "x", "arch": "llama-13B", "hardware": "H100-80G NVL8", "gpus": 8, "dp": 8,
+            "mbs": 1, "gbs": 64, "seq": 2048, "step_time_s": 2.5}  # fmt: skip
+    return parse_run(row(1, **base | values), ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "intra", "inter", "node"),
+    [
+        ("A100-80G NVL8 200G HDR-IB", "A100-80G", 300, 25, 8),
+        ("A100-40G NVL8 1600G RoCE", "A100-40G", 300, 25, 8),
+        ("A100/A800-80G 4x100G RoCE per node", "A100-80G", 300, 6.25, 8),
+        ("A100-80G 8x200G RoCE", "A100-80G", 300, 25, 8),
+        ("H800-80G NVL8(400GB/s) 8x400G IB", "H800-80G", 200, 50, 8),
+        ("H100-80G NVL8 IB8x50GB/s", "H100-80G", 450, 50, 8),
+        ("GB200 NVL72", "GB200", 900, 50, 72),
+        ("B200-SXM NVL8 (single node)", "B200", 900, 50, 8),
+        ("A800-80G", "A800-80G", 200, 25, 8),
+    ],
+)
+def test_hardware_descriptions(text, name, intra, inter, node):
+    device = accelerator_of(text)
+    assert device is not None
+    assert device.name == name
+    assert device.intra_node_bandwidth == pytest.approx(intra * 1e9)
+    assert device.inter_node_bandwidth == pytest.approx(inter * 1e9)
+    assert device.node_size == node
+
+
+def test_notes_become_software():
+    fused = parse_run(llama(1, 1, 1, 1, 26.5), ARCHS).software
+    assert (fused.kernel, fused.fused_norm, fused.balanced_stages) == ("flash", True, True)
+    old = parse_run(llama(1, 1, 1, 1, 26.5, notes="attention kernel: torch"), ARCHS).software
+    assert (old.kernel, old.fused_norm) == ("eager", False)
+    first = parse_run(
+        llama(1, 1, 1, 1, 26.5, notes="attention kernel: flash_attentionv1.0.8"), ARCHS
+    ).software
+    assert first.kernel == "first_flash"
+    moe = {"arch": "moe-30B", "ep": 8}
+    deep = parse(**moe, notes="dispatcher DeepEP; +1f1b A2A overlap").software
+    assert (deep.deduplicated, deep.overlapped_exchange) == (True, True)
+    assert not parse(**moe, notes="dispatcher A2A").software.deduplicated
+    assert parse(**moe, notes="dropless natural routing").software.natural_routing
+    assert parse(notes="LoRA Performance").software.adapters
+    assert parse(precision="MXFP8").software.block_scales
+    graphs = {"src": "megatron_bridge", "hardware": "GB200 NVL72"}
+    assert parse(**graphs, notes="26.06 NeMo Container").software.graphs
+    assert not parse(**graphs, notes="26.04 NeMo Container").software.graphs
+
+
+def test_reasons_name_what_is_missing():
+    assert "gbs" in parse(gbs="").reason
+    assert "no device known" in parse(hardware="TPUv4").reason
+    assert "no entry" in parse(arch="nemotron").reason
+    assert "= 16, but the row has 8 gpus" in parse(dp=16).reason
+    for run in (parse(gbs=""), parse(arch="nemotron")):
+        assert run.layout is None
+    assert parse().reason == ""
+
+
+def test_measured_seconds_come_from_what_was_reported():
+    assert parse().seconds == 2.5
+    rate = parse(step_time_s="", tokens_s_gpu=1000)
+    assert rate.seconds == pytest.approx(64 * 2048 / 8 / 1000)
+    flops = step_flops("6N + 12 L d s (full attention); MFU", rate.shape, rate.layout)
+    mfu = parse(step_time_s="", mfu_pct=40, flop_conv="6N + 12 L d s (full attention); MFU")
+    assert mfu.seconds == pytest.approx(flops / 8 / (0.4 * 989.5e12))
+    assert parse(status="OOM").seconds is None
+
+
+def test_conventions_differ_by_attention_and_recomputation():
+    run = parse()
+    causal = step_flops("model FLOPs, causal-halved attention", run.shape, run.layout)
+    full = step_flops("PaLM MFU 6N+12LHQT", run.shape, run.layout)
+    shape = run.shape
+    core = 12 * shape.num_layers * shape.hidden_size * 2048 / 2
+    assert full - causal == pytest.approx(core * 64 * 2048)
+
+
+def test_sc21_convention_is_the_papers_formula():
+    values = {"arch": "gpt:24x2304a24v51200", "recompute": "full", "precision": "fp16"}
+    run = parse(**values)
+    counted = step_flops("Megatron SC21 Eq.3", run.shape, run.layout)
+    assert counted == pytest.approx(
+        gpt_iteration(64, 2048, 24, 2304, 51200, recompute=True), rel=1e-9
+    )
+
+
+def test_memory_counts_only_where_an_allocator_measured_it():
+    assert parse_run(truncated_llama(1, 2, 1, 16, 0.7, 60.68), ARCHS).memory_bytes == 60.68 * GIB
+    assert parse(mem_gib=45.5, mem_kind="activations (first stage)").memory_bytes is None
+    assert parse(mem_gib=75, mem_kind="GPU memory (nvidia-smi-like, GB)").memory_bytes is None
+
+
+def test_tables_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="cannot read"):
+        read_runs(tmp_path / "nothing.csv")
+    bare = tmp_path / "bare.csv"
+    bare.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="lacks the columns id, arch"):
+        read_runs(bare)
+    twice = write_table(tmp_path, [llama(7, 1, 1, 1, 26.5), llama(7, 2, 1, 1, 31.3)])
+    with pytest.raises(UserError, match="two rows have the id 7"):
+        read_runs(twice)
+    (tmp_path / "model_archs.json").write_text("[]")
+    with pytest.raises(UserError, match="one JSON object"):
+        read_runs(write_table_only(tmp_path))
+
+
+def write_table_only(folder):
+    table = write_table(folder)
+    (folder / "model_archs.json").write_text("[]")
+    return table

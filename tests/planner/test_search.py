@@ -1,0 +1,156 @@
+"""The search finds the best layout of its space, and what it cuts could not have been better."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import load_run
+from moemesh.planner.advice import difference, nearest_that_fits
+from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.models import load_model
+from moemesh.planner.plan_command import NothingFits, command, plan, train_command
+from moemesh.planner.search import Found
+from moemesh.planner.search_space import Space, families
+
+
+def cluster(nodes: int, memory_gib: float = 80.0) -> Cluster:
+    found = load_cluster("dgx_h100")
+    return found.model_copy(update={"nodes": nodes, "memory_bytes": int(memory_gib * 2**30)})
+
+
+def space(machine: Cluster, seq_len: int = 4096, batch: int = 64, **more: object) -> Space:
+    return Space(
+        num_devices=machine.num_devices,
+        node_size=machine.gpus_per_node,
+        seq_len=seq_len,
+        global_batch=batch,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@cache
+def found(model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096) -> Found:
+    machine = cluster(nodes, memory_gib)
+    return Found(load_model(model).shape, machine, space(machine, seq_len))
+
+
+CASES = [("mixtral-8x7b", 4), ("llama3-8b", 2), ("deepseek-v2-lite", 2), ("qwen3-30b-a3b", 2)]
+
+
+@pytest.mark.parametrize(("model", "nodes"), CASES)
+def test_the_memory_bound_is_below_the_exact_memory_everywhere(model: str, nodes: int) -> None:
+    all_of_it = found(model, nodes)
+    rows = np.random.default_rng(0).choice(all_of_it.examined, 250, replace=False)
+    for index in map(int, rows):
+        floor, exact = all_of_it._floors[index], all_of_it.memory(index).needed
+        assert floor <= exact * (1 + 1e-9), all_of_it.layout(index).key
+        assert floor >= 0.4 * exact, "a bound that cuts nothing"
+
+
+@pytest.mark.parametrize(("model", "nodes"), CASES)
+def test_columns_and_single_layouts_have_the_same_price(model: str, nodes: int) -> None:
+    all_of_it = found(model, nodes)
+    rows = np.random.default_rng(1).choice(all_of_it.examined, 40, replace=False)
+    for index in map(int, rows):
+        candidate = all_of_it.candidate(index)
+        assert candidate.seconds == pytest.approx(all_of_it.seconds(index), rel=1e-9), (
+            candidate.layout.key
+        )
+        assert candidate.seconds >= all_of_it.certificate(1.0).compute_floor_seconds
+
+
+@pytest.mark.parametrize("memory_gib", [45.0, 80.0])
+def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:
+    machine = cluster(1, memory_gib)
+    shape = load_model("deepseek-v2-lite").shape
+    narrow = space(machine, batch=8, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
+    all_of_it = Found(shape, machine, narrow)
+    picked = all_of_it.fitting(all_of_it.capacity, 3)
+    fitting = [
+        all_of_it.seconds(index)
+        for index in range(all_of_it.examined)
+        if all_of_it.memory(index).needed <= all_of_it.capacity
+    ]
+    assert [all_of_it.seconds(index) for index in picked] == sorted(fitting)[:3]
+    assert all(all_of_it.memory(index).needed <= all_of_it.capacity for index in picked)
+
+
+def test_every_layout_is_legal_and_unique() -> None:
+    machine = cluster(2)
+    shape, rejected = load_model("mixtral-8x7b").shape, Counter[str]()
+    keys: list[str] = []
+    for family in families(shape, space(machine), rejected):
+        for row in range(0, len(family.columns), 7):
+            layout = family.layout(space(machine), row)
+            assert layout.world_size == machine.num_devices
+            assert layout.microbatches == family.columns.microbatches[row]
+            keys.append(layout.key)
+    assert len(keys) == len(set(keys)) > 100
+    assert rejected["ZeRO-2 or 3 with a pipeline"] > 0
+
+
+def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> None:
+    times = []
+    for memory in (20.0, 45.0, 80.0, 160.0):
+        all_of_it = found("deepseek-v2-lite", 1, memory)
+        best = all_of_it.fitting(all_of_it.capacity, 1)
+        times.append(all_of_it.seconds(best[0]) if best else float("inf"))
+    assert times == sorted(times, reverse=True) and times[-1] < times[1]
+    small = plan(load_model("deepseek-v2-lite"), cluster(1, 45.0), space(cluster(1, 45.0)), 2)
+    assert small.advice.binding.startswith("memory of pipeline rank")
+    seconds = [then for _, then in small.advice.sensitivity]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < small.candidates[0].seconds
+
+
+def test_nearest_change_that_fits_is_small_and_fits() -> None:
+    all_of_it = found("mixtral-8x7b", 4)
+    best = all_of_it.fitting(all_of_it.capacity, 1)[0]
+    index = all_of_it.faster_that_do_not_fit(all_of_it.seconds(best), 1)[0]
+    answer = nearest_that_fits(all_of_it, all_of_it.layout(index))
+    assert answer is not None
+    change, candidate = answer
+    assert change == difference(all_of_it.layout(index), candidate.layout)
+    assert candidate.memory.needed <= all_of_it.capacity
+
+
+def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:
+    answer = plan(load_model("tiny"), cluster(1), space(cluster(1), 128, 32), 5)
+    source = {"model": "tiny", "seq_len": 128, "global_batch": 32}
+    for candidate in answer.candidates:
+        words = train_command(candidate.layout, source).split()[2:]
+        config = load_run([], [word for word in words if word != "--set"]).config
+        again = from_plan(config.plan, seq_len=128, global_batch=32)
+        assert again.changed(ranks_per_node=8) == candidate.layout
+
+
+def test_json_keeps_the_contract() -> None:
+    answer = json.loads(command("tiny", "dgx_a100", 128, 32, top=2, as_json=True))
+    assert {"plans", "lower_bound_seconds", "examined", "rejected"} <= answer.keys()
+    assert len(answer["plans"]) == 2
+    for row in answer["plans"]:
+        assert {"plan", "seconds", "memory_bytes", "breakdown"} <= row.keys()
+        assert sum(row["breakdown"].values()) == pytest.approx(row["seconds"], rel=0.02)
+    assert answer["lower_bound_seconds"] <= answer["plans"][0]["seconds"]
+
+
+def test_bad_input_names_the_numbers() -> None:
+    with pytest.raises(ConfigError) as told:
+        command("no-such-model", "dgx_h1000", 0, -1)
+    message = str(told.value)
+    assert all(word in message for word in ("no-such-model", "dgx_h1000", "seq_len", "-1"))
+    with pytest.raises(ConfigError, match="80000000 devices"):
+        command("tiny", "dgx_h100", 128, 32, nodes=10_000_000)
+    with pytest.raises(ConfigError, match="nodes"):
+        command("tiny", "dgx_h100", 128, 32, nodes=0)
+    with pytest.raises(ConfigError, match="global_batch = 7") as batch:
+        command("llama3-8b", "dgx_h100", 4095, 7, nodes=509)
+    assert "legal" in str(batch.value)
+    with pytest.raises(NothingFits, match="more than there is"):
+        command("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)

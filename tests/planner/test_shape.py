@@ -1,0 +1,154 @@
+"""Shapes from every source: our configurations, tables of architectures, presets, TOML files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.model import ModelConfig
+from moemesh.config.sources import preset_names
+from moemesh.planner.architectures import alternating_windows, from_arch_table
+from moemesh.planner.models import SHAPES, load_model
+from moemesh.planner.shape import LayerKind, ModelShape, from_model_config
+
+DENSE: dict[str, Any] = {
+    "type": "dense", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
+    "ffn": 128, "vocab": 100, "act": "swiglu",
+}  # fmt: skip
+MOE: dict[str, Any] = {
+    "type": "moe", "layers": 6, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16,
+    "experts": 8, "topk": 2, "moe_ffn": 32, "shared_ffn": 48, "dense_layers": 3, "dense_ffn": 96,
+    "vocab": 100, "act": "swiglu",
+    "mla": {"q_lora": 24, "kv_lora": 16, "qk_nope": 16, "qk_rope": 8, "v_head": 12},
+}  # fmt: skip
+TABLE = {"_note": "a remark", "dense": DENSE, "moe": MOE}
+
+
+def test_our_own_configuration() -> None:
+    shape = from_model_config(ModelConfig(num_layers=4, first_dense_layers=1), "small")
+    assert shape.moe_layers == (1, 2, 3)
+    assert shape.shared_intermediate_size == 128
+    assert shape.kind_counts == {LayerKind(False, 0): 1, LayerKind(True, 0): 3}
+
+
+def test_an_entry_of_a_table() -> None:
+    shape = from_arch_table("moe", TABLE)
+    assert shape.attention == "mla"
+    assert (shape.query_head_dim, shape.value_head_dim) == (24, 12)
+    assert shape.moe_layers == (3, 4, 5)
+
+
+def test_the_patterns_of_a_table() -> None:
+    gpt = from_arch_table("gpt:4x128a8", TABLE)
+    assert (gpt.vocab_size, gpt.intermediate_size, gpt.head_dim) == (51200, 512, 16)
+    assert from_arch_table("gpt:4x128a8v99", TABLE).vocab_size == 99
+    # One dense layer and n - 1 layers of experts.
+    assert from_arch_table("moe#L4", TABLE).moe_layers == (1, 2, 3)
+    assert from_arch_table("moe#L1", TABLE).moe_layers == ()
+    assert from_arch_table("dense#L2", TABLE).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rnn_layers": 3}, ("rnn_layers", "does not know")),
+        ({"act": "relu6"}, ("relu6", "swiglu, gelu")),
+        ({"type": "mamba"}, ("mamba", "dense, moe")),
+    ],
+)
+def test_unknown_keys_of_a_table_are_named(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_arch_table("dense", {"dense": DENSE | change})
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_all_missing_keys_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_arch_table("bad", {"bad": {"type": "moe", "layers": 2}})
+    keys = {problem.key for problem in caught.value.problems}
+    assert {"bad.hidden", "bad.experts", "bad.topk"} <= keys
+
+
+def test_an_unknown_name_has_a_near_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean dense"):
+        from_arch_table("dens", TABLE)
+
+
+@pytest.mark.parametrize("name", preset_names(SHAPES))
+def test_packaged_shapes_load_and_state_their_source(name: str) -> None:
+    folder = Path(__file__).parents[2] / "moemesh/config/presets" / SHAPES
+    assert "# Source: " in (folder / f"{name}.toml").read_text()
+    assert load_model(name).shape.name == name
+
+
+def test_windows_come_round_with_the_last_of_each_group_whole() -> None:
+    assert alternating_windows(6, 128, 2) == (128, 0, 128, 0, 128, 0)
+    assert alternating_windows(6, 8, 3) == (8, 8, 0, 8, 8, 0)
+    assert alternating_windows(2, 8, 1) == (8, 8)
+
+
+BARE = """
+num_layers = 3
+hidden_size = 64
+vocab_size = 100
+num_heads = 4
+num_kv_heads = 4
+head_dim = 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "moe_layers"),
+    [
+        (BARE + "intermediate_size = 128\n", ()),
+        (
+            BARE
+            + 'moe_layers = "all"\nnum_experts = 4\nexperts_per_token = 1\n'
+            + "expert_intermediate_size = 32\n",
+            (0, 1, 2),
+        ),
+        (BARE + "first_dense_layers = 1\nnum_experts = 4\nexperts_per_token = 1\n", (1, 2)),
+        ('[model]\npreset = "tiny"\nnum_layers = 2\n', (1,)),
+    ],
+)
+def test_toml_files(tmp_path: Path, text: str, moe_layers: tuple[int, ...]) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text(text)
+    assert load_model(str(file)).shape.moe_layers == moe_layers
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BARE.replace("num_heads = 4\n", "") + "intermediate_size = 8\n", ("model.num_heads",)),
+        (BARE + "intermediat_size = 8\n", ("did you mean intermediate_size",)),
+        (BARE + "n_routed_experts = 8\n", ("here it is called num_experts",)),
+        (BARE + "intermediate_size = 8\nnum_experts = 8\n", ("no layer holds them",)),
+        (BARE + "intermediate_size = 0\n", ("intermediate_size must be at least 1",)),
+        (BARE + "intermediate_size = 'wide'\n", ("is a int, not a str",)),
+        (
+            BARE.replace("num_kv_heads = 4", "num_kv_heads = 3") + "intermediate_size = 8\n",
+            ("num_kv_heads (3) must divide num_heads (4)",),
+        ),
+        ("num_layers = [", ("not valid TOML",)),
+        ('model = "tiny"\n', ("[model] is a section",)),
+        ('[model]\npreset = "tony"\n', ("did you mean tiny",)),
+    ],
+)
+def test_bad_toml_files(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_model(str(file))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_every_broken_size_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelShape(
+            num_layers=0, hidden_size=-1, vocab_size=5, num_heads=1, num_kv_heads=1, head_dim=1
+        )
+    assert len(caught.value.problems) >= 2

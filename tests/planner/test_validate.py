@@ -1,0 +1,106 @@
+"""Statistics of predictions: what the JSON carries, labels of memory, regret of the pick."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moemesh.cli import main
+from moemesh.planner.calibration import prior_calibration, shipped_calibration
+from moemesh.planner.published import parse_run, read_runs
+from moemesh.planner.validate import error_statistics, report, validate
+from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
+
+
+@pytest.fixture(scope="module")
+def validation():
+    return validate([parse_run(one, ARCHS) for one in ROWS], shipped_calibration())
+
+
+def test_shipped_constants_predict_published_runs(validation):
+    assert validation.dense.median < 0.05
+    assert validation.dense.worst < 0.10
+
+
+def test_memory_within_one_percent_of_the_allocator(validation):
+    assert validation.memory.count == 4
+    assert validation.memory.worst < 0.01
+
+
+def test_labels_of_memory(validation):
+    assert validation.fit.right == 1.0
+    assert validation.fit.wrongly_fits == 0.0
+
+
+def test_picks_the_measured_best_and_never_what_ran_out(validation):
+    picked = {one.group.split(",")[0]: one for one in validation.selections}
+    assert picked["Llama-13B"].picked == "910"
+    assert picked["Llama-13B"].regret == 0
+    assert validation.selection.out_of_memory == 0
+
+
+def test_json_has_every_row(validation):
+    found = json.loads(json.dumps(validation.to_json()))
+    assert [one["id"] for one in found["rows"]] == [int(one["id"]) for one in ROWS]
+    for one in found["rows"]:
+        assert one["seconds"] > 0
+        assert one["memory_bytes"] > 0
+        assert isinstance(one["fits"], bool)
+    assert found["statistics"]["fits"]["count"] == len(ROWS)
+
+
+def test_unpriced_rows_say_why_and_stay():
+    rows = [row(5, src="x", arch="unknown", hardware="H100", gpus=8, gbs=8, seq=128), ROWS[0]]
+    found = validate([parse_run(one, ARCHS) for one in rows], shipped_calibration())
+    first, second = found.to_json()["rows"]
+    assert first["seconds"] is None
+    assert "no entry" in first["reason"]
+    assert second["seconds"] > 0
+    assert "reason" not in second
+    assert "1 rows not priced" in report(found)
+
+
+def test_unknown_software_on_known_devices_is_predicted():
+    """A source that the package has never seen gets the constants of its device's relatives."""
+    known = parse_run(llama(1, 2, 1, 1, 31.3), ARCHS)
+    other = parse_run(llama(1, 2, 1, 1, 31.3, src="my_cluster"), ARCHS)
+    found = validate([known], shipped_calibration()).predictions[0].seconds
+    guessed = validate([other], shipped_calibration()).predictions[0].seconds
+    assert 0.75 < guessed / found < 1.33
+
+
+def test_error_statistics():
+    found = error_statistics([-0.1, 0.02, 0.03, 0.2])
+    assert found.count == 4
+    assert found.median == pytest.approx(0.065)
+    assert found.bias == pytest.approx(0.025)
+    assert found.worst == 0.2
+    assert found.p95 == pytest.approx(0.1 + 0.85 * 0.1)
+    assert error_statistics([]) is None
+
+
+def test_worse_constants_show(validation):
+    """The test bites: with the bare priors the same rows are further off."""
+    bare = validate([parse_run(one, ARCHS) for one in ROWS], prior_calibration())
+    assert bare.dense.median > validation.dense.median
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    table = write_table(tmp_path)
+    out = tmp_path / "answer.json"
+    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(table), "--json", str(out)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (0, None)
+    assert "aleph_alpha" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["rows"]) == len(ROWS)
+    assert len(read_runs(table)) == len(ROWS)
+
+
+def test_command_tells_mistakes_without_a_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(tmp_path / "none.csv")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "cannot read the table" in capsys.readouterr().err
