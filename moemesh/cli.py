@@ -239,7 +239,7 @@ def bench_partition(
 ) -> None:
     """Compare learned and random division into stages with the exact one."""
     from moemesh.bench import partition
-    from moemesh.planner.partition_cases import compare
+    from moemesh.planner.stages.partition_cases import compare
 
     raise typer.Exit(
         partition.command(compare, case=case, evaluations=evaluations, seeds=seeds, json=as_json)
@@ -416,9 +416,9 @@ def plan(
 
     moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 256 --seq-len 4096 --global-batch 15360
     """
-    from moemesh.planner import plan_command
+    from moemesh.planner.search import command as search_command
 
-    found = plan_command.command(
+    found = search_command.command(
         model,
         cluster,
         seq_len,
@@ -430,6 +430,93 @@ def plan(
         as_json=as_json,
     )
     typer.echo(found)
+
+
+class BalancePolicy(StrEnum):
+    """Where replicas of an expert may live."""
+
+    HIERARCHICAL = "hierarchical"
+    GLOBAL = "global"
+
+
+@app.command()
+def balance(
+    loads: Annotated[
+        Path, typer.Argument(metavar="LOADS", help="JSON, CSV, NumPy file, or a run's folder.")
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs; all get equally many slots.")],
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Slots in all; one per expert (only a permutation) if not given."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the GPUs.")] = 1,
+    groups: Annotated[int, typer.Option(help="Groups of experts that share a node.")] = 1,
+    previous: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Placement in use: move few replicas.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="With --previous: how far from the bound is near enough.")
+    ] = 0.05,
+    effort: Annotated[str, typer.Option(help="fast, quality or seconds.")] = "quality",
+    policy: Annotated[
+        BalancePolicy | None, typer.Option(help="Default: hierarchical where groups fit nodes.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the load of each GPU.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Place replicas of experts on GPUs for given loads; one row of loads is one layer. Example:
+
+    moemesh balance loads.json --replicas 288 --gpus 32 --nodes 4 --groups 8
+    """
+    from moemesh.balance import command
+    from moemesh.report.balance import balance_heat_maps
+
+    settings = command.Settings(
+        loads=loads,
+        replicas=replicas,
+        gpus=gpus,
+        nodes=nodes,
+        groups=groups,
+        previous=previous,
+        tolerance=tolerance,
+        effort=effort,
+        policy=None if policy is None else policy.value,
+    )
+    raise typer.Exit(command.command(settings, balance_heat_maps, as_json=as_json, svg=svg))
+
+
+@bench_app.command("balance")
+def bench_balance(
+    layers: Annotated[int, typer.Option(min=1, help="Layers of each load shape.")] = 58,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of a layer.")] = 256,
+    replicas: Annotated[int, typer.Option(min=1, help="Slots of a layer.")] = 288,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of experts.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 4,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the static placement.")] = 32,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the exact loads.")] = 64,
+    spare_slots: Annotated[int, typer.Option(min=0, help="Spare slots of each rank.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the loads.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare expert balancers with the published one, on loads of every shape."""
+    from moemesh.bench import balance as bench
+
+    settings = bench.Settings(
+        layers=layers,
+        experts=experts,
+        replicas=replicas,
+        groups=groups,
+        nodes=nodes,
+        gpus=gpus,
+        ranks=ranks,
+        spare_slots=spare_slots,
+        rounds=rounds,
+        seed=seed,
+    )
+    raise typer.Exit(bench.command(settings, as_json=as_json))
 
 
 @app.command()
@@ -476,7 +563,7 @@ def validate(
 
         moemesh validate runs.csv --json predictions.json
     """
-    from moemesh.planner import commands
+    from moemesh.planner.accuracy import commands
 
     text = commands.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
     typer.echo(text)
@@ -495,7 +582,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Fit the few constants of a cluster to measured runs and write its Cluster file."""
-    from moemesh.planner import commands
+    from moemesh.planner.accuracy import commands
 
     typer.echo(commands.calibrate_command(runs, archs, out, cluster, shared))
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 
 class Kept(NamedTuple):

@@ -14,12 +14,12 @@ from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
-from moemesh.planner.models import Model, load_model
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import check_against, read_plan
-from moemesh.planner.shape import ModelShape
-from moemesh.planner.traffic import predict_ledger
-from moemesh.planner.volumes import volumes_ledger
+from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import format_bytes
 
@@ -160,7 +160,7 @@ def _measured_models(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """(peak memory, seconds by part) of the calibrated models."""
     # numpy is imported here: `moemesh --help` and the counts above do without.
-    from moemesh.planner.price import price
+    from moemesh.planner.timing.price import price
 
     memory, usable, seconds = price(shape, layout, cluster)
     peak = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 Convention = Literal["full", "causal"]
 

@@ -6,7 +6,7 @@ A layer with a window keeps at most the window. ``4 b L h (s + n)`` is the multi
 
 from __future__ import annotations
 
-from moemesh.planner.shape import ModelShape
+from moemesh.planner.shapes.shape import ModelShape
 
 
 def kv_bytes_per_token(shape: ModelShape, element_bytes: float = 2) -> float:

@@ -46,7 +46,7 @@ from moemesh.planner.parameters import (
     kind_weights,
     mtp_weights,
 )
-from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

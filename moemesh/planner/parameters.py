@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from moemesh.planner.shape import NORM_WEIGHTS, LayerKind, ModelShape
+from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 
 
 class Weights(NamedTuple):

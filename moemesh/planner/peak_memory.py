@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from moemesh.planner.activations import Kept, layer_kept, layer_kept_whole
-from moemesh.planner.hardware import GIB
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import StageContent, in_flight, rank_memory
-from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.timing.hardware import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import FOREIGN_NAMES, nearest_choice
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.models import Model
-from moemesh.planner.shape import ModelShape
+from moemesh.planner.shapes.load import Model
+from moemesh.planner.shapes.shape import ModelShape
 
 PLANS = "plans"
 

@@ -6,9 +6,9 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from moemesh.planner.operators import Block, OperatorGraph, graph_from_costs
-from moemesh.planner.stage_costs import Pipeline
-from moemesh.planner.stages import pipeline_seconds
+from moemesh.planner.operators.graph import Block, OperatorGraph, graph_from_costs
+from moemesh.planner.stages.division import pipeline_seconds
+from moemesh.planner.stages.stage_costs import Pipeline
 
 
 def random_graph(

@@ -8,16 +8,16 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import read_preset_table
-from moemesh.planner.blocks import TransformerBlocks
-from moemesh.planner.convolution import two_branch_network
-from moemesh.planner.elimination import solve, solve_chain
-from moemesh.planner.operator_program import solve_program
-from moemesh.planner.operators import join
+from moemesh.planner.operators.blocks import TransformerBlocks
+from moemesh.planner.operators.convolution import two_branch_network
+from moemesh.planner.operators.elimination import solve, solve_chain
+from moemesh.planner.operators.graph import join
+from moemesh.planner.operators.operator_program import solve_program
+from moemesh.planner.operators.pareto import solve_chain_under_memory
+from moemesh.planner.operators.resharding import LayoutError, MeshAxis
+from moemesh.planner.operators.strategies import CostModel, OperatorSpec, cost_model, operator_of
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.pareto import solve_chain_under_memory
-from moemesh.planner.resharding import LayoutError, MeshAxis
-from moemesh.planner.shape import ModelShape, from_model_config
-from moemesh.planner.strategies import CostModel, OperatorSpec, cost_model, operator_of
+from moemesh.planner.shapes.shape import ModelShape, from_model_config
 
 
 def roofline(flops: float, moved_bytes: float) -> float:

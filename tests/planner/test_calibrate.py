@@ -10,18 +10,18 @@ import pytest
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.planner.calibrate import fit
-from moemesh.planner.calibration import (
+from moemesh.planner.accuracy.calibrate import fit
+from moemesh.planner.accuracy.calibration import (
     Calibration,
     prior_calibration,
     read_calibration,
     shipped_calibration,
 )
-from moemesh.planner.calibration_file import calibration_toml
-from moemesh.planner.commands import calibrate_command, use_cluster
-from moemesh.planner.constants import NAMES, OWN
-from moemesh.planner.predict import predict
-from moemesh.planner.published import parse_run
+from moemesh.planner.accuracy.calibration_file import calibration_toml
+from moemesh.planner.accuracy.commands import calibrate_command, use_cluster
+from moemesh.planner.accuracy.predict import predict
+from moemesh.planner.accuracy.published import parse_run
+from moemesh.planner.timing.constants import NAMES, OWN
 from tests.planner.published_rows import ARCHS, llama, write_table
 
 LAYOUTS = [(tp, pp, mbs) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mbs in (1, 2)]

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moemesh.planner import compute
-from moemesh.planner.architectures import from_arch_entry, gpt
-from moemesh.planner.columns import (
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.shapes.architectures import from_arch_entry, gpt
+from moemesh.planner.timing import compute
+from moemesh.planner.timing.columns import (
     Software,
     hardware_row,
     layout_row,
     model_row,
 )
-from moemesh.planner.constants import Constants
-from moemesh.planner.hardware import ACCELERATORS
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.timing.constants import Constants
+from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.planner.published_rows import ARCHS
 
 MOE = from_arch_entry("moe-30B", ARCHS["moe-30B"])
@@ -114,7 +114,7 @@ def test_columns_give_what_single_rows_give():
     layouts = [PlannedLayout(seq_len=2048, global_batch=64, tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
     rows = [workload(tp=t, dp=8 // t) for t in (1, 2, 4, 8)]
     columns = workload()
-    from moemesh.planner.columns import layout_columns
+    from moemesh.planner.timing.columns import layout_columns
 
     together = replace(columns, layout=layout_columns(layouts, [Software()] * 4))
     expected = [float(compute.attention_block(work).products) for work in rows]

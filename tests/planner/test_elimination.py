@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.elimination import solve, solve_chain
-from moemesh.planner.elimination_order import elimination_order
-from moemesh.planner.operator_program import solve_program
-from moemesh.planner.operators import OperatorError, graph_from_costs, join
+from moemesh.planner.operators.elimination import solve, solve_chain
+from moemesh.planner.operators.elimination_order import elimination_order
+from moemesh.planner.operators.graph import OperatorError, graph_from_costs, join
+from moemesh.planner.operators.operator_program import solve_program
 from tests.planner.graphs import brute_force, random_block, random_graph
 
 

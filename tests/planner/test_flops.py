@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.planner.architectures import gpt
 from moemesh.planner.flops import (
     attended_tokens,
     core_flops,
@@ -12,7 +11,8 @@ from moemesh.planner.flops import (
     gpt_iteration,
     hardware_flops,
 )
-from moemesh.planner.models import load_model
+from moemesh.planner.shapes.architectures import gpt
+from moemesh.planner.shapes.load import load_model
 
 #: GFLOP per token of training, as printed.
 RATES = [

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.planner.huggingface import read_huggingface
-from moemesh.planner.models import load_model
 from moemesh.planner.parameters import count_parameters
+from moemesh.planner.shapes.huggingface import read_huggingface
+from moemesh.planner.shapes.load import load_model
 
 
 def common(

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.architectures import gpt
 from moemesh.planner.kv_cache import kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.layout import PlannedLayout, smallest_world
 from moemesh.planner.memory import estimate_memory, in_flight, rank_memory, rank_weights
-from moemesh.planner.models import load_model
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.shape import LayerKind, ModelShape
+from moemesh.planner.shapes.architectures import gpt
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.build import build
 from moemesh.schedule.memory import peak_memory
 

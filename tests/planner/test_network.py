@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.config.errors import UserError
-from moemesh.planner.network import (
+from moemesh.planner.timing.network import (
     LinkSample,
     LinkTable,
     collective_seconds,
@@ -17,7 +17,7 @@ from moemesh.planner.network import (
     members_per_node,
     two_level_all_reduce_seconds,
 )
-from moemesh.planner.routing import expected_nodes
+from moemesh.planner.traffic.routing import expected_nodes
 
 A, B = 1e-5, 1e-10
 

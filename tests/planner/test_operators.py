@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moemesh.planner.operators import (
+from moemesh.planner.operators.graph import (
     Block,
     Link,
     Operator,

@@ -7,15 +7,15 @@ import torch
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
-from moemesh.planner.architectures import gpt
-from moemesh.planner.models import load_model
 from moemesh.planner.parameters import (
     count_parameters,
     gpt_parameters,
     layer_weights,
     mtp_weights,
 )
-from moemesh.planner.shape import ModelShape, from_model_config
+from moemesh.planner.shapes.architectures import gpt
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.shape import ModelShape, from_model_config
 
 #: Exactly as released (DeepSeek without its extra prediction layer and selection biases).
 RELEASED = {

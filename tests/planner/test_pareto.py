@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.elimination import solve, solve_chain
-from moemesh.planner.labels import undominated
-from moemesh.planner.operator_program import solve_program
-from moemesh.planner.operators import OperatorError, graph_from_costs, join
-from moemesh.planner.pareto import (
+from moemesh.planner.operators.elimination import solve, solve_chain
+from moemesh.planner.operators.graph import OperatorError, graph_from_costs, join
+from moemesh.planner.operators.labels import undominated
+from moemesh.planner.operators.operator_program import solve_program
+from moemesh.planner.operators.pareto import (
     MemoryCapError,
     bytes_block,
     pareto_points,

@@ -9,9 +9,10 @@ import pytest
 
 from moemesh.bench import partition
 from moemesh.config.errors import UserError
-from moemesh.planner.elimination import solve
-from moemesh.planner.operators import OperatorError, graph_from_costs
-from moemesh.planner.partition_baselines import (
+from moemesh.planner.operators.elimination import solve
+from moemesh.planner.operators.graph import OperatorError, graph_from_costs
+from moemesh.planner.stages.division import StageError
+from moemesh.planner.stages.partition_baselines import (
     PartitionProblem,
     anneal,
     cross_entropy,
@@ -21,9 +22,8 @@ from moemesh.planner.partition_baselines import (
     reinforce_strategies,
     table_problem,
 )
-from moemesh.planner.partition_cases import compare, deepseek_units
-from moemesh.planner.stage_costs import Pipeline, layers_from_costs, plan_stages, stage_table
-from moemesh.planner.stages import StageError
+from moemesh.planner.stages.partition_cases import compare, deepseek_units
+from moemesh.planner.stages.stage_costs import Pipeline, layers_from_costs, plan_stages, stage_table
 from tests.planner.graphs import random_graph
 
 METHODS = {

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from moemesh.planner.architectures import from_arch_entry, from_arch_table
-from moemesh.planner.hardware import GIB
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.peak_memory import Allocation, peak_memory, with_balanced_stages
+from moemesh.planner.shapes.architectures import from_arch_entry, from_arch_table
+from moemesh.planner.timing.hardware import GIB
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)

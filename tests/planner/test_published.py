@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moemesh.config.errors import UserError
+from moemesh.planner.accuracy.published import parse_run, read_runs, step_flops
 from moemesh.planner.flops import gpt_iteration
-from moemesh.planner.hardware import GIB, accelerator_of
-from moemesh.planner.published import parse_run, read_runs, step_flops
+from moemesh.planner.timing.hardware import GIB, accelerator_of
 from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.planner.resharding import (
+from moemesh.planner.operators.resharding import (
     LayoutError,
     MeshAxis,
     local_bytes,

@@ -8,7 +8,7 @@ import pytest
 
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.planner.routing import (
+from moemesh.planner.traffic.routing import (
     chosen_routing,
     expected_nodes,
     remote_copies,

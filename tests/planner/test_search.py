@@ -12,12 +12,12 @@ import pytest
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
-from moemesh.planner.advice import difference, nearest_that_fits
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.models import load_model
-from moemesh.planner.plan_command import NothingFits, command, plan, train_command
-from moemesh.planner.search import Found
-from moemesh.planner.search_space import Space, families
+from moemesh.planner.search.advice import difference, nearest_that_fits
+from moemesh.planner.search.command import NothingFits, command, plan, train_command
+from moemesh.planner.search.search import Found
+from moemesh.planner.search.space import Space, families
+from moemesh.planner.shapes.load import load_model
 
 
 def cluster(nodes: int, memory_gib: float = 80.0) -> Cluster:

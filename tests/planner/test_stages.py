@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.pareto import MemoryCapError, pareto_points
-from moemesh.planner.partition_program import solve_partition_program
-from moemesh.planner.stage_costs import (
+from moemesh.planner.operators.pareto import MemoryCapError, pareto_points
+from moemesh.planner.stages.division import (
+    StageError,
+    best_partition,
+    pipeline_seconds,
+    smallest_bottleneck,
+    submeshes,
+)
+from moemesh.planner.stages.partition_program import solve_partition_program
+from moemesh.planner.stages.stage_costs import (
     Layer,
     Pipeline,
     layer_from_points,
@@ -19,14 +26,7 @@ from moemesh.planner.stage_costs import (
     plan_stages,
     stage_table,
 )
-from moemesh.planner.stages import (
-    StageError,
-    best_partition,
-    pipeline_seconds,
-    smallest_bottleneck,
-    submeshes,
-)
-from moemesh.planner.submeshes import MeshCosts, additive_costs, plan_submeshes
+from moemesh.planner.stages.submeshes import MeshCosts, additive_costs, plan_submeshes
 from tests.planner.graphs import brute_force_stages, random_block
 
 

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
-from moemesh.planner.architectures import from_arch_entry
-from moemesh.planner.columns import (
+from moemesh.planner.accuracy.predict import price_layouts
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.peak_memory import balanced_stages
+from moemesh.planner.shapes.architectures import from_arch_entry
+from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.timing.columns import (
     Software,
     fill_share,
     hardware_columns,
@@ -24,14 +28,10 @@ from moemesh.planner.columns import (
     model_columns,
     model_row,
 )
-from moemesh.planner.constants import Constants
-from moemesh.planner.hardware import ACCELERATORS
-from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.overlap import overlapped
-from moemesh.planner.peak_memory import balanced_stages
-from moemesh.planner.predict import price_layouts
-from moemesh.planner.shape import ModelShape
-from moemesh.planner.step_time import StepTime, balanced_layers, compute_floor, step_time
+from moemesh.planner.timing.constants import Constants
+from moemesh.planner.timing.hardware import ACCELERATORS
+from moemesh.planner.timing.overlap import overlapped
+from moemesh.planner.timing.step_time import StepTime, balanced_layers, compute_floor, step_time
 from tests.planner.published_rows import ARCHS
 
 DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])

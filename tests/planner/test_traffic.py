@@ -11,11 +11,11 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.models import load_model
 from moemesh.planner.plan_text import read_plan
-from moemesh.planner.shape import from_model_config
-from moemesh.planner.traffic import predict_ledger
-from moemesh.planner.volumes import Volume, ring_all_reduce, step_volumes, volumes_ledger
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.volumes import Volume, ring_all_reduce, step_volumes, volumes_ledger
 
 MIB, GIB = 2**20, 2**30
 

@@ -1,0 +1,1 @@
+"""Held against published runs: tables, calibrated constants, errors."""

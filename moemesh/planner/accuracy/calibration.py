@@ -1,0 +1,137 @@
+"""The constants that ship with the package: shared ones, and the deviations of known clusters."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+from moemesh.config.cluster import Cluster
+from moemesh.config.errors import UserError
+from moemesh.planner.peak_memory import Allocation
+from moemesh.planner.timing.constants import NAMES, OWN, PRIORS, Constants, constants_from
+from moemesh.planner.timing.hardware import ACCELERATORS
+
+#: A cluster that is not known gets the mean deviation of its relatives, drawn towards none as if
+#: one more cluster had none.
+_PULL = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Shared constants, deviations of clusters ("stack/device" -> name -> factor), and how
+    software stacks allocate memory (stack, or "stack/device" -> settings)."""
+
+    shared: Mapping[str, float]
+    #: Deviations of a software stack on whatever device, for devices it was not seen on.
+    stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+    clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+    allocations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+
+    def constants(self, cluster: str) -> Constants:
+        """The constants of a cluster, known or not."""
+        values = dict(self.shared)
+        for name, factor in self.deviations(cluster).items():
+            values[name] = values[name] * factor
+        return constants_from(values)
+
+    def deviations(self, cluster: str) -> dict[str, float]:
+        """Factors on the shared constants: the cluster's own, else its software stack's, else the
+        mean of clusters with devices of its generation (an H800 computes like an H100)."""
+        if cluster in self.clusters:
+            return dict(self.clusters[cluster])
+        stack, _, device = cluster.rpartition("/")
+        if stack in self.stacks:
+            return dict(self.stacks[stack])
+        generation = _generation(device)
+        relatives = [
+            key
+            for key in self.clusters
+            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
+        ]
+        found: dict[str, float] = {}
+        for name in OWN:
+            logs = [math.log(self.clusters[key].get(name, 1.0)) for key in relatives]
+            if logs:
+                found[name] = math.exp(sum(logs) / (len(logs) + _PULL))
+        return found
+
+    def knows(self, cluster: str) -> bool:
+        """Whether the cluster has constants of its own."""
+        return cluster in self.clusters
+
+    def allocation(self, cluster: str) -> Allocation:
+        """How the software of a cluster allocates."""
+        stack = cluster.rpartition("/")[0]
+        settings = {
+            **self.allocations.get(stack, {}),
+            **self.allocations.get(cluster, {}),
+        }
+        return Allocation(**cast("dict[str, Any]", settings))
+
+
+def _generation(device: str) -> str:
+    """The generation of a device; an unknown device is a generation of its own."""
+    known = ACCELERATORS.get(device)
+    return known.generation if known else device
+
+
+@cache
+def shipped_calibration() -> Calibration:
+    """What was fitted to published runs and is part of the package."""
+    home = files("moemesh.config") / "presets" / "calibration"
+    table = tomllib.loads((home / "published.toml").read_text(encoding="utf-8"))
+    return read_calibration(table, "the packaged calibration")
+
+
+def cluster_constants(cluster: Cluster) -> Constants:
+    """The constants of a Cluster file: its own, where it has them; else those of its device."""
+    calibration = shipped_calibration()
+    values = {
+        name: float(getattr(calibration.constants(f"/{cluster.accelerator}"), name))
+        for name in NAMES
+    }
+    if unknown := sorted(set(cluster.constants) - set(NAMES)):
+        raise UserError(f"cluster {cluster.name} has an unknown constant {unknown[0]}")
+    return constants_from({**values, **cluster.constants})
+
+
+def prior_calibration() -> Calibration:
+    """Nothing fitted: the priors of every constant."""
+    return Calibration(shared=dict(zip(NAMES, (float(value) for value in PRIORS), strict=True)))
+
+
+def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
+    """A calibration from parsed TOML. Raises UserError for unknown names and values below zero."""
+    shared = {name: float(value) for name, value in table.get("shared", {}).items()}
+    clusters = {
+        key: {name: float(value) for name, value in values.items()}
+        for key, values in table.get("cluster", {}).items()
+    }
+    stacks = {
+        key: {name: float(value) for name, value in values.items()}
+        for key, values in table.get("stack", {}).items()
+    }
+    known = set(NAMES)
+    for place, values in (("shared", shared), *stacks.items(), *clusters.items()):
+        for name, value in values.items():
+            if name not in known:
+                raise UserError(f"{origin}: [{place}] names `{name}`, no constant of the model")
+            if not value > 0:
+                raise UserError(f"{origin}: [{place}] {name} must be above 0, not {value}")
+    defaults = prior_calibration().shared
+    settings = {item.name for item in fields(Allocation)}
+    allocations = cast("dict[str, dict[str, float]]", table.get("memory", {}))
+    for key, values in allocations.items():
+        if unknown := set(values) - settings:
+            raise UserError(f"{origin}: [memory.{key}] names {', '.join(sorted(unknown))}")
+    return Calibration(
+        shared={**defaults, **shared},
+        stacks=stacks,
+        clusters=clusters,
+        allocations=dict(allocations),
+    )

@@ -1,0 +1,342 @@
+"""Operator graphs of model parts: dense and MoE layers, embedding, head, a convolutional network.
+
+One graph a *block type*; layers of a type are the same object, which `elimination.solve_chain`
+solves once. Nothing here knows a parallel strategy: dims, sizes and who reads what are all there
+is, and the usual strategies are what comes out. Megatron's column and row split with sequence
+parallelism, GShard's expert parallelism (arXiv:2006.16668) and "one weird trick" (A. Krizhevsky,
+arXiv:1404.5997: convolutions by batch, dense layers by channels) are tests, not rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moemesh.planner.flops import attended_tokens
+from moemesh.planner.operators.graph import Block
+from moemesh.planner.operators.graph_builder import GraphBuilder
+from moemesh.planner.operators.resharding import LayoutError
+from moemesh.planner.operators.strategies import CostModel, OperatorSpec
+from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
+
+_TOKENS = ("batch", "sequence")
+_STREAM = (*_TOKENS, "hidden")
+_GATES = (*_TOKENS, "gates")
+#: Routed rows: tokens of either dim, once an expert that they chose.
+_ROWS = ("experts", "batch sequence", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerBlocks:
+    """Builder of the block types of one model for one microbatch.
+
+    `batch` sequences of `sequence` tokens are those of all ranks of the mesh together.
+    """
+
+    shape: ModelShape
+    batch: int
+    sequence: int
+    costs: CostModel
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.sequence < 1:
+            raise LayoutError(
+                f"{self.batch} sequences of {self.sequence} tokens: both must be at least 1"
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of the residual stream."""
+        return float(self.tokens * self.shape.hidden_size * self.element_bytes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that cuts must divide; heads are cut by whole key-value heads."""
+        shape = self.shape
+        latent = shape.attention == "mla"
+        return {
+            "batch": self.batch,
+            "sequence": self.sequence,
+            "hidden": shape.hidden_size,
+            "heads": shape.num_heads if latent else shape.num_kv_heads,
+            "width": shape.intermediate_size,
+            "experts": shape.num_experts,
+            "expert_width": shape.expert_intermediate_size,
+            "shared_width": shape.shared_intermediate_size,
+            "vocabulary": shape.vocab_size,
+        }
+
+    def layer(self, kind: LayerKind) -> Block:
+        """One transformer layer between two ports of the residual stream."""
+        builder = GraphBuilder(self.costs)
+        entry = self._port(builder, "entry")
+        attention = self._attention(builder, entry, kind.window)
+        first = builder.add(self._sum("add attention", 2), entry, attention)
+        normed = builder.add(self._norm("mlp norm"), first)
+        if kind.moe:
+            parts = [self._experts(builder, normed)]
+            if self.shape.shared_intermediate_size:
+                parts.append(self._mlp(builder, "shared ", "shared_width", normed))
+        else:
+            parts = [self._mlp(builder, "", "width", normed)]
+        second = builder.add(self._sum("add mlp", 1 + len(parts)), first, *parts)
+        return builder.block(entry, self._port(builder, "exit", second))
+
+    def embedding(self) -> Block:
+        """Token ids to the residual stream."""
+        builder = GraphBuilder(self.costs)
+        entry = builder.data("tokens", 2, self._token_cuts, 8.0 * self.tokens)
+        spec = OperatorSpec(
+            name="embedding",
+            sizes=self.sizes,
+            inputs=(_TOKENS,),
+            output=_STREAM,
+            cut=(*_STREAM, "vocabulary"),
+            weight=("vocabulary", "hidden"),
+            weight_elements=float(self.shape.vocab_size * self.shape.hidden_size),
+            moved_bytes=2 * self.stream_bytes,
+            output_bytes=self.stream_bytes,
+        )
+        return builder.block(entry, self._port(builder, "exit", builder.add(spec, entry)))
+
+    def head(self) -> Block:
+        """The residual stream to the loss."""
+        builder = GraphBuilder(self.costs)
+        entry = self._port(builder, "entry")
+        normed = builder.add(self._norm("final norm"), entry)
+        elements = 0 if self.shape.tied_embeddings else None
+        product = self._product("logits", "hidden", "vocabulary", elements=elements)
+        logits = builder.add(product, normed)
+        logit_bytes = 4.0 * self.tokens * self.shape.vocab_size
+        spec = OperatorSpec(
+            name="loss",
+            sizes=self.sizes,
+            inputs=((*_TOKENS, "vocabulary"),),
+            output=_TOKENS,
+            cut=(*_TOKENS, "vocabulary"),
+            moved_bytes=logit_bytes,
+            output_bytes=4.0 * self.tokens,
+            kept_bytes=logit_bytes,
+        )
+        loss = builder.add(spec, logits)
+        exit = builder.port("exit", 2, self._token_cuts, 4.0 * self.tokens, loss)
+        return builder.block(entry, exit)
+
+    def model(self) -> tuple[Block, ...]:
+        """Embedding, all layers (one object a kind), head: for `elimination.solve_chain`."""
+        kinds = {kind: self.layer(kind) for kind in self.shape.kind_counts}
+        return (self.embedding(), *(kinds[kind] for kind in self.shape.kinds), self.head())
+
+    @property
+    def _token_cuts(self) -> dict[int, int]:
+        return {0: self.batch, 1: self.sequence}
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        """Channels of the dims that products read and write."""
+        shape = self.shape
+        heads = shape.num_heads if shape.attention == "mla" else shape.num_kv_heads
+        latent = (shape.q_lora_rank or shape.hidden_size) + shape.kv_lora_rank
+        return {
+            **self.sizes,
+            "latent": latent + shape.qk_rotary_head_dim,
+            "qkv": shape.query_width + shape.kv_width + heads * shape.value_head_dim,
+            "heads": shape.output_width,
+        }
+
+    def _port(self, builder: GraphBuilder, name: str, *inputs: str) -> str:
+        return builder.port(name, 3, self._token_cuts, self.stream_bytes, *inputs)
+
+    def _norm(self, name: str) -> OperatorSpec:
+        scale = NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=(_STREAM,),
+            output=_STREAM,
+            cut=_TOKENS,
+            weight_elements=float(scale),
+            moved_bytes=2 * self.stream_bytes,
+            output_bytes=self.stream_bytes,
+            kept_bytes=self.stream_bytes,
+        )
+
+    def _sum(self, name: str, num_inputs: int) -> OperatorSpec:
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=(_STREAM,) * num_inputs,
+            output=_STREAM,
+            cut=_STREAM,
+            moved_bytes=(num_inputs + 1) * self.stream_bytes,
+            output_bytes=self.stream_bytes,
+            kept_bytes=self.stream_bytes,
+            linear=True,
+        )
+
+    def _product(
+        self,
+        name: str,
+        inner: str,
+        outer: str,
+        *,
+        outer_width: int | None = None,
+        elements: int | None = None,
+        kept: bool = False,
+    ) -> OperatorSpec:
+        """Tokens x inner times inner x outer; `elements` where the weight is not the whole matrix
+        (low ranks) or is shared with another operator (0)."""
+        rows, columns = self._widths[inner], outer_width or self._widths[outer]
+        whole = rows * columns
+        multiplied = elements or whole
+        out = float(self.tokens * columns * self.element_bytes)
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=((*_TOKENS, inner),),
+            output=(*_TOKENS, outer),
+            cut=(*_TOKENS, *(dim for dim in (inner, outer) if dim in self.sizes)),
+            weight=(inner, outer),
+            weight_elements=float(whole if elements is None else elements),
+            flops=2.0 * self.tokens * multiplied,
+            moved_bytes=out + float(self.tokens * rows * self.element_bytes),
+            output_bytes=out,
+            kept_bytes=out if kept else 0.0,
+        )
+
+    def _activation(self, name: str, dims: tuple[str, ...], inner_bytes: float) -> OperatorSpec:
+        cut = tuple(part for dim in dims for part in dim.split())
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=(dims,),
+            output=dims,
+            cut=cut,
+            moved_bytes=(self._ups + 1) * inner_bytes,
+            output_bytes=inner_bytes,
+            kept_bytes=inner_bytes,
+        )
+
+    @property
+    def _ups(self) -> int:
+        """Matrices in front of the activation: gate and up, or one."""
+        return 2 if self.shape.gated else 1
+
+    def _attention(self, builder: GraphBuilder, entry: str, window: int) -> str:
+        """Norm, projections (over a latent for MLA), core, output projection."""
+        shape, width = self.shape, self._widths["qkv"]
+        source, inner, elements = builder.add(self._norm("attention norm"), entry), "hidden", None
+        if shape.attention == "mla":
+            query = shape.q_lora_rank
+            down = shape.hidden_size * (query + shape.kv_lora_rank + shape.qk_rotary_head_dim)
+            source = builder.add(
+                self._product("latent", "hidden", "latent", elements=down, kept=True), source
+            )
+            inner = "latent"
+            elements = (query or shape.hidden_size) * shape.query_width
+            per_head = shape.qk_nope_head_dim + shape.v_head_dim
+            elements += shape.kv_lora_rank * shape.num_heads * per_head
+        qkv = builder.add(
+            self._product("qkv", inner, "heads", outer_width=width, elements=elements, kept=True),
+            source,
+        )
+        heads = (*_TOKENS, "heads")
+        out = float(self.tokens * shape.output_width * self.element_bytes)
+        pairs = self.tokens * attended_tokens(self.sequence, window, "causal")
+        core = OperatorSpec(
+            name="attention core",
+            sizes=self.sizes,
+            inputs=(heads,),
+            output=heads,
+            cut=heads,
+            flops=2.0 * pairs * shape.num_heads * (shape.query_head_dim + shape.value_head_dim),
+            moved_bytes=out + float(self.tokens * width * self.element_bytes),
+            output_bytes=out,
+            kept_bytes=out,
+            # Queries stay, keys and values visit every rank (context parallelism).
+            exchange_bytes={
+                "sequence": float(self.tokens * (width - shape.query_width) * self.element_bytes)
+            },
+        )
+        return builder.add(self._product("output", "heads", "hidden"), builder.add(core, qkv))
+
+    def _mlp(self, builder: GraphBuilder, prefix: str, dim: str, source: str) -> str:
+        width = self.sizes[dim]
+        up = self._product(f"{prefix}up", "hidden", dim, outer_width=self._ups * width, kept=True)
+        inner_bytes = float(self.tokens * width * self.element_bytes)
+        act = self._activation(f"{prefix}activation", (*_TOKENS, dim), inner_bytes)
+        down = self._product(f"{prefix}down", dim, "hidden")
+        return builder.add(down, builder.add(act, builder.add(up, source)))
+
+    def _experts(self, builder: GraphBuilder, normed: str) -> str:
+        """Router, dispatch, experts, combine."""
+        shape = self.shape
+        rows = float(self.tokens * shape.experts_per_token)
+        elements = shape.hidden_size * shape.num_experts
+        gate_bytes = 4.0 * self.tokens * shape.num_experts
+        router = OperatorSpec(
+            name="router",
+            sizes=self.sizes,
+            inputs=(_STREAM,),
+            output=_GATES,
+            cut=_TOKENS,
+            weight_elements=float(elements),
+            flops=2.0 * self.tokens * elements,
+            moved_bytes=self.stream_bytes,
+            output_bytes=gate_bytes,
+            kept_bytes=gate_bytes,
+        )
+        gates = builder.add(router, normed)
+        routed = rows * shape.hidden_size * self.element_bytes
+        dispatch = OperatorSpec(
+            name="dispatch",
+            sizes=self.sizes,
+            inputs=(_STREAM, _GATES),
+            output=_ROWS,
+            cut=_TOKENS,
+            moved_bytes=routed + self.stream_bytes,
+            output_bytes=routed,
+            kept_bytes=routed,
+        )
+        combine = OperatorSpec(
+            name="combine",
+            sizes=self.sizes,
+            inputs=(_ROWS, _GATES),
+            output=_STREAM,
+            cut=_TOKENS,
+            moved_bytes=routed + self.stream_bytes,
+            output_bytes=self.stream_bytes,
+        )
+        width = shape.expert_intermediate_size
+        wide = (*_ROWS[:2], "expert_width")
+        up = self._expert_product(
+            "expert up", "hidden", "expert_width", rows, self._ups * width, kept=True
+        )
+        act = self._activation("expert activation", wide, rows * width * self.element_bytes)
+        down = self._expert_product("expert down", "expert_width", "hidden", rows, width)
+        inside = builder.add(up, builder.add(dispatch, normed, gates))
+        return builder.add(combine, builder.add(down, builder.add(act, inside)), gates)
+
+    def _expert_product(
+        self, name: str, inner: str, outer: str, rows: float, width: int, *, kept: bool = False
+    ) -> OperatorSpec:
+        """One matrix an expert: hidden x width, or width x hidden."""
+        hidden = self.shape.hidden_size
+        out = rows * (hidden if outer == "hidden" else width) * self.element_bytes
+        return OperatorSpec(
+            name=name,
+            sizes=self.sizes,
+            inputs=((*_ROWS[:2], inner),),
+            output=(*_ROWS[:2], outer),
+            cut=("experts", *_TOKENS, inner, outer),
+            weight=("experts", inner, outer),
+            weight_elements=float(self.shape.num_experts * hidden * width),
+            flops=2.0 * rows * hidden * width,
+            moved_bytes=out,
+            output_bytes=out,
+            kept_bytes=out if kept else 0.0,
+        )

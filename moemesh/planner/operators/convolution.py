@@ -1,0 +1,149 @@
+"""A small convolutional network with two branches, as AlexNet (2012), as an operator graph.
+
+Five convolutions in two branches that exchange their maps before the third, then three dense
+layers. It is here so that the planner is one of graphs: nothing in it is a transformer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moemesh.planner.operators.graph import OperatorGraph
+from moemesh.planner.operators.graph_builder import GraphBuilder
+from moemesh.planner.operators.resharding import LayoutError
+from moemesh.planner.operators.strategies import CostModel, OperatorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """Channels of one branch behind a layer, kernel side, side of the map before pooling and behind
+    it."""
+
+    channels: int
+    kernel: int
+    side: int
+    pooled_side: int
+
+
+#: Channels are those of one branch (A. Krizhevsky, I. Sutskever, G. Hinton, 2012).
+ALEXNET = (
+    Convolution(channels=48, kernel=11, side=55, pooled_side=27),
+    Convolution(channels=128, kernel=5, side=27, pooled_side=13),
+    Convolution(channels=192, kernel=3, side=13, pooled_side=13),
+    Convolution(channels=192, kernel=3, side=13, pooled_side=13),
+    Convolution(channels=128, kernel=3, side=13, pooled_side=6),
+)
+_DENSE = (4096, 4096, 1000)
+
+
+def two_branch_network(
+    batch: int,
+    costs: CostModel,
+    *,
+    layers: tuple[Convolution, ...] = ALEXNET,
+    dense: tuple[int, ...] = _DENSE,
+    crossing: int = 2,
+    image_channels: int = 3,
+    image_side: int = 224,
+    element_bytes: int = 2,
+) -> OperatorGraph:
+    """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
+
+    Raises LayoutError for an empty batch or a crossing that is not a layer behind the first.
+    """
+    if batch < 1 or not layers or not 0 < crossing < len(layers):
+        raise LayoutError(
+            f"batch {batch}, {len(layers)} convolutions, crossing at {crossing}: batch is at least "
+            f"1 and the crossing from 1 to {len(layers) - 1}"
+        )
+    builder = GraphBuilder(costs)
+    image_bytes = float(batch * image_channels * image_side**2 * element_bytes)
+    images = builder.data("images", 2, {0: batch}, image_bytes)
+    ends = [images, images]
+    for index, layer in enumerate(layers):
+        before = layers[index - 1].channels if index else image_channels
+        sources = [ends, ends] if index == crossing else [[end] for end in ends]
+        ends = [
+            builder.add(
+                _convolution(
+                    f"conv{index + 1}{name}", batch, layer, before, len(read), element_bytes
+                ),
+                *read,
+            )
+            for name, read in zip("ab", sources, strict=True)
+        ]
+    last = layers[-1]
+    width = 2 * last.channels * last.pooled_side**2
+    joined = builder.add(_concatenate(batch, width, element_bytes), *ends)
+    for index, out in enumerate(dense):
+        spec = _dense(f"dense{index + 1}", batch, width, out, element_bytes)
+        joined, width = builder.add(spec, joined), out
+    loss_bytes = 4.0 * batch
+    loss = OperatorSpec(
+        name="loss",
+        sizes={"batch": batch, "out": width},
+        inputs=(("batch", "out"),),
+        output=("batch",),
+        cut=("batch", "out"),
+        moved_bytes=4.0 * batch * width,
+        output_bytes=loss_bytes,
+    )
+    builder.add(loss, joined)
+    return builder.graph()
+
+
+def _convolution(
+    name: str, batch: int, layer: Convolution, before: int, num_inputs: int, element_bytes: int
+) -> OperatorSpec:
+    """Convolution, activation and pooling; over one branch's maps or both."""
+    elements = float(layer.channels * before * num_inputs * layer.kernel**2)
+    computed = float(batch * layer.channels * layer.side**2)
+    out = float(batch * layer.channels * layer.pooled_side**2 * element_bytes)
+    single = num_inputs == 1
+    # Two inputs have channels of their own, which no single cut divides.
+    return OperatorSpec(
+        name=name,
+        sizes={"batch": batch, "in": before, "out": layer.channels},
+        inputs=(("batch", "in"),) * num_inputs,
+        output=("batch", "out"),
+        cut=("batch", "in", "out") if single else ("batch", "out"),
+        weight=("in", "out"),
+        weight_elements=elements,
+        flops=2.0 * computed * elements / layer.channels,
+        moved_bytes=2.0 * computed * element_bytes,
+        output_bytes=out,
+        kept_bytes=computed * element_bytes,
+    )
+
+
+def _concatenate(batch: int, width: int, element_bytes: int) -> OperatorSpec:
+    """Both branches as one row an image; a cut of channels would mix the branches' orders."""
+    num_bytes = float(batch * width * element_bytes)
+    return OperatorSpec(
+        name="concatenate",
+        sizes={"batch": batch},
+        inputs=(("batch", "branch"),) * 2,
+        output=("batch", "channels"),
+        cut=("batch",),
+        moved_bytes=2 * num_bytes,
+        output_bytes=num_bytes,
+        kept_bytes=num_bytes,
+    )
+
+
+def _dense(name: str, batch: int, before: int, out: int, element_bytes: int) -> OperatorSpec:
+    elements = float(before * out)
+    num_bytes = float(batch * out * element_bytes)
+    return OperatorSpec(
+        name=name,
+        sizes={"batch": batch, "in": before, "out": out},
+        inputs=(("batch", "in"),),
+        output=("batch", "out"),
+        cut=("batch", "in", "out"),
+        weight=("in", "out"),
+        weight_elements=elements,
+        flops=2.0 * batch * elements,
+        moved_bytes=num_bytes,
+        output_bytes=num_bytes,
+        kept_bytes=num_bytes,
+    )

@@ -1,0 +1,258 @@
+"""The ways to lay one operator out over a mesh, and what each costs.
+
+An operator is described by its dims, as an einsum: dims of every input, of the output and of the
+weight. Cutting dim d along a mesh axis then says everything:
+
+=====================  ================================  =============
+dim d is in            placement along the axis          known as
+=====================  ================================  =============
+input, output          cut, cut; weight gradient summed  data parallel
+weight, output         B, cut; weight cut                column
+input, weight          cut, P; weight cut                row
+input, weight, output  cut, cut; weight cut              expert
+=====================  ================================  =============
+
+and no cut means R everywhere: every rank of the axis does the same. Over several axes each takes
+its own. Experts need no rule of their own: tokens cut along an axis and experts cut along the same
+axis are two layouts of one tensor, and the change between them is the all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from moemesh.config.cluster import Cluster
+from moemesh.config.errors import UserError
+from moemesh.planner.operators.graph import Operator, Strategy
+from moemesh.planner.operators.resharding import MeshAxis, MeshLayout
+from moemesh.planner.timing.network import group_bandwidth
+
+#: (floating-point operations, bytes moved) of one device -> seconds.
+ComputeSeconds = Callable[[float, float], float]
+WHOLE = "whole"
+PARTIAL = "partial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSpec:
+    """One operator, of all devices together and for one microbatch, forward.
+
+    `sizes` are those that cuts must divide. Dims are names; "batch sequence" is one dim of a tensor
+    in which either of two is cut. `cut` are the dims that may be cut, `moved_bytes` those of inputs
+    and output without the weight, `kept_bytes` what the backward needs of the output (and of what
+    lies between), `exchange_bytes[d]` what must be gathered along an axis that cuts d (keys and
+    values, say). `linear` operators also pass partial sums through.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    inputs: tuple[tuple[str, ...], ...]
+    output: tuple[str, ...]
+    cut: tuple[str, ...]
+    weight: tuple[str, ...] = ()
+    weight_elements: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    exchange_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
+    linear: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The mesh of one stage (outermost axis first), its devices and how weights are kept.
+
+    Per parameter, `weight_bytes` are read by every product; `state_bytes` are weight, gradient and
+    optimizer, of which `optimizer_bytes` are divided among the ranks that sum a gradient when
+    `shard_optimizer`. Gradients are summed once every `microbatches`. `recompute` adds, to every
+    operator that keeps something, a strategy that keeps nothing and runs its forward again.
+    """
+
+    axes: tuple[MeshAxis, ...]
+    compute_seconds: ComputeSeconds
+    state_bytes: float = 18.0
+    optimizer_bytes: float = 12.0
+    gradient_bytes: float = 4.0
+    weight_bytes: float = 2.0
+    shard_optimizer: bool = False
+    microbatches: int = 1
+    recompute: bool = False
+
+
+def cost_model(
+    cluster: Cluster,
+    axes: Mapping[str, int],
+    *,
+    dtype: str = "bfloat16",
+    efficiency: float = 0.6,
+    microbatches: int = 1,
+    recompute: bool = False,
+    shard_optimizer: bool = False,
+) -> CostModel:
+    """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
+
+    `axes` are names and degrees, innermost (neighbouring ranks) last. `efficiency` is the share of
+    the peak that products reach. Raises UserError when the axes need more devices than there are.
+    """
+    needed = prod(axes.values())
+    if needed > cluster.num_devices or needed < 1:
+        raise UserError(
+            f"axes {dict(axes)} need {needed} devices; cluster {cluster.name} has "
+            f"{cluster.num_devices}"
+        )
+    if dtype not in cluster.peak_flops:
+        known = ", ".join(cluster.peak_flops)
+        raise UserError(f"cluster {cluster.name} has no peak for {dtype}; it has {known}")
+    links: list[MeshAxis] = []
+    stride = needed
+    for name, size in axes.items():
+        stride //= size
+        bandwidth = float(
+            group_bandwidth(
+                size,
+                stride,
+                node_size=cluster.gpus_per_node,
+                intra=cluster.intra_node_bandwidth,
+                inter=cluster.inter_node_bandwidth,
+            )
+        )
+        inside = size * stride <= cluster.gpus_per_node
+        latency = cluster.intra_node_latency if inside else cluster.inter_node_latency
+        links.append(
+            MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=1 / bandwidth)
+        )
+    peak, memory = cluster.peak_flops[dtype] * efficiency, cluster.memory_bandwidth
+
+    def compute_seconds(flops: float, moved_bytes: float) -> float:
+        return max(flops / peak, moved_bytes / memory)
+
+    return CostModel(
+        axes=tuple(links),
+        compute_seconds=compute_seconds,
+        microbatches=microbatches,
+        recompute=recompute,
+        shard_optimizer=shard_optimizer,
+    )
+
+
+def operator_of(spec: OperatorSpec, costs: CostModel) -> Operator:
+    """The operator with a strategy for every legal choice of cuts.
+
+    Raises UserError when there is none, which cannot be while "whole" is a choice.
+    """
+    strategies: list[Strategy] = []
+    for ways in _choices(spec, costs):
+        strategies += _strategies(spec, costs, ways)
+    if not strategies:
+        raise UserError(f"operator {spec.name!r} has no legal layout")
+    return Operator(name=spec.name, strategies=tuple(strategies))
+
+
+def port(name: str, rank: int, sizes: Mapping[int, int], costs: CostModel) -> Operator:
+    """A place where blocks meet: a tensor of `rank` dims in any layout, at no cost.
+
+    `sizes` are the dims that may be cut, with the size that cuts must divide.
+    """
+    choices = ("R", *(f"S{dim}" for dim in sorted(sizes) if dim < rank))
+    strategies: list[Strategy] = []
+    for layout in product(choices, repeat=len(costs.axes)):
+        legal = all(
+            size % prod(a.size for a, p in zip(costs.axes, layout, strict=True) if p == f"S{dim}")
+            == 0
+            for dim, size in sizes.items()
+        )
+        if legal and not _useless(layout, "R", costs):
+            strategies.append(
+                Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
+            )
+    return Operator(name=name, strategies=tuple(strategies))
+
+
+def _choices(spec: OperatorSpec, costs: CostModel) -> Iterator[tuple[str, ...]]:
+    """One way an axis: a dim that is cut, WHOLE, or PARTIAL."""
+    ways = (WHOLE, *spec.cut, *((PARTIAL,) if spec.linear else ()))
+    for chosen in product(ways, repeat=len(costs.axes)):
+        if _useless(chosen, WHOLE, costs):
+            continue
+        if all(spec.sizes[dim] % prod(_sizes(costs, chosen, {dim})) == 0 for dim in spec.cut):
+            yield chosen
+
+
+def _useless(chosen: tuple[str, ...], plain: str, costs: CostModel) -> bool:
+    """Along an axis of one rank all ways are the same: only the plain one is listed."""
+    return any(
+        axis.size == 1 and way != plain for axis, way in zip(costs.axes, chosen, strict=True)
+    )
+
+
+def _sizes(costs: CostModel, ways: tuple[str, ...], dims: set[str]) -> list[int]:
+    """Sizes of the axes that cut one of `dims`."""
+    return [axis.size for axis, way in zip(costs.axes, ways, strict=True) if way in dims]
+
+
+def _names(dims: tuple[str, ...]) -> set[str]:
+    return {name for dim in dims for name in dim.split()}
+
+
+def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshLayout:
+    """Placements of a tensor; `missing` where a dim is cut that the tensor does not have."""
+    places = {name: f"S{index}" for index, dim in enumerate(dims) for name in dim.split()}
+    fixed = {WHOLE: "R", PARTIAL: "P"}
+    return tuple(fixed.get(way) or places.get(way, missing) for way in ways)
+
+
+def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> list[Strategy]:
+    cut = set(spec.cut)
+    shards = prod(_sizes(costs, ways, cut))
+    weights = spec.weight_elements / prod(_sizes(costs, ways, set(spec.weight)))
+    summed = [
+        axis
+        for axis, way in zip(costs.axes, ways, strict=True)
+        if way in cut and way not in spec.weight
+    ]
+    gradient = weights * costs.gradient_bytes
+    seconds = sum(axis.all_reduce(gradient) for axis in summed) / costs.microbatches
+    seconds += _exchange_seconds(spec, costs, ways)
+    moved = spec.moved_bytes / shards + weights * costs.weight_bytes
+    forward = costs.compute_seconds(spec.flops / shards, moved)
+    # The backward costs two forwards: one for the input's gradient, one for the weight's.
+    seconds += 3 * forward
+    state = costs.state_bytes
+    if costs.shard_optimizer:
+        ranks = prod(axis.size for axis in summed)
+        state -= costs.optimizer_bytes * (1 - 1 / ranks)
+    name = ",".join(
+        f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
+    )
+    kept = spec.kept_bytes / prod(_sizes(costs, ways, _names(spec.output)))
+    inputs = tuple(_layout(dims, ways, "B") for dims in spec.inputs)
+    output = _layout(spec.output, ways, "P")
+
+    def strategy(suffix: str, more_seconds: float, saved: float) -> Strategy:
+        return Strategy(
+            name=(name or WHOLE) + suffix,
+            inputs=inputs,
+            output=output,
+            seconds=seconds + more_seconds,
+            state_bytes=weights * state,
+            saved_bytes=saved,
+        )
+
+    found = [strategy("", 0.0, kept)]
+    if costs.recompute and spec.kept_bytes:
+        found.append(strategy(" recompute", forward, 0.0))
+    return found
+
+
+def _exchange_seconds(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> float:
+    """All-gather before, reduce-scatter behind, of what a cut dim needs from the other ranks."""
+    seconds = 0.0
+    for axis, way in zip(costs.axes, ways, strict=True):
+        if spec.exchange_bytes.get(way):
+            others = prod(_sizes(costs, ways, set(spec.cut) - {way}))
+            seconds += 2 * axis.gather(spec.exchange_bytes[way] / others)
+    return seconds

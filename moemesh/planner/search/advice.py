@@ -1,0 +1,129 @@
+"""What a person asks of a plan: what binds it, what more memory buys, why not another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.search.search import Candidate, Found
+from moemesh.trace.memory import format_bytes
+
+GIB = 2**30
+#: More memory a device that sensitivity is asked for, in GiB.
+MORE_MEMORY = (4, 8, 16, 32)
+#: What two layouts are told apart by, in the order of a sentence.
+_TOLD = (
+    "pp", "schedule", "stages_per_rank", "dp", "cp", "tp", "ep", "etp", "zero", "recompute",
+    "microbatch", "attention_exit", "dispatcher",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Sentences about the best layout. `binding`: the constraint that holds it back and its price;
+    `sensitivity`: (more bytes a device, seconds then); `why_not`: one line per rival."""
+
+    binding: str
+    sensitivity: tuple[tuple[int, float], ...]
+    why_not: tuple[str, ...]
+
+
+def advise(found: Found, best: int) -> Advice:
+    """Explain layout `best`, the fastest that fits."""
+    sensitivity = tuple(_sensitivity(found, best))
+    return Advice(
+        binding=_binding(found, best, sensitivity),
+        sensitivity=sensitivity,
+        why_not=tuple(_why_not(found, best)),
+    )
+
+
+def _sensitivity(found: Found, best: int) -> Iterator[tuple[int, float]]:
+    for more in MORE_MEMORY:
+        capacity = found.capacity + more * GIB
+        fastest = found.fitting(capacity, 1)
+        yield more * GIB, min(found.seconds(fastest[0]), found.seconds(best))
+
+
+def _binding(found: Found, best: int, sensitivity: tuple[tuple[int, float], ...]) -> str:
+    seconds, memory = found.seconds(best), found.memory(best)
+    for more, then in sensitivity:
+        if then < seconds * 0.999:
+            gain = 1 - then / seconds
+            return (
+                f"memory of pipeline rank {memory.rank}: +{more // GIB} GiB a device would make a "
+                f"step {gain:.1%} faster"
+            )
+    parts = found.candidate(best).breakdown
+    waits = {name: parts[name] for name in parts if name not in ("total", "compute", "attention")}
+    name = max(waits, key=lambda part: waits[part])
+    return f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
+
+
+def _why_not(found: Found, best: int) -> Iterator[str]:
+    """Faster layouts, the ones that miss their memory by least."""
+    seconds = found.seconds(best)
+    seen: set[str] = set()
+    for index in found.faster_that_do_not_fit(seconds, 12):
+        layout, memory = found.layout(index), found.memory(index)
+        change = difference(found.layout(best), layout)
+        if change in seen:
+            continue
+        seen.add(change)
+        short = memory.needed - found.capacity
+        yield (
+            f"{change}: {1 - found.seconds(index) / seconds:.1%} faster, pipeline rank "
+            f"{memory.rank} short by {format_bytes(round(short))}"
+        )
+        if len(seen) == 5:
+            return
+
+
+def difference(old: PlannedLayout, new: PlannedLayout) -> str:
+    """What changes from one layout to the other: "tp 4 -> 2, recompute full -> none"."""
+    changes = [
+        f"{name} {_word(getattr(old, name))} -> {_word(getattr(new, name))}"
+        for name in _TOLD
+        if getattr(old, name) != getattr(new, name)
+    ]
+    return ", ".join(changes) or "nothing"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return "+".join(sorted(map(str, value))) or "none"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return str(value)
+
+
+def nearest_that_fits(found: Found, layout: PlannedLayout) -> tuple[str, Candidate] | None:
+    """The smallest change of a layout that makes it fit: one key, else two; the fastest of those.
+
+    None when no change of so few keys helps.
+    """
+    wanted = {item.name: getattr(layout, item.name) for item in fields(layout)}
+    best: tuple[int, float, int] | None = None
+    for index in found.fitting(found.capacity, 2000):
+        other = found.layout(index)
+        changed = sum(wanted[name] != getattr(other, name) for name in _TOLD if name != "dp")
+        rank = (changed, found.seconds(index), index)
+        if changed and (best is None or rank < best):
+            best = rank
+    if best is None or best[0] > 2:
+        return None
+    chosen = best[2]
+    return difference(layout, found.layout(chosen)), found.candidate(chosen)
+
+
+def what_would_fit(found: Found) -> str:
+    """When nothing fits: the layout that needs least, and what it lacks."""
+    index = found.smallest()
+    layout, memory = found.layout(index), found.memory(index)
+    lacking = memory.needed - found.capacity
+    needed = memory.needed / found.pricing.usable_share
+    shown = replace(layout, ranks_per_node=0).key
+    return (
+        f"the smallest, {shown}, needs {format_bytes(round(needed))} a device, "
+        f"{format_bytes(round(lacking))} more than there is"
+    )

@@ -1,0 +1,222 @@
+"""Which layouts there are: every legal combination of degrees and strategies, in numpy columns.
+
+A :class:`Family` fixes what is a word or decides what a rank holds (pipeline degree, schedule,
+chunks, recomputation, ZeRO, attention exit); its columns are all combinations of the other degrees
+and of the microbatch. One formula call prices a family.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moemesh.config.plan import AttentionExit, ScheduleName
+from moemesh.config.section import divisors
+from moemesh.planner.layout import PlannedLayout, Precision
+from moemesh.planner.layout_sources import RECOMPUTED
+from moemesh.planner.shapes.shape import ModelShape
+
+IntArray = NDArray[np.int64]
+
+#: Schedules that the search compares. GPipe takes the time of 1F1B and holds more; Chimera's bubble
+#: is larger than that of zero-bubble schedules; TeraPipe has no time model here; asynchronous
+#: schedules change what is learned.
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
+)  # fmt: skip
+#: Ways out of tensor-parallel attention. An all-reduce moves twice the bytes of a reduce-scatter
+#: and holds the same.
+EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may vary, and how far. None of the limits is silent: each that cuts is counted.
+
+    `tensor_inside_node` keeps tp and etp groups inside a node (an assumption: such groups exchange
+    for every layer). `largest_microbatch` in sequences.
+    """
+
+    num_devices: int
+    node_size: int
+    seq_len: int
+    global_batch: int
+    precision: Precision = "bfloat16"
+    schedules: tuple[ScheduleName, ...] = SCHEDULES
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    largest_microbatch: int = 16
+    largest_context: int = 64
+    tensor_inside_node: bool = True
+
+
+class Columns(NamedTuple):
+    """Degrees and batch of many layouts, one row each."""
+
+    tp: IntArray
+    cp: IntArray
+    dp: IntArray
+    ep: IntArray
+    etp: IntArray
+    microbatch: IntArray
+    microbatches: IntArray
+
+    def __len__(self) -> int:
+        return len(self[0])
+
+    def where(self, mask: NDArray[np.bool_]) -> Columns:
+        return Columns(*(column[mask] for column in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Layouts that share pp, schedule, chunks, recomputation, ZeRO and attention exit."""
+
+    pp: int
+    schedule: ScheduleName
+    stages_per_rank: int
+    recompute: str
+    zero: int
+    attention_exit: AttentionExit
+    columns: Columns = field(repr=False)
+
+    def layout(self, space: Space, row: int) -> PlannedLayout:
+        """One row as a layout. Experts that span nodes are reached by the node-aware exchange."""
+        tp, cp, dp, ep, etp, microbatch, _ = (int(column[row]) for column in self.columns)
+        return PlannedLayout(
+            tp=tp,
+            cp=cp,
+            dp=dp,
+            ep=ep,
+            etp=etp,
+            microbatch=microbatch,
+            pp=self.pp,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            recompute=RECOMPUTED[self.recompute],
+            zero=self.zero,
+            attention_exit=self.attention_exit,
+            dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
+            seq_len=space.seq_len,
+            global_batch=space.global_batch,
+            precision=space.precision,
+            ranks_per_node=min(space.node_size, space.num_devices),
+        )
+
+
+def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
+    """Every family with its legal columns; what a rule cuts is counted in `rejected`."""
+    for pp in divisors(space.num_devices):
+        if pp > shape.num_layers:
+            rejected["more stages than layers"] += 1
+            continue
+        columns = _columns(shape, space, pp, rejected)
+        if not len(columns):
+            continue
+        for schedule, chunks in _schedules(shape, space, pp):
+            allowed = columns.where(_runs(schedule, pp, columns.microbatches))
+            rejected[f"microbatches do not fit {schedule}"] += len(columns) - len(allowed)
+            if not len(allowed):
+                continue
+            for zero in space.zero:
+                # Nothing to shard where no rank holds the same weights.
+                own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
+                if zero >= 2 and pp > 1:
+                    # Gradients (and weights) would travel again for every microbatch.
+                    rejected["ZeRO-2 or 3 with a pipeline"] += len(own) * len(space.recompute)
+                    continue
+                for attention_exit in EXITS:
+                    if attention_exit != EXITS[0]:
+                        own = own.where(own.tp > 1)
+                    for recompute in space.recompute:
+                        if len(own):
+                            yield Family(
+                                pp=pp,
+                                schedule=schedule,
+                                stages_per_rank=chunks,
+                                recompute=recompute,
+                                zero=zero,
+                                attention_exit=attention_exit,
+                                columns=own,
+                            )
+
+
+def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:
+    """(schedule, chunks) for `pp` ranks; without a pipeline all are the same."""
+    if pp == 1:
+        yield space.schedules[0] if "1f1b" not in space.schedules else "1f1b", 1
+        return
+    for schedule in space.schedules:
+        if schedule == "interleaved_1f1b":
+            for chunks in range(2, shape.num_layers // pp + 1):
+                # Unequal chunks make the longest stage the pace of all.
+                if shape.num_layers % (pp * chunks) == 0 or chunks in (2, 3, 4):
+                    yield schedule, chunks
+        elif schedule not in ("zb_v", "dualpipe_v") or 2 * pp <= shape.num_layers:
+            yield schedule, 1
+
+
+def _runs(schedule: ScheduleName, pp: int, m: IntArray) -> NDArray[np.bool_]:
+    """Whether the schedule is defined for so many microbatches."""
+    match schedule:
+        case "interleaved_1f1b":
+            return m % pp == 0
+        case "dualpipe":
+            return (m >= 2 * pp) & (m % 2 == 0) & (pp % 2 == 0)
+        case "dualpipe_v":
+            return m >= 2 * pp
+        case _:
+            return m >= 1
+
+
+def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
+    """All legal (tp, cp, dp, ep, etp, microbatch) of one pipeline degree."""
+    rows: list[tuple[int, ...]] = []
+    stage = space.num_devices // pp
+    for tp in divisors(stage):
+        if not _divides_heads(shape, tp):
+            rejected["tp does not divide the heads or widths"] += 1
+            continue
+        if space.tensor_inside_node and tp > space.node_size:
+            rejected["tp would cross nodes"] += 1
+            continue
+        for cp in divisors(stage // tp):
+            if cp > space.largest_context or space.seq_len % cp:
+                rejected["cp beyond its limit"] += 1
+                continue
+            dp = stage // (tp * cp)
+            if space.global_batch % dp:
+                rejected["dp does not divide the batch"] += 1
+                continue
+            share = space.global_batch // dp
+            batches = [size for size in divisors(share) if size <= space.largest_microbatch]
+            for ep, etp in _expert_degrees(shape, space, stage):
+                rows += [(tp, cp, dp, ep, etp, size, share // size) for size in batches]
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(Columns._fields))
+    return Columns(*(np.ascontiguousarray(column) for column in table.T))
+
+
+def _divides_heads(shape: ModelShape, tp: int) -> bool:
+    sizes = [shape.num_heads, shape.intermediate_size, shape.shared_intermediate_size]
+    kv = shape.num_kv_heads
+    grouped = shape.attention == "mla" or kv % tp == 0 or tp % kv == 0
+    return grouped and not any(size % tp for size in sizes if size)
+
+
+def _expert_degrees(shape: ModelShape, space: Space, stage: int) -> Sequence[tuple[int, int]]:
+    """(ep, etp) of the stage's expert mesh."""
+    if not shape.is_moe:
+        return [(1, 1)]
+    return [
+        (ep, etp)
+        for ep in divisors(shape.num_experts)
+        for etp in divisors(stage)
+        if etp <= (space.node_size if space.tensor_inside_node else stage)
+        and shape.expert_intermediate_size % etp == 0
+        and stage % (ep * etp) == 0
+    ]

@@ -1,0 +1,1 @@
+"""Descriptions of models by their sizes, from wherever they come."""

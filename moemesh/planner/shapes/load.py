@@ -1,0 +1,208 @@
+"""A model by whatever names it: a preset, a Hugging Face config.json, or a TOML file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from pydantic import ValidationError
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
+from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.suggest import FOREIGN_NAMES, nearest_choice
+from moemesh.planner.shapes.huggingface import read_huggingface
+from moemesh.planner.shapes.shape import ModelShape, from_model_config
+
+#: Folder of presets that are shapes: planned, not trained, by this library.
+SHAPES = "shapes"
+
+
+class Model(NamedTuple):
+    """A shape, and the configuration with which our own library would train it (None: it cannot
+    say all of the shape)."""
+
+    shape: ModelShape
+    config: ModelConfig | None
+
+
+def load_model(source: str) -> Model:
+    """The model of a preset's name, or of a config.json (or its folder) or a TOML file.
+
+    Raises ConfigError with every problem found.
+    """
+    if source in preset_names():
+        return _from_table(read_preset_table(source), source, f"preset {source}")
+    if source in preset_names(SHAPES):
+        return _from_table(read_preset_table(source, SHAPES), source, f"preset {source}")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        known = (*preset_names(), *preset_names(SHAPES))
+        message = "neither a model preset nor a readable config.json or TOML file"
+        raise _refused("no-file", source, message, nearest_choice(source, known)) from None
+    name = path.parent.name if path.name == "config.json" else path.stem
+    if path.suffix == ".json":
+        return Model(read_huggingface(_json(text, source), name), None)
+    return _from_table(_toml(text, source), name, source)
+
+
+def _json(text: str, source: str) -> Mapping[str, Any]:
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused("syntax", source, f"not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _refused("wrong-type", source, "a model configuration is a JSON object")
+    return cast("Mapping[str, Any]", found)
+
+
+def _toml(text: str, source: str) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused("syntax", source, f"not valid TOML: {error}") from None
+    return table
+
+
+def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
+    """A section [model] as `moemesh train` reads it, or a bare table of sizes, which must name all.
+
+    Bare tables with a key that only trained models have are fields of ModelConfig, others fields of
+    ModelShape.
+    """
+    table = dict(table)
+    is_section = "model" in table
+    if is_section:
+        section = table["model"]
+        if not isinstance(section, dict):
+            message = "[model] is a section and takes keys, not a value"
+            raise _refused("wrong-type", name, message)
+        table = dict(cast("dict[str, Any]", section))
+    if preset := table.pop("preset", None):
+        if preset not in preset_names():
+            fix = nearest_choice(str(preset), preset_names())
+            raise _refused("unknown-preset", str(preset), "there is no such model preset", fix)
+        table = read_preset_table(str(preset)) | table
+    shape_fields = {item.name: item for item in fields(ModelShape)}
+    config_fields = set(ModelConfig.model_fields)
+    problems = [
+        _unknown_key(key, value, origin)
+        for key, value in table.items()
+        if key not in config_fields and key not in shape_fields
+    ]
+    if problems:
+        raise ConfigError(problems)
+    trained = set(table) - set(shape_fields)
+    if is_section and set(table) <= config_fields:
+        trained = trained or {"preset"}
+    needed = [key for key, item in shape_fields.items() if item.default is MISSING]
+    if not is_section and (missing := [key for key in needed if key not in table]):
+        raise ConfigError(_missing(key, origin) for key in missing)
+    if trained and set(table) <= config_fields:
+        config = _config(table if is_section else {"num_experts": 0} | table, origin)
+        return Model(from_model_config(config, name), config)
+    if trained:
+        raise ConfigError(_mixed(key, table[key], origin) for key in sorted(trained))
+    return Model(_shape(table, name, origin), None)
+
+
+def _config(table: Mapping[str, Any], origin: str) -> ModelConfig:
+    try:
+        config = ModelConfig.model_validate(dict(table))
+    except ValidationError as error:
+        raise ConfigError(
+            Problem(
+                code="wrong-type",
+                key="model." + ".".join(str(part) for part in item["loc"]),
+                value=item["input"],
+                origin=origin,
+                message=item["msg"],
+            )
+            for item in error.errors(include_url=False)
+        ) from None
+    if problems := config.check():
+        raise ConfigError(problems)
+    return config
+
+
+def _shape(table: Mapping[str, Any], name: str, origin: str) -> ModelShape:
+    """Tuples may be lists, and `moe_layers = "all"` or a first layer in place of a list."""
+    values = dict(table)
+    layers = values.get("num_layers")
+    if isinstance(layers, int) and isinstance(values.get("moe_layers"), str):
+        values["moe_layers"] = tuple(range(layers))
+    problems: list[Problem] = []
+    for item in fields(ModelShape):
+        value = values.get(item.name)
+        if isinstance(value, list):
+            values[item.name] = tuple(cast("list[Any]", value))
+        elif item.default is not MISSING and value is not None:
+            default = cast("object", item.default)
+            if isinstance(default, bool) != isinstance(value, bool) or not isinstance(
+                value, type(default)
+            ):
+                wanted = type(default).__name__
+                message = f"{item.name} is a {wanted}, not a {type(value).__name__}"
+                problems.append(
+                    Problem(
+                        code="wrong-type",
+                        key=f"model.{item.name}",
+                        value=value,
+                        origin=origin,
+                        message=message,
+                    )
+                )
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            message = f"{item.name} is a whole number"
+            key = f"model.{item.name}"
+            problems.append(
+                Problem(code="wrong-type", key=key, value=value, origin=origin, message=message)
+            )
+    if problems:
+        raise ConfigError(problems)
+    values.setdefault("name", name)
+    return ModelShape(**values)
+
+
+def _unknown_key(key: str, value: object, origin: str) -> Problem:
+    known = tuple(dict.fromkeys([*ModelConfig.model_fields, *(f.name for f in fields(ModelShape))]))
+    fix = nearest_choice(key, known)
+    if (foreign := FOREIGN_NAMES.get(key, "")).startswith("model."):
+        fix = f"here it is called {foreign.removeprefix('model.')}"
+    message = f"a model has no key `{key}`"
+    return Problem(
+        code="unknown-key",
+        key=f"model.{key}",
+        value=value,
+        origin=origin,
+        message=message,
+        fix=fix,
+    )
+
+
+def _missing(key: str, origin: str) -> Problem:
+    message = f"the model has no {key}"
+    return Problem(code="missing", key=f"model.{key}", origin=origin, message=message)
+
+
+def _mixed(key: str, value: object, origin: str) -> Problem:
+    return Problem(
+        code="conflict",
+        key=f"model.{key}",
+        value=value,
+        origin=origin,
+        message=f"`{key}` is a key of trained models and does not go with keys of planned shapes",
+        fix=f"leave `{key}` out",
+    )
+
+
+def _refused(code: str, source: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(code=code, key="model", value=source, message=message, fix=fix)])

@@ -1,0 +1,1 @@
+"""Seconds of one step: blocks, collectives, stages, in numbers or numpy columns."""

@@ -1,0 +1,281 @@
+"""Time of computation on one device: matrix products, attention cores, element-wise traffic.
+
+A product of [M, K] and [K, N] does 2 M N K operations at
+
+    peak x best efficiency / ((1 + r 64/M) (1 + n 64/N) (1 + n 64/K))
+
+so that each of the three sides saturates by itself; r grows with peak over HBM bandwidth, because
+few rows leave a product bound by reading its weights (the roofline: M = peak / bandwidth rows are
+where both sides are equal). A grouped product has the real rows of one expert as its M. Everything
+between products is priced by its bytes over HBM bandwidth, each layer has a fixed cost for kernels
+that are too short to hide their launch, and an attention core that writes its scores pays for them.
+The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flash core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moemesh.planner.timing.arithmetic import Number, maximum, minimum, where
+from moemesh.planner.timing.columns import (
+    EAGER,
+    FIRST_FLASH,
+    FUSED,
+    MASKED,
+    HardwareColumns,
+    LayoutColumns,
+    ModelColumns,
+)
+from moemesh.planner.timing.constants import Constants
+
+#: The side length in units of which products lose efficiency, and the device the loss is told for.
+_TILE = 64
+_REFERENCE_PEAK = 312e12
+_MASKED_EFFICIENCY = 0.6
+_ROUTER_EFFICIENCY = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step's model, layout and hardware with the constants that price them."""
+
+    model: ModelColumns
+    layout: LayoutColumns
+    hardware: HardwareColumns
+    constants: Constants
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a microbatch before tp cuts them: u = b s / c."""
+        return self.layout.microbatch * self.layout.seq_len / self.layout.cp
+
+    @property
+    def sequence_shards(self) -> Number:
+        """Parts of the residual stream: tp with sequence parallelism, else 1."""
+        return where(self.layout.sequence_parallel == 1, self.layout.tp, 1)
+
+    @property
+    def hbm(self) -> Number:
+        """Bytes per second that streaming kernels reach."""
+        return self.hardware.memory_bandwidth * self.constants.memory_efficiency
+
+    @property
+    def local_experts(self) -> Number:
+        return maximum(self.model.experts / self.layout.ep, 1)
+
+    @property
+    def routed_rows(self) -> Number:
+        """Rows at the experts of one rank, on the most loaded one: EP divides nothing here."""
+        load = 1 + self.layout.natural_routing * self.constants.routing_imbalance
+        return self.tokens / self.layout.tp * self.model.top_k * self.layout.etp * load
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTime:
+    """Forward seconds of one block of one layer, and the weights of it that a rank holds."""
+
+    products: Number
+    core: Number
+    elementwise: Number
+    weights: Number
+
+
+def product_seconds(work: Workload, rows: Number, columns: Number, inner: Number) -> Number:
+    """A product in the layout's precision."""
+    constants, layout = work.constants, work.layout
+    efficiency = where(
+        layout.precision == 2,
+        constants.gemm_efficiency_4bit,
+        where(layout.precision == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
+    )
+    return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
+
+
+def wide_product_seconds(work: Workload, rows: Number, columns: Number, inner: Number) -> Number:
+    """A product that stays in 16 bit (the head)."""
+    peak = work.hardware.peak_16bit
+    return _product(work, rows, columns, inner, peak, work.constants.gemm_efficiency)
+
+
+def _product(
+    work: Workload, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
+) -> Number:
+    constants = work.constants
+    row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK
+    loss = (
+        (1 + row_loss * _TILE / maximum(rows, 1))
+        * (1 + constants.gemm_width_loss * _TILE / maximum(columns, 1))
+        * (1 + constants.gemm_width_loss * _TILE / maximum(inner, 1))
+    )
+    return 2 * rows * columns * inner / (peak * best) * loss
+
+
+def quantize_bytes(work: Workload) -> Number:
+    """Bytes per number and product of making 8- or 4-bit copies."""
+    scales = where(work.layout.block_scales == 1, work.constants.block_scale_traffic, 1)
+    return where(work.layout.precision > 0, work.constants.quantize_bytes * scales, 0)
+
+
+def attended(work: Workload) -> Number:
+    """Keys that a query is really multiplied with: half the sequence where the kernel skips the
+    upper triangle, all of it where the scores are written, at most the window."""
+    layout, model = work.layout, work.model
+    half = layout.seq_len / 2
+    share = where(model.window > 0, model.window_share, 0)
+    seen = share * minimum(maximum(model.window, 1), half) + (1 - share) * half
+    seen = where(layout.window > 0, minimum(seen, 0.75 * layout.window), seen)
+    return where(layout.kernel >= FUSED, layout.seq_len, seen)
+
+
+def core_seconds(work: Workload) -> Number:
+    """Forward of the attention core of one layer."""
+    model, layout, constants = work.model, work.layout, work.constants
+    size = (model.query_dim + model.value_dim) / 2
+    operations = 4 * work.tokens * attended(work) * model.heads * size / layout.tp
+    flash = (
+        constants.attention_efficiency
+        * where(layout.kernel == FIRST_FLASH, constants.attention_first_flash, 1)
+        * where(layout.native_kernel == 1, 1, constants.attention_foreign)
+        * size
+        / (size + constants.attention_head_loss)
+        * layout.seq_len
+        / (layout.seq_len + constants.attention_short_loss)
+    )
+    written = constants.gemm_efficiency * _MASKED_EFFICIENCY
+    efficiency = where(layout.kernel >= FUSED, written, flash)
+    score_bytes = where(
+        layout.kernel == FUSED,
+        constants.fused_score_bytes,
+        where(
+            layout.kernel == EAGER,
+            constants.eager_score_bytes,
+            where(layout.kernel == MASKED, constants.masked_score_bytes, 0.0),
+        ),
+    )
+    scores = work.tokens * layout.seq_len * model.heads / layout.tp
+    return operations / (work.hardware.peak_16bit * efficiency) + scores * score_bytes / work.hbm
+
+
+def core_backward_factor(work: Workload) -> Number:
+    """Backward over forward of the core."""
+    return where(work.layout.kernel >= FUSED, 2.0, work.constants.attention_backward)
+
+
+def attention_block(work: Workload) -> BlockTime:
+    """Norm, projections and core of one layer."""
+    model, layout, constants = work.model, work.layout, work.constants
+    u, t, hidden = work.tokens, layout.tp, model.hidden
+    heads, query, value = model.heads, model.query_dim, model.value_dim
+    low = model.query_rank + model.kv_rank + model.rotary_dim
+    latent = (
+        product_seconds(work, u, low, hidden) / work.sequence_shards
+        + product_seconds(work, u, heads * query / t, maximum(model.query_rank, 1))
+        + product_seconds(work, u, heads * (model.nope_dim + value) / t, maximum(model.kv_rank, 1))
+    )
+    plain_width = (heads * query + model.kv_heads * (query + value)) / t
+    plain = product_seconds(work, u, plain_width, hidden)
+    is_latent = model.latent == 1
+    products = where(is_latent, latent, plain)
+    products = products + product_seconds(work, u, hidden, heads * value / t)
+    weights = where(
+        is_latent,
+        hidden * low
+        + (model.query_rank * query + model.kv_rank * (model.nope_dim + value)) * heads / t,
+        hidden * plain_width,
+    )
+    norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
+    traffic = norms * u * hidden / work.sequence_shards
+    traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
+    return BlockTime(
+        products=products,
+        core=core_seconds(work),
+        elementwise=constants.elementwise_traffic * traffic / work.hbm,
+        weights=weights + hidden * heads * value / t,
+    )
+
+
+def mlp_block(work: Workload) -> BlockTime:
+    """A dense MLP; zero where the model has none."""
+    model, layout, constants = work.model, work.layout, work.constants
+    u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
+    products = product_seconds(work, u, (model.mlp_matrices - 1) * width, hidden)
+    products = products + product_seconds(work, u, hidden, width)
+    traffic = (10 + quantize_bytes(work)) * u * width
+    return BlockTime(
+        products=where(width > 0, products, 0),
+        core=0.0,
+        elementwise=constants.elementwise_traffic * traffic / work.hbm,
+        weights=model.mlp_matrices * hidden * width,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTime:
+    """Forward seconds of the expert block of one layer, its weights apart by who replicates them.
+
+    `overhead` is time that launches and waiting for counts take whatever the sizes are.
+    """
+
+    products: Number
+    shared_products: Number
+    elementwise: Number
+    overhead: Number
+    expert_weights: Number
+    shared_weights: Number
+
+
+def expert_block(work: Workload) -> ExpertTime:
+    """Router, grouped products, shared experts, (un)permutation; zero where a model has none."""
+    model, layout, constants = work.model, work.layout, work.constants
+    u, t, hidden = work.tokens, layout.tp, model.hidden
+    has = where(model.experts > 0, 1, 0)
+    local = work.local_experts
+    rows = work.routed_rows
+    width = maximum(model.expert_width, 1) / layout.etp
+    per_expert = rows / local
+    grouped = local * (
+        product_seconds(work, per_expert, (model.mlp_matrices - 1) * width, hidden)
+        + product_seconds(work, per_expert, hidden, width)
+    )
+    router = 2 * u / t * hidden * model.experts / (work.hardware.peak_16bit * _ROUTER_EFFICIENCY)
+    shared_width = model.shared_width / t
+    shared = product_seconds(work, u, (model.mlp_matrices - 1) * shared_width, hidden)
+    shared = shared + product_seconds(work, u, hidden, shared_width)
+    quantized = quantize_bytes(work)
+    traffic = (
+        (constants.permute_bytes + quantized) * u / t * model.top_k * hidden
+        + (10 + quantized) * (rows * width + u * shared_width)
+        + 16 * u / t * model.experts
+    )
+    kept = where(layout.graphs == 1, constants.graph_overhead, 1)
+    kept = kept * where(layout.token_drop == 1, constants.capacity_overhead, 1)
+    overhead = constants.expert_overhead_us * 1e-6 * (1 + local / 16) * kept
+    return ExpertTime(
+        products=has * (grouped + router),
+        shared_products=has * where(shared_width > 0, shared, 0),
+        elementwise=has * constants.elementwise_traffic * traffic / work.hbm,
+        overhead=has * overhead,
+        expert_weights=has * model.mlp_matrices * hidden * model.expert_width * local / layout.etp,
+        shared_weights=has * model.mlp_matrices * hidden * shared_width,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndTime:
+    """Seconds per microbatch, forward and backward, at the two ends of the model."""
+
+    embedding: Number
+    head: Number
+    #: Weights of the table (or of the head) on a rank.
+    weights: Number
+
+
+def model_ends(work: Workload, accumulate: Number) -> EndTime:
+    """Embedding, and head with its loss; `accumulate` bytes a weight for the gradient's sum."""
+    model, layout, constants = work.model, work.layout, work.constants
+    u, width = work.tokens, model.vocab / layout.tp
+    traffic = constants.elementwise_traffic / work.hbm
+    weights = model.hidden * width
+    head = 3 * wide_product_seconds(work, u, width, model.hidden)
+    head = head + 16 * u * width * traffic + weights * accumulate / work.hbm
+    return EndTime(embedding=8 * u * model.hidden * traffic, head=head, weights=weights)

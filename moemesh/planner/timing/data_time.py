@@ -1,0 +1,106 @@
+"""Time of data parallelism: replicas, FSDP units, gradient and weight traffic, the optimizer."""
+
+from __future__ import annotations
+
+from moemesh.planner.timing.arithmetic import Number, log2, maximum, minimum, where
+from moemesh.planner.timing.compute import EndTime, ExpertTime, Workload
+from moemesh.planner.timing.layer_time import LayerTime, Links
+from moemesh.planner.timing.network import group_bandwidth
+from moemesh.planner.timing.overlap import overlapped
+
+#: Bytes per weight that the optimizer reads and writes: gradient, master, two moments, weight.
+OPTIMIZER_BYTES = 30
+#: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
+_GRADIENT_BYTES = 4
+_WEIGHT_BYTES = 2
+
+
+def replicas(work: Workload) -> tuple[Number, Number]:
+    """N of dense and of expert weights."""
+    layout = work.layout
+    dense = layout.dp * layout.cp
+    return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
+
+
+def replica_bandwidths(work: Workload, links: Links) -> tuple[Number, Number]:
+    layout, size = work.layout, work.hardware.node_size
+    dense, expert = replicas(work)
+    contention = work.constants.network_contention
+    both = {"node_size": size, "intra": links.intra, "inter": links.inter}
+    return (
+        group_bandwidth(dense, layout.tp, contention=contention, **both),
+        group_bandwidth(expert, layout.ep * layout.etp, contention=contention, **both),
+    )
+
+
+def sharded_unit(
+    work: Workload, links: Links, layer: LayerTime, dense: Number, expert: Number
+) -> LayerTime:
+    """A layer as an FSDP unit: gathers beside the forward, gathers and reduces beside the backward.
+
+    ZeRO-2 as FSDP keeps what the first microbatch gathered.
+    """
+    layout, constants = work.layout, work.constants
+    n_dense, n_expert = replicas(work)
+    dense_rate, expert_rate = replica_bandwidths(work, links)
+    moved = (n_dense - 1) / n_dense * dense / dense_rate
+    moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
+    hops = 4 * links.latency * log2(maximum(n_dense, 2))
+    gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
+    reduce = where(n_dense > 1, moved * constants.reduce_bytes + hops, 0)
+    keeps = layout.zero == 2
+    ahead = gather * where(keeps, 1 / layout.microbatches, 1)
+    behind = reduce + where(keeps, 0, gather)
+    kappa = constants.overlap_slowdown
+    forward = overlapped(layer.forward, ahead, kappa)
+    backward = overlapped(layer.backward, behind, kappa)
+    units = layout.fsdp == 1
+    return LayerTime(where(units, forward, layer.forward), where(units, backward, layer.backward))
+
+
+def rank_weights(
+    work: Workload,
+    dense_layer: Number,
+    routed_layer: Number,
+    experts: ExpertTime,
+    ends: EndTime,
+) -> tuple[Number, Number]:
+    """(dense, expert) weights of one rank."""
+    model, layout = work.model, work.layout
+    p = layout.pp
+    dense = (model.layers - model.moe_layers) * dense_layer + model.moe_layers * routed_layer
+    tables = where(p > 1, 1, 2 - model.tied)
+    return dense / p + tables * ends.weights, model.moe_layers * experts.expert_weights / p
+
+
+def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+    """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
+    layout, constants = work.layout, work.constants
+    n_dense, n_expert = replicas(work)
+    dense_rate, expert_rate = replica_bandwidths(work, links)
+    moved = (n_dense - 1) / n_dense * dense / dense_rate
+    moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
+    gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed
+    weights = moved * _WEIGHT_BYTES * constants.weight_exposed
+    plain = where(layout.zero == 0, 2 * gradients, gradients + weights)
+    # Shards inside a group: scatter and gather stay there, shards are summed across groups.
+    group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
+    group = minimum(maximum(group, 1), n_dense)
+    outside = maximum(n_dense / group, 1)
+    spread = 1 + constants.network_contention * log2(outside)
+    across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.inter * spread
+    inside = dense * _GRADIENT_BYTES / links.intra + across
+    grouped = inside * constants.gradient_exposed
+    grouped = grouped + dense * _WEIGHT_BYTES / links.intra * constants.weight_exposed
+    found = where((layout.zero_group > 0) & (outside > 1), grouped, plain)
+    return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, found)
+
+
+def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:
+    layout = work.layout
+    n_dense, n_expert = replicas(work)
+    group = where(layout.zero_group > 0, maximum(layout.zero_group / layout.tp, 1), n_dense)
+    sharded = (layout.zero >= 1) | (layout.fsdp == 1)
+    own = dense / where(sharded, minimum(group, n_dense), 1)
+    own = own + expert / where(sharded, n_expert, 1)
+    return where(layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)

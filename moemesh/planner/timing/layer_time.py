@@ -1,0 +1,144 @@
+"""Time of one layer: its computation with the transfers of its own forward and backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moemesh.planner.timing.arithmetic import Number, maximum, where
+from moemesh.planner.timing.compute import BlockTime, ExpertTime, Workload, core_backward_factor
+from moemesh.planner.timing.network import expected_nodes_smooth, group_bandwidth
+
+ACTIVATION_BYTES = 2
+
+
+class Links(NamedTuple):
+    intra: Number
+    inter: Number
+    latency: Number
+
+
+class LayerTransfers(NamedTuple):
+    """Seconds of the transfers of one layer's forward (one all-reduce, one exchange, ...)."""
+
+    tensor: Number
+    context: Number
+    exchange: Number
+    expert_tensor: Number
+
+
+class LayerTime(NamedTuple):
+    """One layer: forward and backward seconds, what is computed again in the backward with them."""
+
+    forward: Number
+    backward: Number
+
+
+def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
+    """One all-reduce (or gather and scatter), one context exchange, one dispatch, one ETP pair."""
+    model, layout, constants = work.model, work.layout, work.constants
+    t, c, u = layout.tp, layout.cp, work.tokens
+    size = work.hardware.node_size
+
+    def bandwidth(ranks: Number, stride: Number) -> Number:
+        return group_bandwidth(
+            ranks,
+            stride,
+            node_size=size,
+            intra=links.intra,
+            inter=links.inter,
+            contention=constants.network_contention,
+        )
+
+    stream = u * model.hidden * ACTIVATION_BYTES
+    tensor = 2 * (t - 1) / t * stream / bandwidth(t, 1) + 2 * links.latency
+    keys = u * c * model.kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
+    latent_keys = u * c * model.heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
+    keys = where(model.latent == 1, latent_keys, keys)
+    context = (c - 1) / c * keys / bandwidth(c, t) * constants.context_exposed
+    load = 1 + layout.natural_routing * constants.routing_imbalance
+    rows = u / t * model.top_k * model.hidden * ACTIVATION_BYTES
+    nodes = maximum(layout.ep * layout.etp / size, 1)
+    visited = expected_nodes_smooth(model.experts, model.top_k, nodes)
+    copies = where(layout.deduplicated == 1, visited, model.top_k) * (nodes - 1) / nodes
+    across = u / t * model.hidden * ACTIVATION_BYTES * copies
+    inside = rows * load * (layout.ep - 1) / layout.ep
+    exchange = maximum(across / links.inter, inside / links.intra) + 2 * links.latency
+    exchange = exchange * where(
+        layout.overlapped_exchange == 1, constants.overlapped_exchange_exposed, 1
+    )
+    x = layout.etp
+    expert_tensor = 2 * (x - 1) * rows / bandwidth(x, 1)
+    has = model.experts > 0
+    return LayerTransfers(
+        tensor=where(t > 1, tensor, 0),
+        context=where(c > 1, context, 0),
+        exchange=where((layout.ep > 1) & has, exchange, 0),
+        expert_tensor=where((x > 1) & has, expert_tensor, 0),
+    )
+
+
+def _backward_tensor(work: Workload, transfers: LayerTransfers) -> Number:
+    """Backward traffic of one tensor-parallel block: with SP it gathers its input again."""
+    regather = work.layout.sequence_parallel * work.constants.sequence_parallel_regather
+    return transfers.tensor * (1 + regather)
+
+
+def _attention_part(
+    work: Workload, block: BlockTime, transfers: LayerTransfers, accumulate: Number
+) -> LayerTime:
+    layout, constants = work.layout, work.constants
+    fixed = constants.layer_overhead_us * 1e-6
+    passes = where(layout.adapters == 1, 1, 2)
+    forward = block.products + block.core + block.elementwise + transfers.tensor
+    forward = forward + transfers.context + fixed
+    backward = passes * block.products + core_backward_factor(work) * block.core
+    backward = backward + 2 * block.elementwise + _backward_tensor(work, transfers)
+    backward = backward + 2 * transfers.context + 2 * fixed + block.weights * accumulate / work.hbm
+    again = layout.again_norm * block.elementwise / 2
+    again = again + where(layout.kernel >= 2, layout.again_attention * block.core, 0)
+    return LayerTime(forward, backward + again)
+
+
+def dense_layer(
+    work: Workload,
+    attention: BlockTime,
+    mlp: BlockTime,
+    transfers: LayerTransfers,
+    accumulate: Number,
+) -> LayerTime:
+    layout = work.layout
+    first = _attention_part(work, attention, transfers, accumulate)
+    passes = where(layout.adapters == 1, 1, 2)
+    tensor = where(layout.parallel_block == 1, 0, transfers.tensor)
+    back = where(layout.parallel_block == 1, 0, _backward_tensor(work, transfers))
+    forward = mlp.products + mlp.elementwise + tensor
+    backward = passes * mlp.products + 2 * mlp.elementwise + back
+    backward = backward + mlp.weights * accumulate / work.hbm
+    backward = backward + layout.again_norm * mlp.elementwise / 2
+    whole = first.forward + forward
+    return LayerTime(whole, first.backward + backward + layout.again_full * whole)
+
+
+def routed_layer(
+    work: Workload,
+    attention: BlockTime,
+    experts: ExpertTime,
+    transfers: LayerTransfers,
+    accumulate: Number,
+) -> LayerTime:
+    layout = work.layout
+    first = _attention_part(work, attention, transfers, accumulate)
+    passes = where(layout.adapters == 1, 1, 2)
+    shared_tensor = where(work.model.shared_width > 0, transfers.tensor, 0)
+    moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
+    products = experts.products + experts.shared_products
+    forward = products + experts.elementwise + moved
+    backward = passes * products + 2 * experts.elementwise + moved
+    weights = experts.expert_weights + experts.shared_weights
+    backward = backward + weights * accumulate / work.hbm
+    again = layout.again_moe * forward + layout.again_norm * experts.elementwise / 2
+    again = again + layout.again_shared * experts.shared_products
+    # The device waits for the host at every exchange of counts: the overhead adds up.
+    whole = first.forward + forward + experts.overhead
+    back = first.backward + backward + again + 2 * experts.overhead
+    return LayerTime(whole, back + layout.again_full * whole)

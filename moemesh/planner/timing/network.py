@@ -1,0 +1,191 @@
+"""Time of transfers: closed forms of collectives, bandwidth by shape of the group, link tables.
+
+α is the latency of a hop in seconds, β seconds per byte, S the bytes of the full tensor, n ranks.
+
+| operation | time |
+|---|---|
+| ring all-reduce | 2 (n-1) α + 2 (n-1)/n S β |
+| ring all-gather, reduce-scatter | (n-1) α + (n-1)/n S β |
+| double binary tree all-reduce | 2 log₂n α + 2 S β |
+| halving-doubling all-reduce, n a power of two | 2 log₂n α + 2 (n-1)/n S β |
+| minimum spanning tree broadcast, reduce | ⌈log₂n⌉ (α + S β) |
+| pipelined ring broadcast | (n-1) α + S β |
+| scatter + all-gather broadcast | (log₂n + n-1) α + 2 (n-1)/n S β |
+| all-to-all, S held by each rank | (n-1) α + (n-1)/n S β |
+| two-level all-reduce, n_l local and n_r remote | a ring in each level, S / n_l in the second |
+
+Sources: Thakur, Rabenseifner, Gropp (2005); Patarasuk, Yuan (2009); Chan et al. (2007) for spanning
+trees; Sanders, Speck, Träff (2009) for the double tree. What NCCL reaches is not affine in S: a
+measured table (:class:`LinkTable`) replaces the closed form wherever there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moemesh.config.errors import UserError
+from moemesh.planner.timing.arithmetic import Number, floor, log2, maximum, minimum, where
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Algorithm = Literal[
+    "ring", "tree", "halving_doubling", "spanning_tree", "pipelined_ring", "scatter_all_gather"
+]
+
+
+def collective_seconds(
+    operation: Operation,
+    ranks: int,
+    num_bytes: float,
+    *,
+    alpha: float,
+    beta: float,
+    algorithm: Algorithm = "ring",
+) -> float:
+    """Closed form of one collective; `num_bytes` is the full tensor (held by each rank for an
+    all-to-all). Raises UserError for an algorithm that the operation does not have."""
+    n, volume = ranks, num_bytes * beta
+    if n < 1:
+        raise UserError(f"a group has at least 1 rank, not {n}")
+    if n == 1:
+        return 0.0
+    rounds, share = math.log2(n), (n - 1) / n
+    if operation == "send":
+        return alpha + volume
+    match operation, algorithm:
+        case "all_reduce", "ring":
+            return 2 * (n - 1) * alpha + 2 * share * volume
+        case "all_reduce", "tree":
+            return 2 * rounds * alpha + 2 * volume
+        case "all_reduce", "halving_doubling":
+            return 2 * rounds * alpha + 2 * share * volume
+        case (("all_gather" | "reduce_scatter" | "all_to_all"), "ring"):
+            return (n - 1) * alpha + share * volume
+        case "broadcast", "spanning_tree":
+            return math.ceil(rounds) * (alpha + volume)
+        case "broadcast", ("pipelined_ring" | "ring"):
+            return (n - 1) * alpha + volume
+        case "broadcast", "scatter_all_gather":
+            return (rounds + n - 1) * alpha + 2 * share * volume
+        case _:
+            raise UserError(f"{operation} has no algorithm {algorithm}")
+
+
+def two_level_all_reduce_seconds(
+    local: int,
+    remote: int,
+    num_bytes: float,
+    *,
+    alpha: tuple[float, float],
+    beta: tuple[float, float],
+) -> float:
+    """Reduce-scatter inside the node, all-reduce of the shard across nodes, all-gather inside.
+    `alpha` and `beta` are (inside, across)."""
+    inside = collective_seconds("all_reduce", local, num_bytes, alpha=alpha[0], beta=beta[0])
+    across = collective_seconds(
+        "all_reduce", remote, num_bytes / local, alpha=alpha[1], beta=beta[1]
+    )
+    return inside + across
+
+
+def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
+    """How many ranks of a group share a node, when its members are `stride` ranks apart."""
+    fitting: Number = floor(node_size / stride + 1e-9)
+    return minimum(maximum(fitting, 1), ranks)
+
+
+def group_bandwidth(
+    ranks: Number,
+    stride: Number,
+    *,
+    node_size: Number,
+    intra: Number,
+    inter: Number,
+    contention: Number = 0.0,
+) -> Number:
+    """Useful bandwidth of a group: NVLink inside a node, else min(NVLink, members per node x NIC).
+
+    Rings of all members leave a node over as many network cards as the group has members there:
+    8, 4, 2 and 1 members a node gave 44.7, 20.8, 16.2 and 8.1 GB/s on 2 x 8 A100. `contention` is
+    the loss per doubling of the nodes.
+    """
+    members = members_per_node(ranks, stride, node_size)
+    nodes: Number = maximum(ranks / members, 1)
+    shared = members * inter / (1 + contention * log2(nodes))
+    return where(ranks * stride <= node_size, intra, minimum(intra, shared))
+
+
+def expected_nodes_smooth(experts: Number, per_token: Number, nodes: Number) -> Number:
+    """Nodes that a token visits under uniform routing, N (1 - C(E - E/N, k) / C(E, k)), for arrays
+    and for sizes that do not divide: the product form of the binomials."""
+    missing: Number = 1.0
+    part = experts / maximum(nodes, 1)
+    top = int(np.max(per_token, initial=0))
+    for chosen in range(top):
+        factor = minimum(maximum((experts - part - chosen) / maximum(experts - chosen, 1), 0), 1)
+        missing = missing * where(chosen < per_token, factor, 1.0)
+    return nodes * (1 - missing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSample:
+    """One measured collective: `num_bytes` of the full tensor took `seconds`."""
+
+    operation: Operation
+    ranks: int
+    members_per_node: int
+    num_bytes: float
+    seconds: float
+
+
+class LinkTable:
+    """Measured collectives, interpolated in log size; what lies outside follows the last slope.
+
+    A group that was not measured has no entry: :meth:`seconds` returns None, and the caller falls
+    back to the closed form.
+    """
+
+    def __init__(self, samples: Iterable[LinkSample]) -> None:
+        curves: dict[tuple[Operation, int, int], dict[float, list[float]]] = {}
+        for sample in samples:
+            if sample.seconds <= 0 or sample.num_bytes <= 0:
+                raise UserError(
+                    f"a measured {sample.operation} has {sample.num_bytes} bytes and "
+                    f"{sample.seconds} s; both must be above 0"
+                )
+            key = (sample.operation, sample.ranks, sample.members_per_node)
+            curves.setdefault(key, {}).setdefault(sample.num_bytes, []).append(sample.seconds)
+        self._curves = {
+            key: (
+                np.log([size for size, _ in sorted(points.items())]),
+                np.log([float(np.median(times)) for _, times in sorted(points.items())]),
+            )
+            for key, points in curves.items()
+        }
+
+    def seconds(
+        self, operation: Operation, ranks: int, members: int, num_bytes: float
+    ) -> float | None:
+        """Interpolated time, or None when this operation and group shape were not measured."""
+        curve = self._curves.get((operation, ranks, members))
+        if curve is None or num_bytes <= 0:
+            return None
+        sizes, times = curve
+        x = math.log(num_bytes)
+        if len(sizes) == 1:
+            return float(np.exp(times[0] + max(x - sizes[0], 0.0)))
+        place = int(np.clip(np.searchsorted(sizes, x), 1, len(sizes) - 1))
+        slope = (times[place] - times[place - 1]) / (sizes[place] - sizes[place - 1])
+        # Beyond the measured sizes: latency alone below, bandwidth alone above.
+        if x < sizes[0]:
+            slope = 0.0
+            place = 1
+            return float(np.exp(times[0]))
+        if x > sizes[-1]:
+            slope = max(slope, 1.0)
+            return float(np.exp(times[-1] + slope * (x - sizes[-1])))
+        return float(np.exp(times[place - 1] + slope * (x - sizes[place - 1])))

@@ -1,0 +1,1 @@
+"""Bytes that a layout moves: closed forms for any layout, exact ledgers for our own runs."""

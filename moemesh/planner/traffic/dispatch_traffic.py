@@ -1,0 +1,275 @@
+"""What one MoE layer's dispatcher enters in the ledger, for one microbatch and chunk of tokens.
+
+Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
+in fp8: H + 4 ceil(H / 128)). What a rank sends is asked of a :class:`Routing`; what it receives is
+what the others send it.
+
+| dispatcher | plan | dispatch | combine |
+|---|---|---|---|
+| all_to_all | counts over ep, then etp | rows over ep; gathered over etp | the way back |
+| all_gather | token counts, ids 8 K a token over ep_etp | tokens gathered | sums, dense or uneven |
+| hierarchical | counts and ids per hop | a row per node, then per rank | the way back |
+| low_latency | headers of fixed size | fixed slots | fixed slots |
+
+Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows in full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.routing import Sent
+
+_COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
+    "moe.counts",
+    "moe.dispatch.weights",
+    "moe.dispatch",
+    "moe.combine",
+)
+_INT64, _INT32 = 8, 4
+#: Channels of one fp8 scale, and the slack of low-latency slots (`moemesh.parallel.expert`).
+_FP8_BLOCK = 128
+CAPACITY_FACTOR = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Bytes of one row: dispatched, in the backward and the combine, and its weight."""
+
+    coded: float
+    plain: float
+    weight: float
+
+
+def row_bytes(model: ModelConfig, plan: Plan, element: int, wide: int) -> Rows:
+    """`element` bytes of the model's dtype, `wide` of the router's."""
+    plain = model.hidden_size * element
+    coded = plain
+    if plan.payload == "fp8":
+        coded = model.hidden_size + 4 * ceil(model.hidden_size / _FP8_BLOCK)
+    return Rows(coded=coded, plain=plain, weight=wide)
+
+
+def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
+    """Row slots per pair of ranks: twice the uniform share, at most what can come at all."""
+    most = max_tokens * min(model.experts_per_token, model.num_experts // plan.ep)
+    fair = max_tokens * model.experts_per_token / plan.ep
+    return min(most, ceil(fair * CAPACITY_FACTOR))
+
+
+class DispatchTraffic:
+    """Enters the plan, dispatch and combine of one chunk; `sent_by` tells what a rank asks for."""
+
+    def __init__(
+        self,
+        lines: LedgerLines,
+        model: ModelConfig,
+        plan: Plan,
+        rows: Rows,
+        max_tokens: int,
+        sent_by: Callable[[int], Sent],
+        times: int,
+    ) -> None:
+        self.lines, self.model, self.plan, self.rows = lines, model, plan, rows
+        self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
+        self.layout = lines.layout
+        self.num_local = model.num_experts // plan.ep
+        self.ep, self.etp = lines.here["ep"], lines.here["etp"]
+        self.exact = plan.combine == "exact"
+
+    def enter(self) -> None:
+        """Everything of one chunk, forward and backward."""
+        if self.plan.ep * self.plan.etp == 1:
+            return
+        match self.plan.dispatcher:
+            case "all_gather":
+                self._all_gather()
+            case "hierarchical":
+                self._hierarchical()
+            case "low_latency":
+                self._low_latency()
+            case _:
+                self._all_to_all()
+
+    # Who sends what.
+
+    def _pairs(self, rank: int) -> tuple[list[float], list[float]]:
+        """(rows to, rows from) each ep index, of `rank`."""
+        at = self.layout.coordinates(rank)["ep"]
+        group = self.lines.members("ep", rank)
+        return list(self.sent_by(rank).rows), [self.sent_by(peer).rows[at] for peer in group]
+
+    def _scaled(self, counts: list[float], width: float) -> list[float]:
+        return [count * width for count in counts]
+
+    # The forms.
+
+    def _all_to_all(self) -> None:
+        lines, times, plan = self.lines, self.times, self.plan
+        block = float(self.num_local * _INT64)
+        lines.all_to_all("ep", [block] * plan.ep, [block] * plan.ep, "forward", _COUNTS, times)
+        lines.all_gather("etp", [block * plan.ep] * plan.etp, "forward", _COUNTS, times)
+        out, into = self._pairs(lines.rank)
+        lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
+        self._rows_there_and_back("ep", out, into, lanes)
+
+    def _rows_there_and_back(
+        self, axis: str, out: list[float], into: list[float], lanes: list[float]
+    ) -> None:
+        """Dispatch and combine of rows over `axis` and then over etp."""
+        rows = self.rows
+        self._exchange(axis, out, into, rows.weight, rows.weight, _WEIGHTS)
+        self._lanes(lanes, rows.weight, _WEIGHTS)
+        self._exchange(axis, out, into, rows.coded, None if self.exact else rows.plain, _DISPATCH)
+        self._lanes(lanes, rows.plain, _DISPATCH, backward=not self.exact)
+        if self.exact:
+            self._way_home(_DISPATCH, "backward")
+            self._way_home(_COMBINE, "forward")
+            return
+        self._exchange(axis, into, out, rows.plain, rows.plain, _COMBINE)
+        self._lanes(lanes, rows.plain, _COMBINE, combine=True)
+
+    def _exchange(
+        self,
+        axis: str,
+        out: list[float],
+        into: list[float],
+        width: float,
+        width_back: float | None,
+        caller: str,
+    ) -> None:
+        lines, times = self.lines, self.times
+        there, here = self._scaled(out, width), self._scaled(into, width)
+        lines.all_to_all(axis, there, here, "forward", caller, times)
+        if width_back is not None:
+            there, here = self._scaled(out, width_back), self._scaled(into, width_back)
+            lines.all_to_all(axis, here, there, "backward", caller, times)
+
+    def _lanes(
+        self,
+        lanes: list[float],
+        width: float,
+        caller: str,
+        *,
+        combine: bool = False,
+        backward: bool = True,
+    ) -> None:
+        """Rows gathered over etp (or, combined, summed and scattered), and the pair of it."""
+        blocks, times = self._scaled(lanes, width), self.times
+        gather, scatter = self.lines.all_gather, self.lines.reduce_scatter
+        there, back = (scatter, gather) if combine else (gather, scatter)
+        there("etp", blocks, "forward", caller, times)
+        if backward:
+            back("etp", blocks, "backward", caller, times)
+
+    def _way_home(self, caller: str, phase: str) -> None:
+        """Every (token, expert) row by itself: sums over etp, then over ep; combine has a pair."""
+        lines, times, width = self.lines, self.times, self.rows.plain
+        out, into = self._pairs(lines.rank)
+        lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
+        blocks = self._scaled(lanes, width)
+        lines.reduce_scatter("etp", blocks, phase, caller, times)
+        there, here = self._scaled(into, width), self._scaled(out, width)
+        lines.all_to_all("ep", there, here, phase, caller, times)
+        if phase == "forward":
+            lines.all_gather("etp", blocks, "backward", caller, times)
+            lines.all_to_all("ep", here, there, "backward", caller, times)
+
+    def _all_gather(self) -> None:
+        lines, times, rows = self.lines, self.times, self.rows
+        group = lines.members("ep_etp")
+        sent = [self.sent_by(peer) for peer in group]
+        slots = max(item.slots for item in sent)
+        tokens = [item.tokens for item in sent]
+        lines.all_gather("ep_etp", [float(_INT64)] * len(group), "forward", _COUNTS, times)
+        ids = self._scaled(tokens, slots * _INT64)
+        lines.all_gather("ep_etp", ids, "forward", _COUNTS, times)
+        weights = self._scaled(tokens, slots * rows.weight)
+        lines.all_gather("ep_etp", weights, "forward", _WEIGHTS, times)
+        lines.reduce_scatter("ep_etp", weights, "backward", _WEIGHTS, times)
+        lines.all_gather("ep_etp", self._scaled(tokens, rows.coded), "forward", _DISPATCH, times)
+        blocks = self._scaled(tokens, rows.plain)
+        if self.exact:
+            self._way_home(_DISPATCH, "backward")
+            self._way_home(_COMBINE, "forward")
+            return
+        lines.reduce_scatter("ep_etp", blocks, "backward", _DISPATCH, times)
+        # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
+        visited = self.plan.etp * sum(sum(item.visits) for item in sent)
+        if visited >= sum(tokens) * len(group):
+            lines.reduce_scatter("ep_etp", blocks, "forward", _COMBINE, times)
+            lines.all_gather("ep_etp", blocks, "backward", _COMBINE, times)
+            return
+        out = [item.visits[self.ep] * rows.plain for item in sent]
+        mine = self.sent_by(lines.rank).visits
+        into = [mine[place // self.plan.etp] * rows.plain for place in range(len(group))]
+        lines.all_to_all("ep_etp", out, into, "forward", _COMBINE, times)
+        lines.all_to_all("ep_etp", into, out, "backward", _COMBINE, times)
+
+    def _hierarchical(self) -> None:
+        lines, times, layout = self.lines, self.times, self.layout
+        rail, node = lines.members("ep_rail"), lines.members("ep_node")
+        here = lines.here
+        across_out = list(self.sent_by(lines.rank).node_visits)
+        across_in = [self.sent_by(peer).node_visits[here["ep_rail"]] for peer in rail]
+        inside_out = [
+            self._forwarded(rail, here["ep_rail"] * layout.ep_node + place)
+            for place in range(layout.ep_node)
+        ]
+        inside_in = [self._forwarded(lines.members("ep_rail", peer), self.ep) for peer in node]
+        lanes = [self._arriving(lane) for lane in lines.members("etp")]
+        slots = max(self.sent_by(peer).slots for peer in lines.members("ep"))
+        ids = _INT32 * (slots + 1)
+        for axis, out, into in (
+            ("ep_rail", across_out, across_in),
+            ("ep_node", inside_out, inside_in),
+        ):
+            block = [float(_INT64)] * len(out)
+            lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
+            self._exchange(axis, out, into, ids, None, _COUNTS)
+        lines.all_gather("etp", [float(_INT64)] * self.plan.etp, "forward", _COUNTS, times)
+        self._lanes(lanes, ids, _COUNTS, backward=False)
+        rows, exact = self.rows, self.exact
+        for axis, out, into in (
+            ("ep_rail", across_out, across_in),
+            ("ep_node", inside_out, inside_in),
+        ):
+            width = rows.weight * slots
+            self._exchange(axis, out, into, width, width, _WEIGHTS)
+            self._exchange(axis, out, into, rows.coded, None if exact else rows.plain, _DISPATCH)
+            if not exact:
+                self._exchange(axis, into, out, rows.plain, rows.plain, _COMBINE)
+        self._lanes(lanes, rows.weight * slots, _WEIGHTS)
+        self._lanes(lanes, rows.plain, _DISPATCH, backward=not exact)
+        if exact:
+            self._way_home(_DISPATCH, "backward")
+            self._way_home(_COMBINE, "forward")
+        else:
+            self._lanes(lanes, rows.plain, _COMBINE, combine=True)
+
+    def _forwarded(self, rail: tuple[int, ...], ep_index: int) -> float:
+        """Rows that a rank forwards inside its node to `ep_index`: what its rail sent it."""
+        return sum(self.sent_by(peer).visits[ep_index] for peer in rail)
+
+    def _arriving(self, rank: int) -> float:
+        """Rows that `rank` has after both hops."""
+        return sum(self.sent_by(peer).visits[self.ep] for peer in self.lines.members("ep", rank))
+
+    def _low_latency(self) -> None:
+        lines, times, plan = self.lines, self.times, self.plan
+        slots = low_latency_slots(self.model, plan, self.max_tokens)
+        header = [float((slots + 1) * _INT32)] * plan.ep
+        lines.all_to_all("ep", header, header, "forward", "moe.headers", times)
+        lines.all_gather("etp", [sum(header)] * plan.etp, "forward", "moe.headers", times)
+        group = lines.members("ep_etp")
+        if any(rows > slots for peer in group for rows in self.sent_by(peer).rows):
+            self._all_to_all()
+            return
+        even = [float(slots)] * plan.ep
+        lanes = [float(slots * plan.ep)] * plan.etp
+        self._rows_there_and_back("ep", even, even, lanes)

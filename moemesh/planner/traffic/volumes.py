@@ -1,0 +1,359 @@
+"""Closed forms of every collective of one step: how often, how many bytes, among how many ranks.
+
+For any layout that :class:`PlannedLayout` can say, also those of other trainers. One GPU of one
+pipeline rank; u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a
+gradient, N ranks that hold the same weights, Psi parameters of a rank. "wire" is what the GPU
+sends in one event (ring collectives, direct exchanges); "payload" the full tensor.
+
+| what | wire bytes of an event | events a step |
+|---|---|---|
+| TP | all-reduce 2 (t-1)/t u h w | 2 a block and microbatch; 3 with full recomputation |
+| TP + SP | all-gather or reduce-scatter (t-1)/t u h w | 4 a block and microbatch; 6 recomputed; |
+| | | 1 more where the input is gathered again |
+| exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
+| CP ring | (c-1)/c 2 s b h_kv w / t, backward twice that | a layer and microbatch |
+| CP all_gather | the same gathered forward and again backward, dK and dV scattered | the same |
+| CP all_to_all | (c-1)/c u (q + k + v + out) w / t | 1 + 1 a layer and microbatch |
+| PP | u h w, / t with SP | 2 v m from an inner rank |
+| EP | (e-1)/e k (u/t) h w; fp8 dispatch 1 + 4/128 bytes | 4 an MoE layer and microbatch, 6 rec. |
+| ETP | (x-1) k (u/t) h w | as EP |
+| data, ZeRO 0 | all-reduce 2 (N-1)/N g Psi | 1 |
+| ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (2: m without a buffer) |
+| ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m |
+| norms and routers under SP | all-reduce 2 (t-1)/t g | 1 |
+| tied embedding | all-reduce g V h / t between first and last stage | 1 |
+
+Sources: arXiv:1909.08053, 2205.05198 (TP, SP), 2310.01889 (ring), 2309.14509 (Ulysses), 1910.02054
+(ZeRO), 2006.16668 (EP); the forms of single collectives are in `moemesh.trace.wire`.
+"""
+
+from __future__ import annotations
+
+from math import ceil, gcd
+from typing import NamedTuple
+
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.memory import StageContent, rank_weights
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.traffic.routing import visit_probability
+from moemesh.trace.ledger import Ledger
+
+
+class Volume(NamedTuple):
+    """Events of one kind: `events` a step, each of `wire_bytes` sent and `payload_bytes` in all, on
+    an axis of `members` ranks."""
+
+    axis: str
+    op: str
+    phase: str
+    caller: str
+    events: float
+    payload_bytes: float
+    wire_bytes: float
+    members: int
+
+    @property
+    def total_wire_bytes(self) -> float:
+        return self.events * self.wire_bytes
+
+
+def ring_all_reduce(size: float, members: int) -> float:
+    """Bytes one rank sends: 2(n-1)/n of the tensor, in two phases of (n-1)/n each."""
+    return 2 * (members - 1) / members * size
+
+
+def one_phase(size: float, members: int) -> float:
+    """Bytes one rank sends in an all-gather, reduce-scatter or all-to-all of `size` bytes."""
+    return (members - 1) / members * size
+
+
+def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
+    """Every collective of one step of pipeline rank `rank`; nothing for axes of one rank."""
+    return _Volumes(shape, layout, rank).found
+
+
+def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
+    """The same as a ledger, bytes of all events together; every rank receives what it sends."""
+    ledger = Ledger()
+    for found in step_volumes(shape, layout, rank):
+        sent = round(found.total_wire_bytes)
+        ledger.record(
+            axis=found.axis,
+            op=found.op,
+            phase=found.phase,
+            caller=found.caller,
+            count=round(found.events),
+            payload_bytes=round(found.events * found.payload_bytes),
+            wire_bytes=sent,
+            received_bytes=sent,
+        )
+    return ledger
+
+
+class _Volumes:
+    def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
+        self.shape, self.layout, self.rank = shape, layout, rank
+        self.found: list[Volume] = []
+        self.content = StageContent(shape, layout, rank)
+        self.kinds: dict[LayerKind, int] = dict(self.content.kinds)
+        if self.content.has_head and shape.num_mtp_layers:
+            kind = shape.mtp_kind
+            self.kinds[kind] = self.kinds.get(kind, 0) + shape.num_mtp_layers
+        self.layers = sum(self.kinds.values())
+        self.moe = sum(number for kind, number in self.kinds.items() if kind.moe)
+        self.m = layout.microbatches
+        if layout.schedule in ("dualpipe", "chimera") and layout.pp > 1:
+            # A rank runs two stages, each on half of the microbatches.
+            self.m = layout.microbatches / 2
+        self.full = "full" in layout.recompute
+        self.stream = layout.tokens * shape.hidden_size * layout.element_bytes
+        self._tensor()
+        self._context()
+        self._experts()
+        self._pipeline()
+        self._data()
+
+    def _enter(
+        self,
+        axis: str,
+        op: str,
+        phase: str,
+        caller: str,
+        count: float,
+        payload: float,
+        members: int,
+    ) -> None:
+        if members < 2 or not count:
+            return
+        form = ring_all_reduce if op == "all_reduce" else one_phase
+        wire = payload if op == "send_receive" else form(payload, members)
+        self.found.append(Volume(axis, op, phase, caller, count, payload, wire, members))
+
+    # Tensor parallelism.
+
+    def _tensor(self) -> None:
+        layout, m = self.layout, self.m
+        if layout.tp == 1:
+            return
+        shared = self.moe if self.shape.shared_intermediate_size else 0
+        mlps = self.layers - self.moe + shared
+        self._blocks("attention", self.layers * m, layout.attention_exit)
+        self._blocks("mlp", mlps * m, layout.mlp_exit)
+        ends = [("embedding", self.content.has_embedding), ("head", self.content.has_head)]
+        for caller, here in ends:
+            if not here:
+                continue
+            # Rows of the table are summed into the stream, the stream is gathered for the logits.
+            there, back = ("reduce_scatter", "all_gather")
+            if not layout.sequence_parallel:
+                there = back = "all_reduce"
+            if caller == "head":
+                there, back = back, there
+            if layout.sequence_parallel or caller == "embedding":
+                self._enter("tp", there, "forward", caller, m, self.stream, layout.tp)
+            if layout.sequence_parallel or caller == "head":
+                self._enter("tp", back, "backward", caller, m, self.stream, layout.tp)
+        if self.content.has_head:
+            numbers = 3 * 4 * layout.tokens
+            self._enter("tp", "all_reduce", "forward", "head.loss", m, numbers, layout.tp)
+
+    def _blocks(self, caller: str, count: float, exit_form: str) -> None:
+        """`count` blocks with a tensor-parallel entry and exit."""
+        layout, t, size = self.layout, self.layout.tp, self.stream
+        passes = [("forward", count)] + ([("recompute", count)] if self.full else [])
+        if not layout.sequence_parallel:
+            for phase, number in passes:
+                self._enter("tp", "all_reduce", phase, f"{caller}.leave", number, size, t)
+            self._enter("tp", "all_reduce", "backward", f"{caller}.enter", count, size, t)
+            return
+        enter, leave = f"{caller}.enter", f"{caller}.leave"
+        for phase, number in passes:
+            self._enter("tp", "all_gather", phase, enter, number, size, t)
+            if exit_form == "all_to_all":
+                heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
+                self._enter("tp", "all_to_all", phase, leave, number, heads, t)
+            else:
+                self._enter("tp", exit_form, phase, leave, number, size, t)
+        self._enter("tp", layout.input_gradient, "backward", enter, count, size, t)
+        if exit_form == "all_to_all":
+            heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
+            self._enter("tp", "all_to_all", "backward", leave, count, heads, t)
+        else:
+            self._enter("tp", "all_gather", "backward", leave, count, size, t)
+        if layout.rebuild != "none":
+            tensors = 2 if layout.rebuild == "input_and_gradient" else 1
+            caller = f"{caller}.rebuild"
+            self._enter("tp", "all_gather", "backward", caller, count, tensors * size, t)
+
+    # Context parallelism.
+
+    def _context(self) -> None:
+        layout, shape, c = self.layout, self.shape, self.layout.cp
+        if c == 1:
+            return
+        width = layout.element_bytes / layout.tp
+        keys = shape.kv_width + _value_width(shape)
+        whole = layout.microbatch * layout.seq_len * keys * width
+        count = self.layers * self.m
+        again = 1 + self.full
+        match layout.context:
+            case "ring":
+                # c - 1 messages: keys and values, in the backward their gradients with them.
+                op, hops, block = "send_receive", count * (c - 1), whole / c
+                self._enter("cp", op, "forward", "attention", again * hops, block, c)
+                self._enter("cp", op, "backward", "attention", hops, 2 * block, c)
+            case "all_gather":
+                caller = "attention"
+                self._enter("cp", "all_gather", "forward", caller, again * count, whole, c)
+                self._enter("cp", "all_gather", "backward", caller, count, whole, c)
+                self._enter("cp", "reduce_scatter", "backward", caller, count, whole, c)
+            case "all_to_all":
+                moved = layout.tokens * (keys + shape.query_width + shape.output_width) * width
+                self._enter("cp", "all_to_all", "forward", "attention", again * count, moved, c)
+                self._enter("cp", "all_to_all", "backward", "attention", count, moved, c)
+
+    # Experts.
+
+    def _experts(self) -> None:
+        layout, shape = self.layout, self.shape
+        count = self.moe * self.m
+        if not count or layout.ep * layout.etp == 1:
+            return
+        w, hidden = layout.element_bytes, shape.hidden_size
+        tokens = layout.tokens / layout.tp * layout.imbalance
+        coded = hidden + 4 * ceil(hidden / 128) if layout.payload == "fp8" else hidden * w
+        passes = ["forward"]
+        if self.full or "moe" in layout.recompute:
+            passes.append("recompute")
+        if layout.dispatcher == "all_gather":
+            group, rows = layout.ep * layout.etp, tokens * layout.ep * layout.etp
+            for phase in passes:
+                self._enter("ep_etp", "all_gather", phase, _DISPATCH, count, rows * coded, group)
+                size = rows * hidden * w
+                self._enter("ep_etp", "reduce_scatter", phase, _COMBINE, count, size, group)
+            size = rows * hidden * w
+            self._enter("ep_etp", "reduce_scatter", "backward", _DISPATCH, count, size, group)
+            self._enter("ep_etp", "all_gather", "backward", _COMBINE, count, size, group)
+            return
+        copies = shape.experts_per_token
+        if layout.dispatcher == "hierarchical":
+            arriving = self._two_hops(count, tokens, coded, passes)
+        else:
+            arriving = copies * tokens
+            for phase in passes:
+                self._all_to_all("ep", phase, count, copies * tokens, coded, hidden * w, layout.ep)
+            size = copies * tokens * hidden * w
+            self._enter("ep", "all_to_all", "backward", _DISPATCH, count, size, layout.ep)
+            self._enter("ep", "all_to_all", "backward", _COMBINE, count, size, layout.ep)
+        lanes = arriving * hidden * w * layout.etp
+        for phase in passes:
+            self._enter("etp", "all_gather", phase, _DISPATCH, count, lanes, layout.etp)
+            self._enter("etp", "reduce_scatter", phase, _COMBINE, count, lanes, layout.etp)
+        self._enter("etp", "reduce_scatter", "backward", _DISPATCH, count, lanes, layout.etp)
+        self._enter("etp", "all_gather", "backward", _COMBINE, count, lanes, layout.etp)
+
+    def _all_to_all(
+        self,
+        axis: str,
+        phase: str,
+        count: float,
+        rows: float,
+        coded: float,
+        plain: float,
+        members: int,
+    ) -> None:
+        self._enter(axis, "all_to_all", phase, _DISPATCH, count, rows * coded, members)
+        self._enter(axis, "all_to_all", phase, _COMBINE, count, rows * plain, members)
+
+    def _two_hops(self, count: float, tokens: float, coded: float, passes: list[str]) -> float:
+        """A row to each node that a token visits, then to each rank; returns the rows arriving."""
+        layout, shape = self.layout, self.shape
+        experts, k = shape.num_experts, shape.experts_per_token
+        node = layout.ranks_per_node or layout.world_size
+        inside = gcd(layout.ep, node // layout.etp) if node % layout.etp == 0 else 1
+        nodes = layout.ep // inside
+        across = tokens * nodes * visit_probability(experts, k, experts // nodes)
+        arriving = tokens * layout.ep * visit_probability(experts, k, experts // layout.ep)
+        plain = shape.hidden_size * layout.element_bytes
+        for axis, rows, members in (("ep_rail", across, nodes), ("ep_node", arriving, inside)):
+            for phase in passes:
+                self._all_to_all(axis, phase, count, rows, coded, plain, members)
+            size = rows * plain
+            self._enter(axis, "all_to_all", "backward", _DISPATCH, count, size, members)
+            self._enter(axis, "all_to_all", "backward", _COMBINE, count, size, members)
+        return arriving
+
+    # Pipeline.
+
+    def _pipeline(self) -> None:
+        layout = self.layout
+        if layout.pp == 1:
+            return
+        cut = layout.sequence_parallel
+        cut = cut if layout.shard_messages is None else layout.shard_messages
+        size = self.stream / (layout.tp if cut else 1)
+        mine, last = set(layout.stages_of(self.rank)), layout.num_stages - 1
+        mirrored = layout.schedule in ("dualpipe", "chimera")
+        last = layout.pp - 1 if mirrored else last
+        # Both chunks of a V may be neighbours on one rank: they hand over without a message.
+        near = mine if not mirrored else set[int]()
+        forward = sum(stage < last and stage + 1 not in near for stage in mine)
+        backward = sum(stage > 0 and stage - 1 not in near for stage in mine)
+        for phase, number in (("forward", forward), ("backward", backward)):
+            self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size, layout.pp)
+
+    # Data parallelism.
+
+    def _data(self) -> None:
+        layout = self.layout
+        weights = rank_weights(self.shape, layout, self.rank)
+        sharded = weights.sharded / layout.tp
+        cut = layout.sequence_parallel and layout.tp > 1
+        if cut and weights.replicated:
+            size = weights.replicated * layout.gradient_bytes
+            self._enter("tp", "all_reduce", "backward", "gradients", 1, size, layout.tp)
+        dense = sharded + weights.replicated
+        experts = weights.expert / (layout.ep * layout.etp) + weights.expert_rows / layout.ep
+        buckets = self.layers if layout.bucket_per_layer else 1
+        self._sums("dp_cp", dense, layout.dense_replicas, layout.dense_shards, buckets)
+        expert_buckets = self.moe if layout.bucket_per_layer else 1
+        self._sums("edp", experts, layout.edp, layout.expert_shards, expert_buckets)
+        ends = self.content.has_embedding != self.content.has_head
+        if self.shape.tied_embeddings and layout.pp > 1 and ends:
+            table = self.shape.vocab_size * self.shape.hidden_size / layout.tp
+            size = table * layout.gradient_bytes
+            self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
+
+    def _sums(self, axis: str, psi: float, replicas: int, shards: int, buckets: int) -> None:
+        layout = self.layout
+        if not psi or replicas == 1:
+            return
+        gradient, weight = layout.gradient_bytes * psi, layout.element_bytes * psi
+        times = layout.microbatches if layout.reduce_every_microbatch else 1
+        if layout.zero == 0:
+            count, size = buckets * times, gradient / buckets
+            self._enter(axis, "all_reduce", "backward", "gradients", count, size, replicas)
+            return
+        if layout.zero == 3:
+            times = layout.microbatches
+            for phase in ("forward", "backward"):
+                count, size = buckets * times, weight / buckets
+                self._enter(axis, "all_gather", phase, "weights", count, size, shards)
+        else:
+            size = weight / buckets
+            self._enter(axis, "all_gather", "optimizer", "weights", buckets, size, shards)
+        count, size = buckets * times, gradient / buckets
+        self._enter(axis, "reduce_scatter", "backward", "gradients", count, size, shards)
+        if shards < replicas:
+            # Shards inside a group are summed over the groups.
+            size, groups = gradient / buckets / shards, replicas // shards
+            name = f"{axis}_groups"
+            self._enter(name, "all_reduce", "backward", "gradients", count, size, groups)
+
+
+_DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
+
+
+def _value_width(shape: ModelShape) -> int:
+    heads = shape.num_heads if shape.attention == "mla" else shape.num_kv_heads
+    return heads * shape.value_head_dim
