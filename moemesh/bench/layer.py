@@ -4,7 +4,8 @@ Every number of ranks is measured in processes of its own that the launcher star
 allocator set as in training. The bounds are measured in the same processes, taking turns with the
 layer (:mod:`moemesh.bench.bounds`): bare expert products on one rank; bare expert products plus
 bare all-to-all on several. The tokens of a shape are those of all ranks together, so that the work
-in total is the same for any number of ranks.
+in total is the same for any number of ranks. A workload of :mod:`moemesh.bench.workloads` may
+choose the experts in the router's place; the bounds then have its loads too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from moemesh.bench.layer_rank import MakeDispatcher, measure
 from moemesh.bench.shapes import SHAPES
+from moemesh.bench.workloads import WORKLOADS
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
@@ -44,26 +46,29 @@ def command(
     json: bool,
     out: Path | None,
     make_dispatcher: MakeDispatcher,
+    workload: str = "",
 ) -> int:
     """Measure and print; returns the exit code.
 
     `shape` is a name or "all" (A and B), `ranks` numbers like "1,4", `dtype` a name or "all".
     `make_dispatcher` makes what sends the rows where there are several ranks. `out` is a file for
-    the JSON object. A process that is itself a rank measures only its own number of ranks.
+    the JSON object. `workload` names loads with commas, or "all"; "" leaves the choice to the
+    router. A process that is itself a rank measures only its own number of ranks.
     """
     shapes = ["A", "B"] if shape == "all" else [shape]
     dtypes = list(DTYPES) if dtype == "all" else [dtype]
     counts = _parse_ranks(ranks)
-    _check(shapes, dtypes, counts)
+    loads = list(WORKLOADS) if workload == "all" else workload.split(",")
+    _check(shapes, dtypes, counts, loads)
     if launch.joined():
-        _run_rank(shapes, dtypes, rounds, json, out, make_dispatcher)
+        _run_rank(shapes, dtypes, loads, rounds, json, out, make_dispatcher)
         return 0
     results: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
     for name in shapes:
         for kind in dtypes:
             for count in counts:
-                code, found = _run_ranks(count, name, kind, rounds)
+                code, found = _run_ranks(count, name, kind, rounds, workload)
                 if found is None:
                     return code
                 machine = found["machine"]
@@ -73,12 +78,14 @@ def command(
 
 
 def _run_ranks(
-    num_ranks: int, shape: str, dtype: str, rounds: int
+    num_ranks: int, shape: str, dtype: str, rounds: int, workload: str
 ) -> tuple[int, dict[str, Any] | None]:
     """Start the ranks of one measurement; its exit code and, if that is 0, its JSON object."""
     with tempfile.TemporaryDirectory(prefix="moemesh-bench-") as folder:
         file = Path(folder) / "result.json"
         options = {"--shape": shape, "--dtype": dtype, "--ranks": num_ranks, "--rounds": rounds}
+        if workload:
+            options["--workload"] = workload
         arguments = [str(word) for pair in options.items() for word in pair]
         code = launch.launch(num_ranks, ["bench", "layer", *arguments, "--out", str(file)])
         return code, jsonlib.loads(file.read_text()) if code == 0 else None
@@ -87,6 +94,7 @@ def _run_ranks(
 def _run_rank(
     shapes: Sequence[str],
     dtypes: Sequence[str],
+    loads: Sequence[str],
     rounds: int,
     json: bool,
     out: Path | None,
@@ -98,10 +106,11 @@ def _run_rank(
     mesh = Mesh.create(Layout(dp=ranks.world_size, ep=ranks.world_size), ranks.device)
     results = [
         {"shape": shape, **_sizes(shape), "dtype": dtype, "ranks": ranks.world_size}
-        | {"rounds": rounds}
-        | measure(SHAPES[shape], DTYPES[dtype], mesh, rounds, make_dispatcher)
+        | {"rounds": rounds, "workload": load}
+        | measure(SHAPES[shape], DTYPES[dtype], mesh, rounds, make_dispatcher, load)
         for shape in shapes
         for dtype in dtypes
+        for load in loads
     ]
     if ranks.rank == 0:
         _deliver({"machine": _machine(keeps), "results": results}, json, out)
@@ -129,8 +138,10 @@ def _parse_ranks(text: str) -> list[int]:
     return counts
 
 
-def _check(shapes: Sequence[str], dtypes: Sequence[str], counts: Sequence[int]) -> None:
-    for given, known in ((shapes, SHAPES), (dtypes, DTYPES)):
+def _check(
+    shapes: Sequence[str], dtypes: Sequence[str], counts: Sequence[int], loads: Sequence[str]
+) -> None:
+    for given, known in ((shapes, SHAPES), (dtypes, DTYPES), (loads, ("", *WORKLOADS))):
         for name in given:
             if name not in known:
                 raise BenchError(f'"{name}" is none of {", ".join([*known, "all"])}')
@@ -166,7 +177,7 @@ def _deliver(found: dict[str, Any], json: bool, out: Path | None) -> None:
         print(plain_text(found))
 
 
-COLUMNS = ("shape", "dtype", "ranks", "layer ms", "GEMM ms", "all-to-all ms", "x bound")
+COLUMNS = ("shape", "dtype", "load", "ranks", "layer ms", "GEMM ms", "all-to-all ms", "x bound")
 COLUMNS += ("quartiles", "x bound, CPU", "saved MB", "peak MB", "slowest parts ms")
 
 
@@ -181,6 +192,7 @@ def table_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
             (
                 result["shape"],
                 result["dtype"],
+                result["workload"] or "router",
                 str(result["ranks"]),
                 f"{seconds['layer']['median'] * 1e3:.1f}",
                 f"{seconds['gemm']['median'] * 1e3:.1f}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moemesh.bench.bounds import BareAllToAll, BareGemms
 from moemesh.bench.shapes import SHAPES, LayerShape
+from moemesh.bench.workloads import BURST, NUM_GROUPS, rank_tokens, workload
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
@@ -27,6 +29,7 @@ from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
+from moemesh.ops import swiglu
 
 MakeDispatcher = Callable[[str, ModelConfig, Plan, Mesh, int], Dispatcher]
 
@@ -38,8 +41,14 @@ class MeasuredLayer:
     """One rank's part of an MoE layer, its tokens, and one forward and backward as a call."""
 
     def __init__(
-        self, shape: LayerShape, dtype: torch.dtype, mesh: Mesh, make_dispatcher: MakeDispatcher
+        self,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        mesh: Mesh,
+        make_dispatcher: MakeDispatcher,
+        load: str = "",
     ) -> None:
+        """`load` names a workload that chooses the experts in the router's place; "": none."""
         axis, config = mesh["ep"], shape.config
         self.mesh, self.moe = mesh, MoE(config)
         local = shard_range(shape.num_experts, axis.size, axis.index)
@@ -53,9 +62,23 @@ class MeasuredLayer:
             generator = torch.Generator().manual_seed(0 if is_router else 1 + axis.index)
             value = torch.randn(parameter.shape, generator=generator) * INIT_STD
             parameter.data = value if is_router else value.to(dtype)
-        self.x_TH = tokens_of_rank(shape, axis.size, axis.index).to(dtype).requires_grad_()
+        gids = rank_tokens(load, num_ranks=axis.size, num_tokens=shape.tokens)[axis.index]
+        if not load:
+            gids = shard_range(shape.tokens, axis.size, axis.index)
+        self.x_TH = tokens_of_rank(shape, gids).to(dtype).requires_grad_()
         self.upstream_TH = torch.ones_like(self.x_TH)
-        self.context = _context(len(self.x_TH))
+        chosen = None
+        if load:
+            chosen = workload(
+                load,
+                seed=0,
+                step=BURST.start,  # W7 shows its burst
+                gids=gids,
+                num_experts=shape.num_experts,
+                experts_per_token=shape.top_k,
+                num_groups=math.gcd(NUM_GROUPS, shape.num_experts),
+            )
+        self.context = _context(len(self.x_TH), chosen)
 
     def forward(self) -> Tensor:
         return self.moe(self.x_TH, self.context).y_TH
@@ -69,7 +92,7 @@ class MeasuredLayer:
     @torch.no_grad()
     def routed(self) -> tuple[list[int], list[int], list[int]]:
         """Rows of each local expert, rows sent to each rank, rows received from each rank."""
-        experts_TK = self.moe.router(self.x_TH).experts_TK
+        experts_TK = self.moe.router(self.x_TH, self.context).experts_TK
         axis = self.mesh["ep"]
         sent = torch.bincount(experts_TK.flatten(), minlength=self.moe.config.num_experts)
         sent = sent.view(axis.size, -1)
@@ -84,7 +107,7 @@ class MeasuredLayer:
             clock.append(time.perf_counter())
             return value
 
-        routing = done(moe.router(self.x_TH))
+        routing = done(moe.router(self.x_TH, self.context))
         plan = done(moe.dispatcher.plan(routing.experts_TK))
         rows = done(moe.dispatcher.dispatch(self.x_TH, routing.weights_TK, plan).wait())
         y_TH = done(moe.dispatcher.combine(done(moe.experts(rows)), plan).wait())
@@ -95,16 +118,20 @@ class MeasuredLayer:
         }
 
 
-def tokens_of_rank(shape: LayerShape, num_ranks: int, index: int) -> Tensor:
-    """[T, H] standard normal, the same tokens in total for any number of ranks."""
+def tokens_of_rank(shape: LayerShape, gids: range) -> Tensor:
+    """[T, H] standard normal, the tokens `gids` of a shape, whichever rank holds them."""
     generator = torch.Generator().manual_seed(7)
     x_TH = torch.randn(shape.tokens, shape.hidden, generator=generator)
-    part = shard_range(shape.tokens, num_ranks, index)
-    return x_TH[part.start : part.stop].clone()
+    return x_TH[gids.start : gids.stop].clone()
 
 
 def measure(
-    shape: LayerShape, dtype: torch.dtype, mesh: Mesh, rounds: int, make_dispatcher: MakeDispatcher
+    shape: LayerShape,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    rounds: int,
+    make_dispatcher: MakeDispatcher,
+    load: str = "",
 ) -> dict[str, Any]:
     """Measure on this rank and gather; the result is the same on every rank.
 
@@ -115,7 +142,8 @@ def measure(
     torch.set_num_threads(1)
     # Load every library that a first call loads, so that it is not counted as the layer's memory.
     MeasuredLayer(SHAPES["tiny"], dtype, Mesh.single("cpu"), make_dispatcher)()
-    layer, world = MeasuredLayer(shape, dtype, mesh, make_dispatcher), mesh["world"]
+    swiglu.load(dtype)
+    layer, world = MeasuredLayer(shape, dtype, mesh, make_dispatcher, load), mesh["world"]
     peak_bytes = _peak_bytes(layer)
     saved_bytes = _saved_bytes(layer)
     counts, sent, received = layer.routed()
@@ -235,8 +263,8 @@ def _peak_bytes(layer: MeasuredLayer) -> int | None:
     return (kilobytes("VmHWM:") - before) * 1024
 
 
-def _context(num_tokens: int) -> Context:
-    """One sequence without padding; the layer reads nothing else."""
+def _context(num_tokens: int, chosen_TK: Tensor | None) -> Context:
+    """One sequence without padding, and the experts of its tokens if they are given."""
     nothing = torch.empty(0)
     tokens_T = torch.arange(num_tokens)
     return Context(
@@ -248,4 +276,5 @@ def _context(num_tokens: int) -> Context:
         sequence_T=torch.zeros_like(tokens_T),
         valid_T=None,
         token_ids_T=tokens_T,
+        experts=None if chosen_TK is None else {0: chosen_TK},
     )

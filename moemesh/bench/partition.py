@@ -1,6 +1,6 @@
 """`moemesh bench partition`: baselines against the exact division into stages, as a table.
 
-The comparison comes from above (`moemesh.planner.partition_cases.compare`): benchmarks and planner
+The comparison comes from above (`moemesh.planner.stages.partition_cases.compare`): benchmarks and planner
 stand side by side and do not import one another.
 """
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -37,20 +39,26 @@ class Channels:
         self._num_received: Counter[int] = Counter()
 
     @classmethod
-    def create(cls, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]]) -> Channels:
+    def create(
+        cls, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]], *, on_host: bool = False
+    ) -> Channels:
         """Queues for the ordered `pairs` of indices on `axis`; all ranks of the mesh call this.
 
-        A group of their own keeps these messages apart from everything else on the axis.
+        A group of their own keeps these messages apart from everything else on the axis. `on_host`:
+        for tensors on the CPU, by gloo, whatever carries those of the mesh.
         """
         own, pairs = mesh[axis], sorted(set(pairs))
+        if on_host:
+            own = replace(own, device=torch.device("cpu"))
         if own.size == 1 or not pairs:
             return cls(own, {}, tagged=True)
-        tagged = dist.get_backend(own.group) == "gloo"
+        backend = "gloo" if on_host else dist.get_backend(own.group)
+        tagged = backend == "gloo"
         found: dict[tuple[int, int], ProcessGroup] = {}
         # Groups are made by all ranks in one order, whether or not they are members.
         for ranks in mesh.layout.groups(axis):
             if tagged:
-                group = dist.new_group(list(ranks), group_desc="channels")
+                group = dist.new_group(list(ranks), backend=backend, group_desc="channels")
                 if ranks == own.ranks:
                     found = dict.fromkeys(pairs, group)
                 continue

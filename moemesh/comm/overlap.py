@@ -1,4 +1,4 @@
-"""An all-to-all in two halves, so that work of this rank runs while it is under way.
+"""An all-to-all or an all-gather in two halves: work of this rank runs while it is under way.
 
     pending = all_to_all_start(x, axis, input_splits, output_splits, caller="moe.dispatch")
     ...                                     # compute something else
@@ -14,18 +14,17 @@ A :class:`Codec` makes rows smaller for the forward; gradients travel as they ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
-from moemesh.ops.pending import Pending
+from moemesh.ops.pending import Pending, under_way
 
 
 class Codec(Protocol):
@@ -48,7 +47,7 @@ class _Exchange:
     output_splits: Sequence[int] | None
     caller: str
     codec: Codec | None = None
-    work: list[dist.Work | None] = field(default_factory=list)
+    work: list[transfers.Work | None] = field(default_factory=list)
     packed: Tensor | None = None
     home: Tensor | None = None
 
@@ -99,15 +98,16 @@ class _Start(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
+        # A leaf where the graph was cut (moemesh.ops.pending): no one reads its gradient.
+        ctx.exchange, ctx.is_cut = exchange, received.is_leaf
         return exchange.finish_rows(received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         # What this returns only holds the place: autograd wants the shape of `received` here.
         ctx.exchange.home = ctx.exchange.start(gradient, "backward")
-        return gradient, None
+        return None if ctx.is_cut else gradient, None
 
 
 def all_to_all_start(
@@ -127,5 +127,86 @@ def all_to_all_start(
     if axis.size == 1:
         return Pending.ready(x)
     exchange = _Exchange(axis, input_splits, output_splits, caller, codec)
-    received = _Start.apply(x, exchange)
-    return Pending(lambda: _Finish.apply(received, exchange))
+    started = under_way(_Start.apply(x, exchange))
+    return Pending(lambda: _Finish.apply(started.take(), exchange))
+
+
+@dataclass
+class _Gather:
+    """An all_gather and its way back, a reduce_scatter; likewise."""
+
+    axis: Axis
+    sizes: Sequence[int] | None
+    caller: str
+    codec: Codec | None = None
+    work: transfers.Work | None = None
+    packed: Tensor | None = None
+    home: Callable[[], Tensor] | None = None
+
+    def start_rows(self, x_TH: Tensor) -> Tensor:
+        """The forward's start; with a codec the result only holds the place of the rows."""
+        sent = x_TH if self.codec is None else self.codec.encode(x_TH)
+        gathered, self.work = transfers.all_gather_start(
+            sent, self.axis, self.sizes, phase="forward", caller=self.caller
+        )
+        if self.codec is None:
+            return gathered
+        self.packed = gathered
+        return x_TH.new_empty(gathered.shape[0], x_TH.shape[1])
+
+    def finish_rows(self, gathered_AH: Tensor) -> Tensor:
+        """The forward's end: the rows."""
+        if self.work is not None:
+            self.work.wait()
+        if self.codec is None or self.packed is None:
+            return gathered_AH.view_as(gathered_AH)
+        packed, self.work, self.packed = self.packed, None, None
+        return self.codec.decode(packed, gathered_AH.shape[1], gathered_AH.dtype)
+
+
+class _StartGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, gather: _Gather) -> Tensor:
+        ctx.gather = gather
+        return gather.start_rows(x_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        finish, ctx.gather.home = ctx.gather.home, None
+        return finish(), None
+
+
+class _FinishGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathered_AH: Tensor, gather: _Gather) -> Tensor:
+        ctx.gather, ctx.is_cut = gather, gathered_AH.is_leaf
+        return gather.finish_rows(gathered_AH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        gather = ctx.gather
+        gather.home = transfers.reduce_scatter_start(
+            gradient, gather.axis, gather.sizes, phase="backward", caller=gather.caller
+        )
+        return None if ctx.is_cut else gradient, None
+
+
+def all_gather_start(
+    x_TH: Tensor,
+    axis: Axis,
+    sizes: Sequence[int] | None = None,
+    *,
+    caller: str,
+    codec: Codec | None = None,
+) -> Pending[Tensor]:
+    """Start an all_gather along axis; its value waits. Backward: reduce_scatter, likewise.
+
+    As :func:`all_to_all_start`: waited for exactly once, in the same order on all ranks.
+    """
+    if axis.size == 1:
+        return Pending.ready(x_TH)
+    gather = _Gather(axis, sizes, caller, codec)
+    started = under_way(_StartGather.apply(x_TH, gather))
+    return Pending(lambda: _FinishGather.apply(started.take(), gather))

@@ -10,11 +10,16 @@ What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32
   same bits every time, uneven blocks, and sums of bf16 and fp16 kept in fp32 until the end.
 * all_gather is n-1 sends and receives straight into the result: 0.7 of the time of gloo's own,
   uneven blocks, no copies.
+* all_to_all is n-1 receives, then n-1 sends. gloo's own posts each send before its receive: a rank
+  that comes late then fills the connection with its rows before it says that it is ready to
+  receive, and the two directions of a slow link take turns (docs/results/dispatch.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,16 +43,47 @@ _FLOAT8 = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-# Tag of the messages inside all_gather, so that they never meet a pipeline's on the same group.
+# Tags of the messages inside all_gather and all_to_all, so that they never meet a pipeline's on the
+# same group. Messages of one tag between two ranks arrive in the order in which they were started.
 _GATHER_TAG = 7401
+_EXCHANGE_TAG = 7402
+
+
+class Work(Protocol):
+    """Something that the backend carries out meanwhile."""
+
+    def wait(self) -> object: ...
+
+
+class _Messages:
+    """Several messages as one piece of work; holds the rows that are being sent."""
+
+    def __init__(self, works: list[dist.Work | None], sent: Tensor) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        self._works.clear()
 
 
 def all_gather(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
 ) -> Tensor:
     """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal."""
+    gathered, work = all_gather_start(x, axis, sizes, phase=phase, caller=caller)
+    if work is not None:
+        work.wait()
+    return gathered
+
+
+def all_gather_start(
+    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+) -> tuple[Tensor, Work | None]:
+    """As all_gather, but the rows are there only when the returned work has been waited for."""
     if axis.size == 1:
-        return x
+        return x, None
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
     if x.shape[0] != blocks[axis.index]:
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes say {blocks[axis.index]}")
@@ -57,22 +93,30 @@ def all_gather(
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:])
     if not _is_nccl(axis):
-        _gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
-    elif len(set(blocks)) == 1:
-        _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group)
-    else:
-        repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
-        own = [blocks[axis.index]] * axis.size
-        dist.all_to_all_single(_raw(gathered), repeated, list(blocks), own, group=axis.group)
-    return gathered
+        return gathered, _gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
+    if len(set(blocks)) == 1:
+        return gathered, _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
+    repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
+    own = [blocks[axis.index]] * axis.size
+    work = dist.all_to_all_single(
+        _raw(gathered), repeated, list(blocks), own, group=axis.group, async_op=True
+    )
+    return gathered, work
 
 
 def reduce_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
 ) -> Tensor:
     """[all rows, ...] of partial sums to [own rows, ...] summed; `sizes` as in all_gather."""
+    return reduce_scatter_start(x, axis, sizes, phase=phase, caller=caller)()
+
+
+def reduce_scatter_start(
+    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+) -> Callable[[], Tensor]:
+    """As reduce_scatter; the result comes from calling what is returned, exactly once."""
     if axis.size == 1:
-        return x
+        return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
     if x.shape[0] != sum(blocks):
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes {blocks} add up to {sum(blocks)}")
@@ -80,14 +124,25 @@ def reduce_scatter(
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
     record(axis, "reduce_scatter", phase, caller, moved)
     x, own = x.contiguous(), blocks[axis.index]
+    work: Work | None
     if _is_nccl(axis) and len(set(blocks)) == 1:
         reduced = x.new_empty(own, *x.shape[1:])
-        _reduce_scatter_nccl(reduced, x, group=axis.group)
-        return reduced
-    partial = x.new_empty(axis.size, own, *x.shape[1:])
-    rows = partial.view(-1, *x.shape[1:]) if own else x.new_empty(0, *x.shape[1:])
-    dist.all_to_all_single(rows, x, [own] * axis.size, list(blocks), group=axis.group)
-    return _sum_in_rank_order(partial)
+        work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
+        return partial(_after, work, lambda: reduced)
+    parts = x.new_empty(axis.size, own, *x.shape[1:])
+    rows = parts.view(-1, *x.shape[1:]) if own else x.new_empty(0, *x.shape[1:])
+    splits = list(blocks), [own] * axis.size
+    if _is_nccl(axis):
+        work = dist.all_to_all_single(rows, x, *splits[::-1], group=axis.group, async_op=True)
+    else:
+        work = _exchange_by_messages(x, rows, axis, *splits)
+    return partial(_after, work, lambda: _sum_in_rank_order(parts))
+
+
+def _after(work: Work | None, result: Callable[[], Tensor]) -> Tensor:
+    assert work is not None
+    work.wait()
+    return result()
 
 
 def all_reduce(x: Tensor, axis: Axis, *, phase: str, caller: str) -> Tensor:
@@ -170,7 +225,7 @@ def all_to_all_start(
     *,
     phase: str,
     caller: str,
-) -> tuple[Tensor, dist.Work | None]:
+) -> tuple[Tensor, Work | None]:
     """As all_to_all, but the rows are there only when the returned work has been waited for."""
     if axis.size == 1:
         return x, None
@@ -187,14 +242,11 @@ def all_to_all_start(
         [rows * row_bytes for rows in inputs], [rows * row_bytes for rows in outputs], axis.index
     )
     record(axis, "all_to_all", phase, caller, moved)
-    received = x.new_empty(sum(outputs), *x.shape[1:])
+    received, x = x.new_empty(sum(outputs), *x.shape[1:]), x.contiguous()
+    if not _is_nccl(axis):
+        return received, _exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
     work = dist.all_to_all_single(
-        _raw(received),
-        _raw(x.contiguous()),
-        outputs,
-        inputs,
-        group=axis.group,
-        async_op=True,
+        _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
     )
     return received, work
 
@@ -246,10 +298,11 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
     return [int(size) for size in sizes]
 
 
-def _gather_by_messages(x: Tensor, gathered: Tensor, axis: Axis, blocks: Sequence[int]) -> None:
+def _gather_by_messages(
+    x: Tensor, gathered: Tensor, axis: Axis, blocks: Sequence[int]
+) -> _Messages:
     """Every rank sends its rows to each other one; both sides skip blocks without rows."""
     into = gathered.split(list(blocks))
-    into[axis.index].copy_(x)
     works: list[dist.Work | None] = []
     for distance in range(1, axis.size):
         source = (axis.index - distance) % axis.size
@@ -261,9 +314,28 @@ def _gather_by_messages(x: Tensor, gathered: Tensor, axis: Axis, blocks: Sequenc
         destination = (axis.index + distance) % axis.size
         if blocks[axis.index]:
             works.append(dist.isend(x, axis.ranks[destination], group=axis.group, tag=_GATHER_TAG))
-    for work in works:
-        assert work is not None
-        work.wait()
+    into[axis.index].copy_(x)
+    return _Messages(works, x)
+
+
+def _exchange_by_messages(
+    x: Tensor, received: Tensor, axis: Axis, inputs: Sequence[int], outputs: Sequence[int]
+) -> _Messages:
+    """Start every receive, then every send; both sides skip blocks without rows."""
+    blocks, into = x.split(list(inputs)), received.split(list(outputs))
+    works: list[dist.Work | None] = []
+    for distance in range(1, axis.size):
+        source = (axis.index - distance) % axis.size
+        if outputs[source] and into[source].numel():
+            place, rank = into[source], axis.ranks[source]
+            works.append(dist.irecv(place, rank, group=axis.group, tag=_EXCHANGE_TAG))
+    for distance in range(1, axis.size):
+        destination = (axis.index + distance) % axis.size
+        if inputs[destination] and blocks[destination].numel():
+            block, rank = blocks[destination], axis.ranks[destination]
+            works.append(dist.isend(block, rank, group=axis.group, tag=_EXCHANGE_TAG))
+    into[axis.index].copy_(blocks[axis.index])
+    return _Messages(works, x)
 
 
 def _sum_in_rank_order(partial: Tensor) -> Tensor:

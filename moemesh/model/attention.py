@@ -1,7 +1,8 @@
 """Causal grouped-query attention with rotary positions.
 
 Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, N query heads held here,
-M key/value heads held here, G = N/M query heads per key/value head.
+M key/value heads held here, G = N/M query heads per key/value head, A = attention
+width held here, C positions of keys.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.layers import RMSNorm
-from moemesh.model.seams import Boundary, LocalBoundary
+from moemesh.model.seams import Boundary, KeepAll, LocalBoundary, Memory
 from moemesh.ops.linear import linear
 
 
@@ -21,11 +22,12 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023) by PyTorch's fused attention.
 
     ``qkv`` [M, G+2, D, H] keeps a key/value head together with its query heads: a tensor-parallel
-    shard is a slice of dim 0. ``output`` is [H, N*D].
+    shard is a slice of dim 0. ``output`` is [H, N*D]. `layer` is the global index of the layer.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.layer = layer
         self.num_groups = config.num_heads // config.num_kv_heads
         self.head_dim = config.head_dim
         self.qkv = nn.Parameter(
@@ -40,20 +42,36 @@ class Attention(nn.Module):
         self.query_norm = norm(config.head_dim, config.norm_eps)
         self.key_norm = norm(config.head_dim, config.norm_eps)
         self.boundary: Boundary = LocalBoundary()
+        self.memory: Memory = KeepAll()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
+        y_TA = self.memory.run(self.core, linear(x_TH, self.qkv), context)
+        return self.boundary.leave(y_TA, self.output)
+
+    def core(self, qkv_TA: Tensor, context: Context) -> Tensor:
+        """What lies between the two projections: norms, rotary positions, attention."""
         shape = (context.num_sequences, context.seq_len, -1, self.num_groups + 2, self.head_dim)
         # -1 cannot be inferred for an empty microbatch: take the heads from the weight.
-        qkv = linear(x_TH, self.qkv).view(*shape[:2], self.qkv.shape[0], *shape[3:])
+        qkv = qkv_TA.view(*shape[:2], self.qkv.shape[0], *shape[3:])
         query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
         query_BNSD = rotate(self.query_norm(query.flatten(2, 3).transpose(1, 2)), context)
         key_BMSD = rotate(self.key_norm(key.squeeze(3).transpose(1, 2)), context)
-        y_BNSD = F.scaled_dot_product_attention(
-            query_BNSD, key_BMSD, value.squeeze(3).transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        y_TA = y_BNSD.transpose(1, 2).reshape(x_TH.shape[0], y_BNSD.shape[1] * self.head_dim)
-        return self.boundary.leave(y_TA, self.output)
+        value_BMSD = value.squeeze(3).transpose(1, 2)
+        y_BNSD = attend(query_BNSD, *context.past.extend(self.layer, key_BMSD, value_BMSD))
+        return y_BNSD.transpose(1, 2).reshape(len(qkv_TA), y_BNSD.shape[1] * self.head_dim)
+
+
+def attend(query_BNSD: Tensor, key_BMCD: Tensor, value_BMCD: Tensor) -> Tensor:
+    """Causal attention of the last S of C positions, [B, N, S, D]."""
+    num_queries, num_keys = query_BNSD.shape[2], key_BMCD.shape[2]
+    mask_SC = None
+    if num_queries < num_keys:
+        mask_SC = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_BNSD.device)
+        mask_SC = mask_SC.tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(
+        query_BNSD, key_BMCD, value_BMCD, mask_SC, is_causal=mask_SC is None, enable_gqa=True
+    )
 
 
 def rotate(x_BNSD: Tensor, context: Context) -> Tensor:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from moemesh.model.past import NO_PAST, Past
+from moemesh.model.replay import FIRST_TIME, Replay
+from moemesh.model.segments import ONE_SEGMENT, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,9 @@ class Batch:
     ``seed`` and ``step`` key the random numbers of a training forward; without ``training`` there
     are none. ``experts`` replays a routing: global layer index -> experts [B*S, K] (int64, -1 =
     none), in place of the router's choice; the weights still come from the router.
+
+    A slice of longer sequences (:meth:`slice`) begins at position ``start`` of ``length``, and
+    ``past`` is what the slices before it have left behind.
     """
 
     tokens_BS: Tensor
@@ -32,6 +39,34 @@ class Batch:
     step: int = 0
     training: bool = True
     experts: Mapping[int, Tensor] | None = None
+    start: int = 0
+    length: int | None = None
+    past: Past = NO_PAST
+
+    def slice(self, start: int, stop: int, past: Past) -> Batch:
+        """The positions ``start .. stop`` of all sequences."""
+        size = self.tokens_BS.shape
+
+        def cut(x_BS: Tensor | None) -> Tensor | None:
+            return None if x_BS is None else x_BS[:, start:stop].contiguous()
+
+        experts = None
+        if self.experts is not None:
+            experts = {
+                layer: experts_TK.view(*size, experts_TK.shape[1])[:, start:stop].flatten(0, 1)
+                for layer, experts_TK in self.experts.items()
+            }
+        return replace(
+            self,
+            tokens_BS=self.tokens_BS[:, start:stop].contiguous(),
+            targets_BS=self.targets_BS[:, start:stop].contiguous(),
+            valid_BS=cut(self.valid_BS),
+            loss_mask_BS=cut(self.loss_mask_BS),
+            experts=experts,
+            start=start,
+            length=size[1],
+            past=past,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +96,8 @@ class Context:
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
-    describe those rows, as does ``experts`` (see :class:`Batch`).
+    describe those rows, as do ``experts`` and ``past`` (see :class:`Batch`). ``replay``: whether
+    this forward is computed for the first time; ``segments``: where its graph is cut.
     """
 
     num_sequences: int
@@ -76,6 +112,9 @@ class Context:
     step: int = 0
     training: bool = True
     experts: Mapping[int, Tensor] | None = None
+    past: Past = NO_PAST
+    replay: Replay = FIRST_TIME
+    segments: Segments = ONE_SEGMENT
 
 
 def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -> Context:
@@ -86,13 +125,16 @@ def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -
     frequencies = rope_theta ** (
         -torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     )
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
+    positions = torch.arange(batch.start, batch.start + seq_len, dtype=torch.float64, device=device)
+    angles = torch.outer(positions, frequencies)
     angles_SD = torch.cat([angles, angles], dim=1)
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
     valid_T = None
     if batch.valid_BS is not None:
         valid_T = batch.valid_BS.flatten()[local.start : local.stop]
+    length = seq_len if batch.length is None else batch.length
+    position_T = batch.start + rows_T % max(seq_len, 1)
     experts = None
     if batch.experts is not None:
         experts = {
@@ -107,9 +149,10 @@ def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -
         sine_SD=angles_SD.sin(),
         sequence_T=sequence_T,
         valid_T=valid_T,
-        token_ids_T=batch.sequences_B[sequence_T] * seq_len + rows_T % max(seq_len, 1),
+        token_ids_T=batch.sequences_B[sequence_T] * length + position_T,
         seed=batch.seed,
         step=batch.step,
         training=batch.training,
         experts=experts,
+        past=batch.past,
     )

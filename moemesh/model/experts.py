@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moemesh.model.dispatcher import Rows
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import expert_mlp
+from moemesh.ops.expert_mlp import GradientSum, expert_mlp
 from moemesh.ops.permute import slice_map
 
 
@@ -30,13 +30,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.max_rows: int | None = None
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: Rows, total: GradientSum | None = None) -> Tensor:
+        """[R, H]; calls of one layer that are given the same `total` share a weight gradient."""
         if rows.counts_LO is not None:
             return exact_experts(
                 rows.source_NH, rows.weights_R, rows.counts_LO, self.gate_up, self.down
             )
         if self.max_rows is None or rows.map.num_rows <= self.max_rows:
-            return self._compute(rows)
+            return self._compute(rows, total)
         return torch.cat(
             [
                 checkpoint(self._piece, rows, start, use_reentrant=False)
@@ -44,10 +45,9 @@ class Experts(nn.Module):
             ]
         )
 
-    def _compute(self, rows: Rows) -> Tensor:
-        return expert_mlp(
-            rows.source_NH, rows.map, rows.weights_R, rows.counts_L, self.gate_up, self.down
-        )
+    def _compute(self, rows: Rows, total: GradientSum | None = None) -> Tensor:
+        weights = self.gate_up, self.down
+        return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, total)
 
     def _piece(self, rows: Rows, start: int) -> Tensor:
         assert self.max_rows is not None

@@ -5,12 +5,14 @@ Legend: T tokens, H hidden, F MLP width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moemesh.model.seams import Boundary, LocalBoundary
-from moemesh.ops.linear import linear
+from moemesh.ops.linear import Operand, linear, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -33,11 +35,11 @@ class MLP(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2, width, hidden))
         self.down = nn.Parameter(torch.empty(hidden, width))
         self.boundary: Boundary = LocalBoundary()
+        self.activate: Callable[[Tensor], Operand] = swiglu
 
     def forward(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         x_TH = self.boundary.enter(x_TH, num_tokens)
-        gate_TF, up_TF = linear(x_TH, self.gate_up).chunk(2, dim=1)
-        return self.boundary.leave(F.silu(gate_TF) * up_TF, self.down)
+        return self.boundary.leave(self.activate(linear(x_TH, self.gate_up)), self.down)
 
 
 class Rows(nn.Module):

@@ -19,6 +19,8 @@ from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import LocalTokens, Tokens
+from moemesh.model.segments import Steps, finish
+from moemesh.ops.expert_mlp import GradientSum
 
 
 class MoEOutput(NamedTuple):
@@ -49,15 +51,24 @@ class MoE(nn.Module):
         self.tokens: Tokens = LocalTokens()
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
+        return finish(self.steps(x_TH, context))
+
+    def steps(self, x_TH: Tensor, context: Context) -> Steps[MoEOutput]:
+        """The forward; it pauses while the dispatch, and while the combine is under way."""
         routing = self.router(x_TH, context, self.tokens)
-        y_TH = self.apply_experts(x_TH, routing, context)
+        aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
+        aux = context.segments.cut(aux)
+        y_TH = yield from self.expert_steps(x_TH, routing, context)
         counts_E = torch.bincount(
             routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
         )[1:]
-        aux = auxiliary_loss(routing, self.config, context, self.tokens)
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
     def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
+        """What of the forward follows the router."""
+        return finish(self.expert_steps(x_TH, routing, context))
+
+    def expert_steps(self, x_TH: Tensor, routing: Routing, context: Context) -> Steps[Tensor]:
         """Dispatch, compute, combine, in `num_chunks` chunks of tokens.
 
         While the experts of one chunk compute, the rows of the next are under way, and the results
@@ -66,15 +77,27 @@ class MoE(nn.Module):
         """
         sizes = shard_sizes(len(x_TH), self.num_chunks)
         weights, xs = routing.weights_TK.split(sizes), x_TH.split(sizes)
-        plans = [self.dispatcher.plan(experts_TK) for experts_TK in routing.experts_TK.split(sizes)]
-        arriving = [self.dispatcher.dispatch(xs[0], weights[0], plans[0])]
-        shared_TH = None if self.shared is None else self.shared(x_TH, context.num_tokens)
+        plans = [
+            context.replay.once(self.dispatcher.plan, experts_TK)
+            for experts_TK in routing.experts_TK.split(sizes)
+        ]
+        segments = context.segments
+        arriving = [segments.start(self.dispatcher.dispatch, xs[0], weights[0], plans[0])]
+        shared_TH = None
+        if self.shared is not None:
+            shared_TH = segments.cut(self.shared(x_TH, context.num_tokens))
+        later = [tuple(map(segments.cut, pair)) for pair in zip(xs[1:], weights[1:], strict=True)]
+        yield from segments.pause()
+        total = GradientSum() if self.num_chunks > 1 else None
         leaving = []
         for chunk, plan in enumerate(plans):
             if (after := chunk + 1) < len(plans):
-                arriving.append(self.dispatcher.dispatch(xs[after], weights[after], plans[after]))
+                arriving.append(self.dispatcher.dispatch(*later[chunk], plans[after]))
             rows = arriving[chunk].wait()
-            leaving.append(self.dispatcher.combine(self.experts(rows), plan))
+            y_RH = self.experts(rows, total)
+            combine = self.dispatcher.combine
+            leaving.append(segments.start(context.replay.unread, combine, y_RH, plan, sizes[chunk]))
+        yield from segments.pause()
         y_TH = torch.cat([pending.wait() for pending in leaving])
         if self.config.router_scale_on == "output":
             y_TH = y_TH * self.config.router_scale

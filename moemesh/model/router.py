@@ -17,6 +17,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.capacity import within_capacity
 from moemesh.model.faults import NO_FAULT, first_fault
+from moemesh.model.replay import FIRST_TIME, Replay
 from moemesh.model.seams import LocalTokens, Tokens
 from moemesh.model.selection import (
     capacity_per_sequence,
@@ -89,8 +90,11 @@ class Router(nn.Module):
         given_TK = None if context.experts is None else context.experts.get(self.layer)
         chosen_TK = given_TK
         if given_TK is None and context.training:
-            chosen_TK = self._choose_together(logits_TE, context, tokens or LocalTokens())
-        routing = route(logits_TE, config, self.selection_bias, context.valid_T, chosen_TK)
+            chosen_TK = context.replay.once(
+                self._choose_together, logits_TE, context, tokens or LocalTokens()
+            )
+        bias_E, replay = self.selection_bias, context.replay
+        routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, replay)
         routing = routing._replace(
             fault=first_fault(logits_TE, context.token_ids_T, context.valid_T)
         )
@@ -173,32 +177,23 @@ def route(
     selection_bias: Tensor | None,
     valid_T: Tensor | None,
     chosen_TK: Tensor | None = None,
+    replay: Replay = FIRST_TIME,
 ) -> Routing:
     """Choose K experts per token and weigh them; or weigh those of `chosen_TK` (-1 = none).
 
     Equal scores go to the lowest id, on every backend: `torch.topk` promises no order of ties. The
-    indices are the truth: a chosen expert stays chosen when its weight underflows to 0.
+    indices are the truth: a chosen expert stays chosen when its weight underflows to 0, and when
+    the forward is computed again.
     """
     gates_TE = score(logits_TE, config)
     scores_TE = gates_TE if config.router_when == "before" else logits_TE
-    experts_TK = chosen_TK
-    if experts_TK is None:
-        choice_TE = scores_TE.detach()
-        if selection_bias is not None:
-            choice_TE = choice_TE + selection_bias
-        if config.router_groups > 1:
-            choice_TE = keep_best_groups(choice_TE, config)
-        experts_TK = stable_top_k(choice_TE, config.experts_per_token)
-    preferred_TK = experts_TK
-    is_plain = chosen_TK is None and selection_bias is None and config.router_groups == 1
-    if not is_plain and (config.aux_loss_coefficient or config.z_loss_coefficient):
-        preferred_TK = stable_top_k(scores_TE.detach(), config.experts_per_token)
+    experts_TK, preferred_TK = replay.once(
+        choose, scores_TE.detach(), config, selection_bias, valid_T, chosen_TK
+    )
     probabilities_TE = gates_TE
     if config.router_score != "softmax":
         probabilities_TE = gates_TE / gates_TE.sum(1, keepdim=True)
     if valid_T is not None:
-        experts_TK = experts_TK.masked_fill(~valid_T[:, None], -1)
-        preferred_TK = preferred_TK.masked_fill(~valid_T[:, None], -1)
         probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
     return Routing(
         weights_TK=weigh(scores_TE, experts_TK, config),
@@ -209,6 +204,32 @@ def route(
         num_dropped=experts_TK.new_zeros(()),
         fault=experts_TK.new_full((), NO_FAULT),
     )
+
+
+def choose(
+    scores_TE: Tensor,
+    config: ModelConfig,
+    selection_bias: Tensor | None,
+    valid_T: Tensor | None,
+    chosen_TK: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and those that its scores alone prefer; -1 for padding."""
+    experts_TK = chosen_TK
+    if experts_TK is None:
+        choice_TE = scores_TE
+        if selection_bias is not None:
+            choice_TE = choice_TE + selection_bias
+        if config.router_groups > 1:
+            choice_TE = keep_best_groups(choice_TE, config)
+        experts_TK = stable_top_k(choice_TE, config.experts_per_token)
+    preferred_TK = experts_TK
+    is_plain = chosen_TK is None and selection_bias is None and config.router_groups == 1
+    if not is_plain and (config.aux_loss_coefficient or config.z_loss_coefficient):
+        preferred_TK = stable_top_k(scores_TE, config.experts_per_token)
+    if valid_T is None:
+        return experts_TK, preferred_TK
+    none_T1 = ~valid_T[:, None]
+    return experts_TK.masked_fill(none_T1, -1), preferred_TK.masked_fill(none_T1, -1)
 
 
 def weigh(scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig) -> Tensor:
@@ -238,15 +259,7 @@ def limit_to_capacity(
 
     The room is counted per sequence, over all ranks that hold its tokens.
     """
-    with torch.no_grad():
-        whole = WholeSequences(context, tokens)
-        priority_BSK = None
-        if config.capacity_policy == "probability":
-            priority_BSK = comparable(whole.gather(routing.weights_TK))
-        capacity_B = capacity_per_sequence(whole.valid_BS, config, config.capacity_factor)
-        experts_BSK = whole.gather(routing.experts_TK)
-        keep_BSK = within_capacity(experts_BSK, priority_BSK, capacity_B, config.num_experts)
-        keep_TK = whole.own(keep_BSK)
+    keep_TK = context.replay.once(_keep, routing, config, context, tokens)
     dropped_TK = ~keep_TK & (routing.experts_TK >= 0)
     weights_TK = routing.weights_TK.masked_fill(dropped_TK, 0.0)
     if config.capacity_renormalize:
@@ -259,3 +272,16 @@ def limit_to_capacity(
         experts_TK=routing.experts_TK.masked_fill(dropped_TK, -1),
         num_dropped=dropped_TK.sum(),
     )
+
+
+@torch.no_grad()
+def _keep(routing: Routing, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
+    """Which of the choices [T, K] find room."""
+    whole = WholeSequences(context, tokens)
+    priority_BSK = None
+    if config.capacity_policy == "probability":
+        priority_BSK = comparable(whole.gather(routing.weights_TK))
+    capacity_B = capacity_per_sequence(whole.valid_BS, config, config.capacity_factor)
+    experts_BSK = whole.gather(routing.experts_TK)
+    keep_BSK = within_capacity(experts_BSK, priority_BSK, capacity_B, config.num_experts)
+    return whole.own(keep_BSK)

@@ -7,13 +7,17 @@ rank; `parallel/` puts others in their place.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.model.batch import Context
 from moemesh.ops.cross_entropy import cross_entropy
-from moemesh.ops.linear import linear
+from moemesh.ops.linear import Operand, linear
+
+R = TypeVar("R")
 
 
 class Boundary(Protocol):
@@ -24,7 +28,7 @@ class Boundary(Protocol):
         tokens of the microbatch."""
         ...
 
-    def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
         """Project back to hidden with the block's last weight, and return to the stream's rows."""
         ...
 
@@ -65,13 +69,21 @@ class Tokens(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """What a part of the model keeps for its backward."""
+
+    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+        """``part(x, context)``: a layer, or the core of its attention."""
+        ...
+
+
 class LocalBoundary:
     """One device: nothing to gather, nothing to sum."""
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         return x_TH
 
-    def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
         return linear(y_TA, weight_HA)
 
 
@@ -102,3 +114,10 @@ class LocalTokens:
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         return number
+
+
+class KeepAll:
+    """Whatever autograd wants to keep."""
+
+    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+        return part(x, context)

@@ -6,6 +6,7 @@ Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E exp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,15 @@ from moemesh.model.attention import Attention
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.layers import MLP, RMSNorm, Rows
 from moemesh.model.moe import MoE, MoEOutput
-from moemesh.model.seams import LocalTokens, LocalVocabulary, Tokens, Vocabulary
+from moemesh.model.seams import (
+    KeepAll,
+    LocalTokens,
+    LocalVocabulary,
+    Memory,
+    Tokens,
+    Vocabulary,
+)
+from moemesh.model.segments import ONE_SEGMENT, Segments, Steps, finish
 
 
 class Part(NamedTuple):
@@ -50,7 +59,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward: MoE | MLP = (
             MoE(config, index)
@@ -59,11 +68,16 @@ class Layer(nn.Module):
         )
 
     def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
+        return finish(self.steps(x_TH, context))
+
+    def steps(self, x_TH: Tensor, context: Context) -> Steps[tuple[Tensor, MoEOutput | None]]:
+        """The forward, with the pauses of its mixture of experts."""
         x_TH = x_TH + self.attention(self.attention_norm(x_TH), context)
         normed_TH = self.feed_forward_norm(x_TH)
         if isinstance(self.feed_forward, MLP):
             return x_TH + self.feed_forward(normed_TH, context.num_tokens), None
-        routed = self.feed_forward(normed_TH, context)
+        x_TH = context.segments.cut(x_TH)
+        routed = yield from self.feed_forward.steps(normed_TH, context)
         return x_TH + routed.y_TH, routed
 
 
@@ -99,9 +113,21 @@ class Transformer(nn.Module):
             )
         self.vocabulary: Vocabulary = LocalVocabulary()
         self.tokens: Tokens = LocalTokens()
+        self.memory: Memory = KeepAll()
 
     def forward(self, batch: Batch, part: Part | None = None, x_TH: Tensor | None = None) -> Output:
         """Run one part (None: the whole model); `x_TH` is the stream from the part before."""
+        return finish(self.steps(batch, part, x_TH))
+
+    def steps(
+        self,
+        batch: Batch,
+        part: Part | None = None,
+        x_TH: Tensor | None = None,
+        segments: Segments = ONE_SEGMENT,
+    ) -> Steps[Output]:
+        """The forward, with the pauses of its layers (:mod:`moemesh.model.segments`). A layer that
+        is computed again in its backward does not pause."""
         config = self.config
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
@@ -113,8 +139,13 @@ class Transformer(nn.Module):
         # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
         aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         loads = [torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)]
+        pausing = replace(context, segments=segments)
         for index in part.layers:
-            x_TH, routed = self.layers[str(index)](x_TH, context)
+            layer = self.layers[str(index)]
+            if isinstance(self.memory, KeepAll):
+                x_TH, routed = yield from layer.steps(x_TH, pausing)
+            else:
+                x_TH, routed = self.memory.run(layer, x_TH, context)
             if routed is not None:
                 aux = aux + routed.aux
                 scalars = torch.stack([routed.num_dropped, routed.fault])

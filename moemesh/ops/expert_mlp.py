@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
 from moemesh.ops.permute import RowMap, sum_rows
+from moemesh.ops.swiglu import swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferring, weight_gradient
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
@@ -89,35 +90,52 @@ class _Whole:
         return last if self._tensor is None else self._tensor
 
 
-def _swiglu(h_BG: Tensor, weights_B: Tensor) -> Tensor:
-    """``silu(gate) * up * weight`` [B, F]."""
-    gate_BF, up_BF = h_BG.chunk(2, dim=1)
-    return F.silu(gate_BF).mul_(up_BF).mul_(weights_B[:, None].to(h_BG.dtype))
+class GradientSum:
+    """Weight gradients of several calls of :func:`expert_mlp`, added where they are computed.
 
+    Give one object to all calls whose outputs reach one loss (the chunks of a layer). autograd
+    would make a gradient of full size for each and add them: with few rows a call, more work than
+    the products. The last backward returns the sum, the others nothing.
+    """
 
-def _swiglu_backward(
-    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
-    gate_BF, up_BF = h_BG.chunk(2, dim=1)
-    scale_B1 = weights_B[:, None].to(h_BG.dtype)
-    silu_BF = F.silu(gate_BF)
-    product_BF = silu_BF * up_BF
-    grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
-    product_BF.mul_(scale_B1)
-    grad_BF.mul_(scale_B1)
-    grad_h_BG = torch.empty_like(h_BG)
-    grad_gate_BF, grad_up_BF = grad_h_BG.chunk(2, dim=1)
-    torch.mul(grad_BF, silu_BF, out=grad_up_BF)
-    torch.ops.aten.silu_backward.grad_input(grad_BF.mul_(up_BF), gate_BF, grad_input=grad_gate_BF)
-    return product_BF, grad_h_BG, grad_weights_B
+    def __init__(self) -> None:
+        self._num_calls = self._num_waiting = 0
+        self._sums: dict[int, Tensor] = {}
+
+    def join(self) -> None:
+        """One more call, whose backward will run."""
+        self._num_calls += 1
+        self._num_waiting += 1
+
+    def place(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """The sum so far, and whether it holds anything."""
+        held = self._sums.get(id(weight))
+        if held is None:
+            self._sums[id(weight)] = held = torch.empty_like(weight)
+            return held, False
+        return held, True
+
+    def leave(self) -> dict[int, Tensor]:
+        """The sums if this was the last backward, by id of the weight; else nothing."""
+        self._num_waiting -= 1
+        if self._num_waiting:
+            return {}
+        found, self._sums, self._num_waiting = self._sums, {}, self._num_calls
+        return found
 
 
 class _WeightGradient:
     """The gradient of stacked weights, block by block: at once, or when the queue asks for it."""
 
-    def __init__(self, weight: Tensor, blocks: list[Block], needed: bool) -> None:
+    def __init__(
+        self, weight: Tensor, blocks: list[Block], needed: bool, total: GradientSum | None
+    ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
+        self._into: Tensor | None = None
+        self._adds = False
+        if needed and total is not None:
+            into, self._adds = total.place(weight)
+            self._into = into.flatten(1, -2)
         self._whole: _Whole | None = None
         self._last = weight
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
@@ -136,6 +154,18 @@ class _WeightGradient:
         return weight_gradient(self._weight, self._compute) if self._needed else None
 
     def _compute(self) -> Tensor:
+        if self._into is not None:
+            for block, grad_BO, x_BI, source_B in self._pending:
+                x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
+                grouped_weight_gradient(
+                    grad_BO,
+                    x_BI,
+                    block.ends_D,
+                    self._into[block.experts],
+                    accumulate=self._adds,
+                )
+            self._pending.clear()
+            return self._into.view_as(self._weight)
         if self._whole is None:
             self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
         for block, grad_BO, x_BI, source_B in self._pending:
@@ -156,7 +186,11 @@ class _ExpertMLP(torch.autograd.Function):
         down: Tensor,
         rows: RowMap,
         counts_E: Tensor,
+        total: GradientSum | None,
     ) -> Tensor:
+        ctx.total = total
+        if total is not None:
+            total.join()
         blocks = expert_blocks(counts_E, rows.num_rows)
         gate_up_EGH = gate_up.flatten(1, 2)
         h = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[1])
@@ -164,10 +198,11 @@ class _ExpertMLP(torch.autograd.Function):
         for experts, part, ends_D in blocks:
             x_BH = source_NH.index_select(0, rows.source_R[part])
             h_BG = grouped_gemm(x_BH, gate_up_EGH[experts].transpose(1, 2), ends_D, h[part])
-            product_BF = _swiglu(h_BG, weights_R[part])
+            product_BF = swiglu(h_BG, weights_R[part])
             y_BH = grouped_gemm(product_BF, down[experts].transpose(1, 2), ends_D, y[part])
         ctx.save_for_backward(source_NH, weights_R, gate_up, down, h.of(h_BG))
-        ctx.rows, ctx.blocks = rows, blocks
+        # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
+        ctx.rows, ctx.blocks, ctx.leaves = rows, blocks, (gate_up, down)
         return y.of(y_BH)
 
     @staticmethod
@@ -177,13 +212,15 @@ class _ExpertMLP(torch.autograd.Function):
         needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
-        grad_gate_up = _WeightGradient(gate_up, blocks, needs_gate_up)
-        grad_down = _WeightGradient(down, blocks, needs_down)
+        # A queue adds on its own, whenever it runs.
+        total: GradientSum | None = None if deferring() else ctx.total
+        grad_gate_up = _WeightGradient(ctx.leaves[0], blocks, needs_gate_up, total)
+        grad_down = _WeightGradient(ctx.leaves[1], blocks, needs_down, total)
         grad_weights: list[Tensor] = []
         for block in blocks:
             experts, part, ends_D = block
             grad_product_BF = grouped_gemm(grad_RH[part], down[experts], ends_D)
-            product_BF, grad_h_BG, grad_weights_B = _swiglu_backward(
+            product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
                 grad_product_BF, h_RG[part], weights_R[part]
             )
             grad_weights.append(grad_weights_B)
@@ -191,11 +228,15 @@ class _ExpertMLP(torch.autograd.Function):
             grad_gate_up.add(block, grad_h_BG, source_NH, rows.source_R[part])
             if needs_source:
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up_EGH[experts], ends_D, grad_x[part])
+        gradients = grad_gate_up.result(), grad_down.result()
+        if total is not None:
+            sums = total.leave()
+            gradients = tuple(sums.get(id(leaf)) for leaf in ctx.leaves)
         return (
             sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
             torch.cat(grad_weights),
-            grad_gate_up.result(),
-            grad_down.result(),
+            *gradients,
+            None,
             None,
             None,
         )
@@ -208,10 +249,12 @@ def expert_mlp(
     counts_E: Tensor,
     gate_up_E2FH: Tensor,
     down_EHF: Tensor,
+    total: GradientSum | None = None,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
-    rows of each expert; the sum of counts is R. Both weight parameters must be leaves.
+    rows of each expert; the sum of counts is R. Both weight parameters must be leaves. `total`
+    joins the weight gradients of several calls.
     """
-    return _ExpertMLP.apply(source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E)
+    return _ExpertMLP.apply(source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, total)

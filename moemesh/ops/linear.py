@@ -1,13 +1,28 @@
-"""The matrix product of every dense layer, with a weight gradient that can be deferred."""
+"""The matrix product of every dense layer, with a weight gradient that can be deferred.
+
+Legend: T tokens, I inputs, O outputs, F width of a SwiGLU (Shazeer, 2020), G = 2 F (gate, then up).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.weight_gradient import weight_gradient
+
+
+class SwigluOf(NamedTuple):
+    """The product :func:`swiglu` of `h_TG`, not made yet: :func:`linear` makes it, and makes it
+    again in its backward instead of keeping it."""
+
+    h_TG: Tensor
+
+
+#: What a weight multiplies.
+Operand = Tensor | SwigluOf
 
 
 class _Linear(torch.autograd.Function):
@@ -30,11 +45,44 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def linear(x_TI: Tensor, weight: Tensor) -> Tensor:
+class _SwigluLinear(torch.autograd.Function):
+    """The products and their order are those of plain autograd: the same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor) -> Tensor:
+        ctx.save_for_backward(h_TG, weight_OF)
+        ctx.leaf = weight_OF
+        return swiglu(h_TG) @ weight_OF.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+        h_TG, weight_OF = ctx.saved_tensors
+        gate_TF, up_TF = h_TG.chunk(2, dim=1)
+        silu_TF = F.silu(gate_TF)
+        grad_TF = grad_TO @ weight_OF
+        grad_h_TG = torch.empty_like(h_TG)
+        grad_gate_TF, grad_up_TF = grad_h_TG.chunk(2, dim=1)
+        torch.mul(grad_TF, silu_TF, out=grad_up_TF)
+        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=grad_gate_TF)
+        if not ctx.needs_input_grad[1]:
+            return grad_h_TG, None
+        product_TF = silu_TF * up_TF
+        return grad_h_TG, weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF)
+
+
+def linear(x_TI: Operand, weight: Tensor) -> Tensor:
     """``x @ weight.T`` for x [tokens, in]; `weight` [..., in], leading dims flattened to out.
 
     Parameters whose rows have structure (fused QKV, gate and up) keep it in their leading dims, so
     that a tensor-parallel shard is a plain slice of one dim. `weight` must be the parameter itself,
     not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`).
     """
+    if isinstance(x_TI, SwigluOf):
+        return _SwigluLinear.apply(x_TI.h_TG, weight)
     return _Linear.apply(x_TI, weight)
+
+
+def swiglu(h_TG: Tensor) -> Tensor:
+    """``silu(gate) * up`` [T, F]."""
+    gate_TF, up_TF = h_TG.chunk(2, dim=1)
+    return F.silu(gate_TF) * up_TF

@@ -25,16 +25,31 @@ class GradientNorm:
 
 @torch.no_grad()
 def gradient_norm(
-    gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh
+    gradients: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    *,
+    axis: str = "world",
 ) -> GradientNorm:
-    """The norm of all (already summed) gradients.
+    """The norm of all (already summed) gradients in `placements`, whose holders make up `axis`.
 
     Every logical tensor (each expert of a stack by itself) has a place in one float64 vector; each
     rank adds the squares it owns (index 0 on the axis that replicates them). One SUM over the
-    world, one sum over the vector in its fixed order, one square root: the bits do not depend on
+    axis, one sum over the vector in its fixed order, one square root: the bits do not depend on
     which rank holds which expert. Norms are never averaged: sharded experts with norms a and b have
     the norm sqrt(a^2 + b^2).
     """
+    squares = gradient_squares(gradients, placements, mesh)
+    all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
+    return norm_of(squares)
+
+
+@torch.no_grad()
+def gradient_squares(
+    gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh
+) -> Tensor:
+    """This rank's addend to the float64 vector of :func:`gradient_norm`; zeros where it owns
+    nothing."""
     sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
     squares = torch.zeros(sum(sizes), dtype=torch.float64)
     start = 0
@@ -45,8 +60,11 @@ def gradient_norm(
             for place, piece in enumerate(pieces, start=start + first):
                 squares[place] = piece.double().square().sum()
         start += size
-    squares = squares.to(mesh.device)
-    all_reduce_(squares, mesh["world"], caller="gradient_norm", phase="optimizer")
+    return squares.to(mesh.device)
+
+
+def norm_of(squares: Tensor) -> GradientNorm:
+    """Of the vector that all owners' addends have given."""
     total = float(squares.sum())
     return GradientNorm(value=math.sqrt(total), is_finite=math.isfinite(total))
 

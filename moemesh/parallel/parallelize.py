@@ -3,7 +3,7 @@
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
 2. token shards, then block boundaries (sequence and tensor parallelism)
 3. vocabulary shards
-4. dispatchers (expert parallelism)
+4. dispatchers (expert parallelism), and what layers keep for their backward (recompute)
 5. parameter placements, local shards and their initial values
 6. gradient reducer (data parallelism), and the executor of the schedule
 """
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,9 +28,11 @@ from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.pipeline.parts import build_schedule, holders, parts_of, stage_parts
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.placement import Placement, placements
+from moemesh.parallel.recompute import set_recompute
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
 from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
+from moemesh.schedule.slicing import slice_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ def parallelize(
         set_boundaries(model, plan, mesh)
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
+    set_recompute(model, plan.recompute, mesh.ledger)
     where = placements(Transformer(config), plan, holders(config, schedule, parts))
     initialize(
         model,
@@ -95,7 +99,15 @@ def parallelize(
         mesh=mesh,
         placements=where,
         reducer=reducer,
-        pipeline=Pipeline(schedule, held, model, reducer, mesh),
+        pipeline=Pipeline(
+            schedule,
+            held,
+            model,
+            reducer,
+            mesh,
+            partial(slice_lengths, config, plan),
+            overlap_blocks=plan.overlap_blocks,
+        ),
         notes=notes,
     )
 

@@ -317,6 +317,11 @@ class TimelineRecorder:
         record = Record(rank=self.rank, step=self.step, name=name, start=start, end=end, **details)
         self._records.append(record)
 
+    def replace_since(self, start: float, name: str, kind: str = "") -> None:
+        """What began at `start` or later was in vain: one record, until now, stands for it."""
+        self._records = [record for record in self._records if record.start < start]
+        self.add(name=name, start=start, end=self.clock(), kind=kind)
+
     def begin_step(self, step: int) -> None:
         """Forget what was recorded; later records belong to `step`."""
         self._records.clear()

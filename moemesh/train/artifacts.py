@@ -17,6 +17,7 @@ from moemesh.config.run import RunConfig
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report import page
+from moemesh.schedule.action import Schedule
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
@@ -46,6 +47,8 @@ class Artifacts:
         self._writes = self.mesh.rank == 0
         self._alarms = LoadAlarms(say)
         self._last: TimelineRecorder | None = None
+        #: What the measured timeline is set beside, where it is not the schedule of one step.
+        self.drawn: Schedule | None = None
         self._steps = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
@@ -117,7 +120,7 @@ class Artifacts:
         pipeline = self.parallel.pipeline
         if pipeline.schedule.num_ranks > 1:
             ranks = self.mesh.layout.groups("pp")[0]
-            ideal = simulated(pipeline.schedule, timeline, ranks)
+            ideal = simulated(self.drawn or pipeline.schedule, timeline, ranks)
             self.folder.write_json("timeline_simulated.json", ideal.to_json())
         self.folder.write_json(
             "summary.json",

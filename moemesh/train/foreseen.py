@@ -50,9 +50,12 @@ def measured_costs(records: Sequence[Record], schedule: Schedule) -> Costs:
 
 
 def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
-    """What `schedule` takes with the durations of one pipeline, whose ranks are `ranks`."""
-    last = measured.last_step()
-    own = [record for record in last.records if record.rank in ranks and record.kind in "FBIW"]
+    """What `schedule` takes with the durations of one pipeline, whose ranks are `ranks`.
+
+    Of a synchronous schedule the last step counts, of a stream all steps that were kept.
+    """
+    kept = measured if schedule.update is not None else measured.last_step()
+    own = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
     costs = measured_costs([record for record in own if record.kind], schedule)
     ideal = simulate(schedule, costs, unit="seconds").timeline
     records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,16 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = min((step - config.warmup_steps) / rest, 1.0)
     lowest = config.lr * config.final_lr_ratio
     return lowest + 0.5 * (config.lr - lowest) * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of all that a step changes: masters and torch's state of each (moments and number of
+    updates), by parameter name."""
+
+    num_updates: int
+    masters: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor | None]]
 
 
 class Optimizer:
@@ -80,6 +91,34 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
+
+    def snapshot(self) -> Snapshot:
+        """What :meth:`restore` goes back to."""
+
+        def copy(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.detach().clone()
+
+        return Snapshot(
+            num_updates=self.num_updates,
+            masters={name: m.detach().clone() for name, m in self.masters.items()},
+            state={
+                name: {kind: copy(value) for kind, value in self._torch.state[master].items()}
+                for name, master in self.masters.items()
+                if master in self._torch.state
+            },
+        )
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Be, to the bit, as when `snapshot` was taken; its tensors become the optimizer's."""
+        self.num_updates = snapshot.num_updates
+        for name, master in self.masters.items():
+            master.copy_(snapshot.masters[name])
+            # No entry before the first step, and torch takes an empty one for a later step.
+            self._torch.state.pop(master, None)
+            if name in snapshot.state:
+                self._torch.state[master] = snapshot.state[name]
+        self.round_masters()
 
     def state_names(self) -> tuple[str, ...]:
         """The kinds of per-element state that this optimizer can have."""

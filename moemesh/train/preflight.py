@@ -16,7 +16,6 @@ from moemesh.parallel.pipeline.parts import build_schedule
 TRAINABLE: dict[str, tuple[object, ...]] = {
     "cp": (1,),
     "data": ("replicate",),
-    "recompute": ("none",),
     "spare_slots": (0,),
 }
 
@@ -50,6 +49,8 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
             message=str(error),
             related=("plan.pp", "plan.microbatches", "plan.stages_per_rank"),
         )
+    if config.plan.num_slices > 1:
+        yield from _slice_problems(config, origins)
     if config.plan.dispatcher == "deepep":
         yield from _deepep_problems(config, origins)
     if config.model_path is not None:
@@ -81,6 +82,35 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
         )
 
 
+def _slice_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
+    """A choice that compares all tokens of a sequence cannot be made while slices are to come."""
+    model = config.model
+    if not model.num_experts:
+        return
+    compares = "compares all tokens of a sequence, but schedule = terapipe routes slices one by one"
+    if model.router_selection != "token_choice":
+        name, message = (
+            "router_selection",
+            f"router_selection = {model.router_selection} {compares}",
+        )
+        fix = "router_selection = token_choice"
+        value: object = model.router_selection
+    elif model.capacity_factor:
+        name, message = "capacity_factor", f"capacity_factor ({model.capacity_factor}) {compares}"
+        fix, value = "capacity_factor = 0", model.capacity_factor
+    else:
+        return
+    yield Problem(
+        code="conflict",
+        key=f"model.{name}",
+        value=value,
+        origin=origins.get(f"model.{name}", ""),
+        message=message,
+        fix=f"{fix}, or another schedule such as 1f1b",
+        related=("plan.schedule", "plan.slices"),
+    )
+
+
 def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
     """The package, its hardware, and what it cannot do."""
     reasons = refusals(
@@ -90,6 +120,10 @@ def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Pro
         dtype=getattr(torch, config.train.dtype),
         hidden=config.model.hidden_size,
     )
+    if config.plan.recompute == "full":
+        reasons.append(
+            "deepep does not dispatch twice in one order, as recompute = full would need"
+        )
     if not (probe := available()).usable:
         reasons.insert(0, str(probe))
     for reason in reasons:

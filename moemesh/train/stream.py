@@ -111,15 +111,15 @@ class TrainingStream:
         self._windows: dict[int, _Window] = {}
         self._steps: dict[int, _Step] = {}
         self._reports: dict[int, _Report] = {}
-        self._num_read = 0
+        self._num_read = self._num_finished = 0
         self._read_at = time.perf_counter()
         pp = parallel.mesh["pp"].index
         self._own = {name: w for name, w in parallel.placements.items() if pp in w.holders}
 
     @property
     def last(self) -> int:
-        """The last step, known for good when the stream has drained."""
-        return self.first - 1 + self._end // self.num_microbatches
+        """The last step that has gone through here."""
+        return self.first - 1 + self._num_finished
 
     def batch(self, sample: int) -> Batch:
         step, place = divmod(sample, self.num_microbatches)
@@ -165,10 +165,11 @@ class TrainingStream:
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
             self._report(step)
+            self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
         """(step, result, seconds) of the steps that :attr:`on_step` has not been told of."""
-        return [self._read() for _ in range(self._num_read, self._end // self.num_microbatches)]
+        return [self._read() for _ in range(self._num_read, self._num_finished)]
 
     def _window(self, index: int) -> _Window:
         if index not in self._windows:

@@ -16,7 +16,7 @@ from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import asynchronous, saving
+from moemesh.train import asynchronous, post_validated, saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.console import Console
 from moemesh.train.data import Samples
@@ -24,6 +24,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import evaluate, gradients_of_step, update
+from moemesh.train.stream import KEPT_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,17 @@ def train(job: Job) -> int:
         console.say(f"resumed from step {done}; {config.train.steps - done} steps to go")
 
     with console.training(done, config.train.steps):
-        if parallel.pipeline.schedule.update is None:
-            saved = _synchronously(job, parallel, optimizer, artifacts, done, position)
+        hooks = _hooks(job, parallel, optimizer, done, position)
+        if parallel.pipeline.schedule.update is not None:
+            steps = min(config.train.steps - done, KEPT_STEPS)
+            artifacts.drawn = asynchronous.stream_schedule(config, steps)
+            saved = asynchronous.train(
+                config, parallel, optimizer, artifacts, job.folder, hooks, done
+            )
+        elif config.plan.optimizer_validation == "after":
+            saved = post_validated.train(config, parallel, optimizer, artifacts, hooks, done)
         else:
-            saved = _asynchronously(job, parallel, optimizer, artifacts, done, position)
+            saved = _synchronously(job, parallel, optimizer, artifacts, done, position)
     artifacts.finish()
     parallel.close()
     if saved < config.train.steps:
@@ -105,15 +113,10 @@ def _synchronously(
     return saved
 
 
-def _asynchronously(
-    job: Job,
-    parallel: ParallelModel,
-    optimizer: Optimizer,
-    artifacts: Artifacts,
-    done: int,
-    position: int,
-) -> int:
-    """In streams that drain as rarely as they can; the last step saved."""
+def _hooks(
+    job: Job, parallel: ParallelModel, optimizer: Optimizer, done: int, position: int
+) -> asynchronous.Hooks:
+    """What the other two loops ask of this one; `position`: samples consumed by `done` steps."""
     config, size = job.config, job.config.data.global_batch
 
     def after(step: int) -> int:
@@ -123,7 +126,7 @@ def _asynchronously(
         ids = job.samples.ids_at(after(step - 1), size)
         return own_batches(job, ids, config.plan.microbatches, step)
 
-    hooks = asynchronous.Hooks(
+    return asynchronous.Hooks(
         batches=batches,
         stop_requested=lambda: job.stop.requested,
         validate=lambda: validate(job, parallel),
@@ -131,7 +134,6 @@ def _asynchronously(
         finished=lambda row: job.console.step(row, config.train.steps),
         say=job.console.say,
     )
-    return asynchronous.train(config, parallel, optimizer, artifacts, job.folder, hooks, done)
 
 
 def _save(

@@ -11,8 +11,9 @@ from moemesh.bench import layer
 from moemesh.bench.bounds import BareGemms
 from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_rank
 from moemesh.bench.shapes import SHAPES, LayerShape, exchange_bytes, expert_flops
+from moemesh.bench.workloads import BURST, rank_tokens, workload
 from moemesh.comm.mesh import Mesh
-from moemesh.config.layout import Layout
+from moemesh.config.layout import Layout, shard_range
 from moemesh.parallel.expert.build import make_dispatcher
 from tests.ranks import mesh_on_ranks
 
@@ -40,7 +41,8 @@ def _rows_between(num_ranks: int) -> torch.Tensor:
     per_rank = SHAPE.num_experts // num_ranks
     rows = []
     for rank in range(num_ranks):
-        experts = moe.router(tokens_of_rank(SHAPE, num_ranks, rank), None).experts_TK
+        tokens = tokens_of_rank(SHAPE, shard_range(SHAPE.tokens, num_ranks, rank))
+        experts = moe.router(tokens, None).experts_TK
         rows.append(torch.bincount(experts.flatten() // per_rank, minlength=num_ranks))
     return torch.stack(rows)
 
@@ -65,6 +67,28 @@ def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dt
         sent, received = int(between[rank, other]), int(between[other, rank])
         expected = exchange_bytes(sent, received, SHAPE.hidden, dtype.itemsize)
         assert found["bytes_sent"][rank] == expected == measured
+
+
+def _measure_load_on_rank(mesh: Mesh, load: str) -> dict[str, Any]:
+    return measure(SHAPE, torch.float32, mesh, 1, make_dispatcher, load)
+
+
+@pytest.mark.parametrize("load", ["W2", "W4"])
+def test_a_workload_chooses_the_experts_in_the_routers_place(load: str) -> None:
+    """W2 sends most rows to one rank; W4 gives the first rank few tokens of its own."""
+    found = mesh_on_ranks(Layout(dp=2, ep=2), _measure_load_on_rank, load)[0]
+    between = []
+    for gids in rank_tokens(load, num_ranks=2, num_tokens=64):
+        sizes = {"num_experts": 4, "experts_per_token": 2, "num_groups": 4}
+        experts = workload(load, seed=0, step=BURST.start, gids=gids, **sizes)
+        between.append(torch.bincount(experts.flatten() // 2, minlength=2))
+    expected = torch.stack(between)
+    assert found["rows"] == expected.sum(0).tolist()
+    assert load != "W2" or found["rows"][0] > found["rows"][1]
+    assert load != "W4" or int(expected[0].sum()) < int(expected[1].sum())
+    for rank, sent in enumerate(found["bytes_sent"]):
+        away, home = int(expected[rank, 1 - rank]), int(expected[1 - rank, rank])
+        assert sent == exchange_bytes(away, home, SHAPE.hidden, 4)
 
 
 def test_bare_products_follow_uneven_counts() -> None:
@@ -105,10 +129,12 @@ def test_saved_bytes_are_the_tokens_h_and_what_the_router_keeps() -> None:
     assert large <= found["saved_bytes"][0] <= 1.05 * large
 
 
-@pytest.mark.parametrize("wrong", [{"ranks": "1,x"}, {"ranks": "0"}, {"ranks": "3"}])
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": "1,x"}, {"ranks": "0"}, {"ranks": "3"}, {"workload": "W9"}]
+)
 def test_what_cannot_be_measured_is_said(wrong: dict[str, Any]) -> None:
     arguments = {"shape": "tiny", "ranks": "1", "dtype": "float32", "rounds": 1, "json": False}
-    with pytest.raises(layer.BenchError, match=wrong["ranks"]):
+    with pytest.raises(layer.BenchError, match=next(iter(wrong.values()))):
         layer.command(**arguments | wrong, out=None, make_dispatcher=make_dispatcher)
 
 

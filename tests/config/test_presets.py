@@ -104,7 +104,7 @@ def test_active_parameter_count(name: str, billions: float) -> None:
 def test_cluster_presets_load(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.num_devices == 8
+    assert cluster.num_devices == cluster.gpus_per_node in (8, 72)
     assert {"float32", "bfloat16", "float64"} <= set(cluster.peak_flops)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moemesh.model.balance_loss import auxiliary_loss, balance_loss, count
+from moemesh.model.balance_loss import auxiliary_loss, balance_loss, count, sum_by_scope
 from moemesh.model.router import Routing, route
 from moemesh.model.seams import LocalTokens
 from tests.model.test_router import config_of, context_of
@@ -23,7 +23,8 @@ def one_scope(
     probabilities_TE: torch.Tensor, counts_QE: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
     scope_T = torch.zeros(len(probabilities_TE), dtype=torch.int64)
-    return balance_loss(probabilities_TE, counts_QE, torch.tensor([num_tokens]), scope_T)
+    sums_QE = sum_by_scope(probabilities_TE, scope_T, 1)
+    return balance_loss(sums_QE, counts_QE, torch.tensor([num_tokens]))
 
 
 def test_shards_add_up_to_the_loss_of_one_process() -> None:

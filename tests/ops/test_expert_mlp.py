@@ -82,3 +82,36 @@ def test_saved_for_backward_is_the_source_and_h() -> None:
         run(expert_mlp, leaves, experts, upstream)
     big = sorted(t.numel() for t in saved if t.dim() == 2)
     assert big == sorted([leaves[0].numel(), num_rows * 2 * WIDTH])
+
+
+@pytest.mark.parametrize("through_queue", [False, True])
+def test_several_calls_share_one_weight_gradient(through_queue: bool) -> None:
+    """Three chunks of tokens, one of them empty, backward twice: the gradient of a single call."""
+    leaves, (experts, _) = make(torch.float64)
+    source, _, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
+
+    def outputs(cuts: list[int], total: module.GradientSum | None) -> Tensor:
+        chunks = []
+        for x, chosen in zip(source.split(cuts), experts.split(cuts), strict=True):
+            rows, _, counts = group_by_expert(chosen, NUM_EXPERTS)
+            weights = torch.full((rows.num_rows,), 0.5, dtype=torch.float64)
+            weights.requires_grad_()
+            y = expert_mlp(x, rows, weights, counts, gate_up, down, total)
+            chunks.append(y.square().sum())
+        return torch.stack(chunks).sum()
+
+    outputs([7], None).backward()
+    expected = [leaf.grad for leaf in (source, gate_up, down)]
+    source.grad = gate_up.grad = down.grad = None
+    loss = outputs([3, 0, 4], module.GradientSum())
+    for twice in (False, True):
+        queue = WeightGradientQueue()
+        if through_queue:
+            with queue:
+                loss.backward(retain_graph=True)
+            queue.run()
+        else:
+            loss.backward(retain_graph=True)
+        for leaf, once in zip((source, gate_up, down), expected, strict=True):
+            assert leaf.grad is not None and once is not None
+            assert_close(leaf.grad, once * (1 + twice))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
 from moemesh.model.dispatcher import Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -37,7 +37,6 @@ from moemesh.ops.permute import (
     unpermute,
 )
 from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
-from moemesh.parallel.expert.payload import gather_rows
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
 
@@ -150,18 +149,28 @@ class AllGatherDispatcher:
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Pending[Rows]:
-        weights_AK = collectives.all_gather(
+        def gather(x: Tensor) -> Pending[Tensor]:
+            return all_gather_start(
+                x, self.group, plan.sizes, caller="moe.dispatch", codec=self.codec
+            )
+
+        weights = all_gather_start(
             weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
         )
-        weights_R = pick_weights(weights_AK, plan.slot_R)
+        started = gather(x_TH) if plan.home is None else None
 
-        def gather(x: Tensor) -> Tensor:
-            return gather_rows(x, self.group, plan.sizes, self.codec, caller="moe.dispatch")
+        def weights_of() -> Tensor:
+            return pick_weights(weights.wait(), plan.slot_R)
 
-        if plan.home is None:
-            return Pending.ready(Rows(gather(x_TH), plan.tokens_A, weights_R, plan.counts_L))
+        if started is not None:
+            return started.then(lambda x_AH: Rows(x_AH, plan.tokens_A, weights_of(), plan.counts_L))
+        assert plan.home is not None
+        weights_R = weights_of()
         x_RH = dispatch_exact(
-            x_TH, lambda x: permute(gather(x), plan.tokens_A), plan.home, caller="moe.dispatch"
+            x_TH,
+            lambda x: permute(gather(x).wait(), plan.tokens_A),
+            plan.home,
+            caller="moe.dispatch",
         )
         own = identity(len(x_RH), x_RH.device)
         return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec
+from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.model.dispatcher import Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, identity, permutation, permute, unpermute
@@ -86,27 +86,32 @@ class AllToAllDispatcher:
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Pending[Rows]:
-        sent = None if plan.home else plan.hop.send(x_TH, "moe.dispatch", self.codec)
-        weights_N = collectives.all_to_all(
+        # Weights start first and are waited for with the rows: behind rows on a slow link they
+        # would hold up whatever this rank could compute meanwhile.
+        weights = all_to_all_start(
             pick_weights(weights_TK, plan.slot_S),
             self.ep,
             plan.hop.input_splits,
             plan.hop.output_splits,
             caller="moe.dispatch.weights",
         )
-        weights_N = self._gather_lanes(weights_N, plan, "moe.dispatch.weights")
-        weights_R = weights_N.gather(0, plan.by_expert.source_R)
+        sent = None if plan.home else plan.hop.send(x_TH, "moe.dispatch", self.codec)
 
-        def rows_of(received: Tensor) -> Rows:
+        def weights_of() -> Tensor:
+            weights_N = self._gather_lanes(weights.wait(), plan, "moe.dispatch.weights")
+            return weights_N.gather(0, plan.by_expert.source_R)
+
+        def rows_of(received: Tensor, weights_R: Tensor) -> Rows:
             x_NH = self._gather_lanes(received, plan, "moe.dispatch")
             return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
         if sent is not None:
-            return sent.then(rows_of)
+            return sent.then(lambda received: rows_of(received, weights_of()))
         assert plan.home is not None
+        weights_R = weights_of()
 
         def travel(x: Tensor) -> Tensor:
-            rows = rows_of(plan.hop.send(x, "moe.dispatch", self.codec).wait())
+            rows = rows_of(plan.hop.send(x, "moe.dispatch", self.codec).wait(), weights_R)
             return permute(rows.source_NH, rows.map)
 
         x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")

@@ -1,19 +1,22 @@
-"""`dispatcher = auto`: predict each dispatcher from its bytes and the measured links.
+"""`dispatcher = auto`: predict each dispatcher from its bytes, the measured links and memory.
 
 Legend: P = ep ranks, cut into R nodes of N ranks; T tokens a rank, K experts a token, E experts.
 
 Rows that one rank sends in one direction, uniform routing (moe layers are timed as dispatch and
-combine, forward and backward: four directions):
+combine, forward and backward: four directions), and rows that it reorders or sums on the way there
+and back, each counted on the side where there are more of them:
 
-| dispatcher | to ranks of its node | to other nodes | exchanges |
-|---|---|---|---|
-| all_to_all | K T (N-1)/P | K T (P-N)/P | counts, weights, rows |
-| all_gather | T (N-1) | T (P-N) | sizes, ids, weights, rows |
-| hierarchical | d T (N-1)/N | n T (R-1)/R | counts, ids, weights, rows, twice |
-| low_latency | C (N-1) | C (P-N) | header, weights, rows |
+| dispatcher | to ranks of its node | to other nodes | exchanges | copied, there and back |
+|---|---|---|---|---|
+| all_to_all | K T (N-1)/P | K T (P-N)/P | counts, weights, rows | 3 K T |
+| all_gather | T (N-1) | T (P-N) | sizes, ids, weights, rows | T + (K + d) T |
+| hierarchical | d T (N-1)/N | n T (R-1)/R | counts, ids, weights, rows, twice | (K + 2 d + 2 n) T |
+| low_latency | C (N-1) | C (P-N) | header, weights, rows | 3 C P |
 
-with d distinct ranks and n distinct nodes of a token, C slots per pair of ranks. What a link costs
-is measured on the real groups, once, at start.
+with d distinct ranks and n distinct nodes of a token, C slots per pair of ranks; hierarchical on a
+single node has the inner hop alone (n = 0). The copy from received rows into the experts is the
+same for all and left out. What a link and a copied byte cost is measured on the real groups, once,
+at start, by all ranks at a time, since ranks of one machine share its memory and cores.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from dataclasses import dataclass
 import torch
 
 from moemesh.comm import transfers
-from moemesh.comm.collectives import gather_json
+from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
+from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 
-#: Bytes of the probe that measures bandwidth, per pair of ranks.
+#: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
 PROBE_BYTES = 1 << 18
-PROBE_ROUNDS = 3
+COPY_BYTES = 1 << 22
+PROBE_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,25 @@ def expected_distinct(parts: int, num_experts: int, experts_per_token: int) -> f
     return parts * (1 - missing)
 
 
-def predict_seconds(site: CallSite, inside: Link, across: Link) -> dict[str, float]:
+def rows_copied(site: CallSite) -> dict[str, float]:
+    """Rows that one rank reorders or sums in one dispatch and combine, by name (table above)."""
+    tokens, chosen = site.tokens, site.experts_per_token
+    nodes = site.ranks // site.ranks_per_node
+    visited = expected_distinct(site.ranks, site.num_experts, chosen)
+    visited_nodes = expected_distinct(nodes, site.num_experts, chosen) if nodes > 1 else 0.0
+    copied = {
+        "all_to_all": 3.0 * chosen * tokens,
+        "all_gather": (1 + chosen + visited) * tokens,
+        "hierarchical": (chosen + 2 * visited + 2 * visited_nodes) * tokens,
+    }
+    if site.capacity:
+        copied["low_latency"] = 3.0 * site.capacity * site.ranks
+    return copied
+
+
+def predict_seconds(
+    site: CallSite, inside: Link, across: Link, seconds_per_copied_byte: float
+) -> dict[str, float]:
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
     ranks, here = site.ranks, site.ranks_per_node
     nodes, tokens, chosen = ranks // here, site.tokens, site.experts_per_token
@@ -92,14 +115,35 @@ def predict_seconds(site: CallSite, inside: Link, across: Link) -> dict[str, flo
     }
     if site.capacity:
         table["low_latency"] = (site.capacity * (here - 1), site.capacity * away, 2)
-    seconds = {}
+    seconds, copied = {}, rows_copied(site)
     for name, (rows_inside, rows_across, small) in table.items():
         # Back and forth twice; coded rows only on the way to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + small
         seconds[name] = inside.seconds(rows_inside * per_row, exchanges if here > 1 else 0)
         seconds[name] += across.seconds(rows_across * per_row, exchanges if nodes > 1 else 0)
+        # The backward copies as many: what was a sum is a copy there, and the other way round.
+        seconds[name] += 2 * copied[name] * site.result_bytes * seconds_per_copied_byte
     return seconds
+
+
+def measure_copying(row_bytes: int, mesh: Mesh) -> float:
+    """Seconds a byte of reordering rows, and of summing two rows at a time: the mean of both.
+
+    Every rank of the mesh calls: all copy at once, as they do in a layer.
+    """
+    width, device = max(row_bytes // 4, 1), mesh.device
+    num_rows = 2 * max(COPY_BYTES // row_bytes // 2, 1)
+    rows = torch.ones(num_rows, width, device=device)
+    places = torch.arange(num_rows, device=device)
+    mixed = permutation((places % 2) * (num_rows // 2) + places // 2)
+    pairs = map_from_sources(places // 2, num_rows // 2)
+
+    def copy() -> float:
+        return float(gather_rows(rows, mixed)[0, 0] + sum_rows(rows, pairs)[0, 0])
+
+    barrier(mesh["world"])
+    return _best(copy) / (2 * num_rows * width * 4)
 
 
 def measure_link(axis: Axis) -> Link:
@@ -132,6 +176,7 @@ def _best(run: Callable[[], float]) -> float:
 def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
     """The dispatcher predicted to be fastest, and all predictions; rank 0's word on every rank."""
     inside, across = measure_link(mesh["ep_node"]), measure_link(mesh["ep_rail"])
-    predictions = predict_seconds(site, inside, across)
+    copying = measure_copying(site.result_bytes, mesh)
+    predictions = predict_seconds(site, inside, across, copying)
     predictions = gather_json(predictions, mesh.control)[0]
     return min(predictions, key=lambda name: predictions[name]), predictions

@@ -116,28 +116,36 @@ class HierarchicalDispatcher:
         return hop, torch.cat([local, received[:, -1:]], dim=1)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan) -> Pending[Rows]:
-        started = None if plan.home else plan.across.send(x_TH, "moe.dispatch", self.codec)
+        # Weights start first and are waited for with the rows: behind rows on a slow link they
+        # would hold up whatever this rank could compute meanwhile.
         caller = "moe.dispatch.weights"
-        weights_NK = plan.across.send(weights_TK, caller).wait()
-        weights_NK = plan.inside.send(weights_NK, caller).wait()
-        weights_NK = collectives.all_gather(weights_NK, self.etp, plan.lane_rows, caller=caller)
-        weights_R = pick_weights(weights_NK, plan.slot_R)
+        weights = plan.across.send(weights_TK, caller)
+        started = None if plan.home else plan.across.send(x_TH, "moe.dispatch", self.codec)
 
-        def forward_inside(received: Tensor) -> Tensor:
-            inside = plan.inside.send(received, "moe.dispatch", self.codec).wait()
-            return collectives.all_gather(inside, self.etp, plan.lane_rows, caller="moe.dispatch")
+        def weights_of(inside: Pending[Tensor]) -> Tensor:
+            weights_NK = inside.wait()
+            weights_NK = collectives.all_gather(weights_NK, self.etp, plan.lane_rows, caller=caller)
+            return pick_weights(weights_NK, plan.slot_R)
+
+        def gathered(inside: Pending[Tensor]) -> Tensor:
+            x_NH = inside.wait()
+            return collectives.all_gather(x_NH, self.etp, plan.lane_rows, caller="moe.dispatch")
+
+        def rows_of(received: Tensor) -> Rows:
+            weights_inside = plan.inside.send(weights.wait(), caller)
+            inside = plan.inside.send(received, "moe.dispatch", self.codec)
+            weights_R = weights_of(weights_inside)
+            return Rows(gathered(inside), plan.by_expert, weights_R, plan.counts_L)
 
         if started is not None:
-            return started.then(
-                lambda received: Rows(
-                    forward_inside(received), plan.by_expert, weights_R, plan.counts_L
-                )
-            )
+            return started.then(rows_of)
         assert plan.home is not None
+        weights_R = weights_of(plan.inside.send(weights.wait(), caller))
 
         def travel(x: Tensor) -> Tensor:
             received = plan.across.send(x, "moe.dispatch", self.codec).wait()
-            return permute(forward_inside(received), plan.by_expert)
+            inside = plan.inside.send(received, "moe.dispatch", self.codec)
+            return permute(gathered(inside), plan.by_expert)
 
         x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
         own = identity(len(x_RH), x_RH.device)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec
+from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import Rows, pick_weights
 from moemesh.ops.pending import Pending
@@ -192,25 +192,26 @@ class LowLatencyDispatcher:
     ) -> Pending[Rows]:
         if isinstance(plan, AllToAllPlan):
             return self.two_phase.dispatch(x_TH, weights_TK, plan)
+        caller = "moe.dispatch.weights"
+        picked_B = pick_weights(_at_least_one_row(weights_TK), plan.slot_B)
+        weights = all_to_all_start(picked_B, self.ep, caller=caller)
         started = None if plan.home else self._send(x_TH, plan)
-        weights_N = collectives.all_to_all(
-            pick_weights(_at_least_one_row(weights_TK), plan.slot_B),
-            self.ep,
-            caller="moe.dispatch.weights",
-        )
-        weights_N = collectives.all_gather(weights_N, self.etp, caller="moe.dispatch.weights")
-        weights_R = weights_N.gather(0, plan.by_expert.source_R)
 
-        def rows_of(received: Tensor) -> Rows:
+        def weights_of() -> Tensor:
+            weights_N = collectives.all_gather(weights.wait(), self.etp, caller=caller)
+            return weights_N.gather(0, plan.by_expert.source_R)
+
+        def rows_of(received: Tensor, weights_R: Tensor) -> Rows:
             x_NH = collectives.all_gather(received, self.etp, caller="moe.dispatch")
             return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
         if started is not None:
-            return started.then(rows_of)
+            return started.then(lambda received: rows_of(received, weights_of()))
         assert plan.home is not None
+        weights_R = weights_of()
 
         def travel(x: Tensor) -> Tensor:
-            rows = rows_of(self._send(x, plan).wait())
+            rows = rows_of(self._send(x, plan).wait(), weights_R)
             return permute(rows.source_NH, rows.map)
 
         x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from moemesh.comm.channels import Channels
 from moemesh.config.errors import UserError
-from moemesh.parallel.pipeline.program import Context, Program, Spec, make_context
+from moemesh.model.segments import Steps
+from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
+from moemesh.parallel.pipeline.program import Context, Forward, Program, Spec, make_context
 from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.schedule.messages import Message, messages, successor
@@ -73,7 +75,8 @@ class Executor:
         self._flush()
 
     def _run_entry(self, program: Program, entry: Entry, recorder: TimelineRecorder) -> None:
-        """Wait for the inputs of all operations of a block, then run one after the other."""
+        """Wait for the inputs of all operations of a block, then run them: one after the other, or
+        in turns where the program can."""
         begun = recorder.clock()
         received: list[list[Tensor]] = []
         for op in entry:
@@ -82,11 +85,14 @@ class Executor:
         start = recorder.clock()
         if self.clock is not None:
             self.clock.run(entry)
-        for op, inputs in zip(entry, received, strict=True):
-            with self._naming(op):
-                program.starting(op)
-                self._send(op, self._run_op(program, op, inputs))
-                program.finished(op)
+        if is_overlapped(entry) and isinstance(program, SteppedProgram):
+            self._take_turns(program, dict(zip(entry, received, strict=True)))
+        else:
+            for op, inputs in zip(entry, received, strict=True):
+                with self._naming(op):
+                    program.starting(op)
+                    self._send(op, self._run_op(program, op, inputs))
+                    program.finished(op)
         end = recorder.clock()
         for op in entry:
             recorder.add(
@@ -117,11 +123,8 @@ class Executor:
     def _run_op(self, program: Program, op: Op, received: list[Tensor]) -> list[Tensor]:
         key = op[1:]
         if op.kind == "F":
-            leaves = [x.requires_grad_() if x.is_floating_point() else x for x in received]
-            forward = program.forward(op, leaves)
-            if self._has_backward:
-                self._contexts[key] = make_context(leaves, forward)
-            return [x.detach() for x in forward.outputs]
+            leaves = _leaves(received)
+            return self._keep(op, leaves, program.forward(op, leaves))
         context = self._contexts[key]
         if op.kind == "W":
             program.weight_gradients(op, context)
@@ -131,6 +134,49 @@ class Executor:
         if op.kind == "B":
             del self._contexts[key]
         return gradients
+
+    def _keep(self, op: Op, leaves: list[Tensor], forward: Forward) -> list[Tensor]:
+        """Keep what the backward needs of a forward; returns what is sent on."""
+        if self._has_backward:
+            self._contexts[op[1:]] = make_context(leaves, forward)
+        return [x.detach() for x in forward.outputs]
+
+    # Blocks.
+
+    def _take_turns(self, program: SteppedProgram, received: dict[Op, list[Tensor]]) -> None:
+        """Run a forward and a backward step by step, the forward first."""
+        running: dict[Op, Steps[list[Tensor]]] = {}
+        for op in sorted(received, key=lambda op: op.kind, reverse=True):
+            program.starting(op)
+            steps = self._forward_steps if op.kind == "F" else self._backward_steps
+            running[op] = steps(program, op, received[op])
+        unsent, ended = list(received), dict[Op, list[Tensor]]()
+        while running:
+            for op in list(running):
+                with self._naming(op):
+                    try:
+                        next(running[op])
+                    except StopIteration as end:
+                        ended[op] = end.value
+                        del running[op]
+            # In the order of the list, which the receiver counts on, whatever ends first.
+            while unsent and unsent[0] in ended:
+                op = unsent.pop(0)
+                with self._naming(op):
+                    self._send(op, ended.pop(op))
+                    program.finished(op)
+
+    def _forward_steps(
+        self, program: SteppedProgram, op: Op, received: list[Tensor]
+    ) -> Steps[list[Tensor]]:
+        leaves = _leaves(received)
+        return self._keep(op, leaves, (yield from program.forward_steps(op, leaves)))
+
+    def _backward_steps(
+        self, program: SteppedProgram, op: Op, received: list[Tensor]
+    ) -> Steps[list[Tensor]]:
+        context = self._contexts.pop(op[1:])
+        return (yield from program.backward_steps(op, context, received))
 
     # Messages.
 
@@ -208,3 +254,8 @@ class Executor:
         self._sending.clear()
         left = [*self._contexts, *self._inbox, *self._posted]
         assert not left, f"left over at the end of a step: {left}"
+
+
+def _leaves(received: list[Tensor]) -> list[Tensor]:
+    """Received tensors as the inputs of a stage, whose gradients will be sent back."""
+    return [x.requires_grad_() if x.is_floating_point() else x for x in received]

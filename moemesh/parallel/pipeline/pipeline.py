@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from moemesh.model.transformer import Part, Transformer
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.hooks import GradientHooks
+from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.pipeline.program import ModelProgram, Objective
+from moemesh.parallel.pipeline.slices import SlicedProgram
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.forward_only import forward_only
 from moemesh.schedule.messages import messages
@@ -24,7 +27,11 @@ from moemesh.trace.timeline import TimelineRecorder
 
 
 class Pipeline:
-    """Runs the microbatches of a step through the stages, by the schedule."""
+    """Runs the microbatches of a step through the stages, by the schedule.
+
+    ``slice_lengths(seq_len)``: where a schedule of slices cuts its sequences. `overlap_blocks`:
+    the forward and the backward of a block take turns, instead of running one after the other.
+    """
 
     def __init__(
         self,
@@ -33,6 +40,9 @@ class Pipeline:
         model: Transformer,
         reducer: GradientReducer,
         mesh: Mesh,
+        slice_lengths: Callable[[int], tuple[int, ...]],
+        *,
+        overlap_blocks: bool,
     ) -> None:
         self.schedule, self.parts, self.model, self.reducer = schedule, parts, model, reducer
         self.rank = mesh["pp"].index
@@ -42,6 +52,11 @@ class Pipeline:
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
         self.channels = Channels.create(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
+        self._program = ModelProgram
+        if schedule.num_slices > 1:
+            self._program = partial(SlicedProgram, lengths=slice_lengths)
+        elif overlap_blocks and any(map(is_overlapped, schedule.orders[self.rank])):
+            self._program = SteppedModelProgram
         self._hooks = GradientHooks(
             schedule,
             self.rank,
@@ -55,10 +70,11 @@ class Pipeline:
         """Forward and backward of all `batches` (ordered by sample); the gradients are in the
         reducer, their sums under way."""
         self.reducer.begin()
-        program = ModelProgram(
-            self.schedule, self.model, self.parts, batches, objective, self._hooks
-        )
-        self._executor.run(program, recorder)
+        self._executor.run(self.program(batches, objective), recorder)
+
+    def program(self, batches: Sequence[Batch], objective: Objective) -> ModelProgram:
+        """What the operations of one step do, from its first forward on."""
+        return self._program(self.schedule, self.model, self.parts, batches, objective, self._hooks)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.batch import Batch
+from moemesh.model.segments import run_backward
 from moemesh.model.transformer import Output, Part, Transformer
 from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.pipeline.hooks import GradientHooks
@@ -95,6 +96,14 @@ def _edge(x: Tensor) -> GradientEdge | None:
 
 def differentiate(context: Context, gradients: list[Tensor]) -> list[Tensor]:
     """Run the backward of one stage, once; zeros for an input that no gradient reached."""
+    run_backward(*roots_of(context, gradients))
+    return input_gradients(context)
+
+
+def roots_of(
+    context: Context, gradients: list[Tensor]
+) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """Where the backward begins: at the outputs with their gradients, at the stage's objective."""
     roots: list[GradientEdge] = []
     values: list[Tensor | None] = []
     for root, gradient in zip(context.roots, gradients, strict=True):
@@ -104,8 +113,11 @@ def differentiate(context: Context, gradients: list[Tensor]) -> list[Tensor]:
     if context.objective is not None:
         roots.append(context.objective)
         values.append(None)
-    if roots:
-        torch.autograd.backward(roots, values)
+    return roots, values
+
+
+def input_gradients(context: Context) -> list[Tensor]:
+    """What a backward that is over has left at the inputs; the context is of no use any more."""
     found: list[Tensor] = []
     for x in context.inputs:
         found.append(torch.zeros_like(x) if x.grad is None else x.grad)
@@ -145,14 +157,23 @@ class ModelProgram:
     def output_specs(self, op: Op) -> Sequence[Spec]:
         if op.stage == self.schedule.num_stages - 1:
             return ()
-        batch = self.batches[self.schedule.sample(op)]
-        tokens = len(self.model.tokens.local(batch.num_tokens))
+        tokens = len(self.model.tokens.local(self.batch_of(op).num_tokens))
         return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
-        batch, part = self.batches[self.schedule.sample(op)], self.parts[op.stage]
-        output = self.model(batch, part, *inputs)
-        objective = self.objective(part, output, batch)
+        return self.forward_of(op, self.batch_of(op), inputs)
+
+    def batch_of(self, op: Op) -> Batch:
+        """What `op` works on."""
+        return self.batches[self.schedule.sample(op)]
+
+    def forward_of(self, op: Op, batch: Batch, inputs: list[Tensor]) -> Forward:
+        """The stage of `op` on `batch`."""
+        return self.result(op, batch, self.model(batch, self.parts[op.stage], *inputs))
+
+    def result(self, op: Op, batch: Batch, output: Output) -> Forward:
+        """What an executor needs of what the stage of `op` has computed."""
+        objective = self.objective(self.parts[op.stage], output, batch)
         return Forward([] if output.x_TH is None else [output.x_TH], objective)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,37 @@
+"""Where experts live: static placement with replicas, bounds, increments, shares and quotas."""
+
+from moemesh.balance.incremental import Replan, rebalance_incremental, replan_from_scratch
+from moemesh.balance.inputs import BalanceError
+from moemesh.balance.policies import homes_of, permute_experts, shadow_experts
+from moemesh.balance.quotas import QuotaPlan, assign_tokens, plan_quotas
+from moemesh.balance.rebalance import (
+    balance_of,
+    gpu_loads,
+    lower_bound,
+    rebalance_experts,
+    rebalance_published,
+)
+from moemesh.balance.shares import Split, split_loads
+from moemesh.balance.transfers import Transfer, schedule_transfers
+
+__all__ = [
+    "BalanceError",
+    "QuotaPlan",
+    "Replan",
+    "Split",
+    "Transfer",
+    "assign_tokens",
+    "balance_of",
+    "gpu_loads",
+    "homes_of",
+    "lower_bound",
+    "permute_experts",
+    "plan_quotas",
+    "rebalance_experts",
+    "rebalance_incremental",
+    "rebalance_published",
+    "replan_from_scratch",
+    "schedule_transfers",
+    "shadow_experts",
+    "split_loads",
+]

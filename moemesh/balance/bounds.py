@@ -1,0 +1,187 @@
+"""Below which load no placement can get: mean, quotients, pigeonholes and their linear programs.
+
+For a trial load T, a weight function p is chosen such that no legal content of a GPU (exactly k
+replicas, together at most T) weighs more than some `room`. If the lightest choice of replica counts
+weighs more than `room` x GPUs, T cannot be reached. Three families of such functions (k slots):
+
+* HEAVY j = 2 .. k: 1 for a replica over T/j. A GPU holds at most j - 1 of them.
+* EXCESS 0 < x <= T/k: with h = T - (k-1) x, what a load exceeds h by, less what it is below x.
+  Room 0: whoever carries a heavy replica needs k - 1 light companions (x = T/k is the mean).
+* STEPS 0 < x < T/2, for k = 2: 1 over T - x, 1/2 over x, else 0. Room 1 (Hall's condition).
+
+The lightest counts are bounded by a linear program: per expert the lower convex hull of
+count x p(load / count), then slots to the steepest descents first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
+from moemesh.balance.counts import counts_by_quotient, total
+
+HEAVY, EXCESS, STEPS = 0, 1, 2
+#: Values of x that are tried, in equal and in shrinking distances.
+NUM_EQUAL, NUM_SHRINKING = 16, 16
+#: The bound is searched to this precision.
+PRECISION = 2e-4
+#: Relative slack against rounding: a bound may be too low by this, never too high.
+SLACK = 1e-9
+
+
+@inner_loop
+def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
+    """max(mean load of a GPU, smallest possible largest replica)."""
+    counts = np.empty(len(weight), np.int64)
+    counts_by_quotient(weight, num_slots, num_slots, counts)
+    bound = total(weight) / num_gpus
+    for expert in range(len(weight)):
+        bound = max(bound, weight[expert] / counts[expert])
+    return bound * (1.0 - SLACK)
+
+
+@entry
+def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: float) -> float:
+    """A lower bound from `low` (a bound itself) up, at most `high` (a load that was reached)."""
+    per_gpu = num_slots // num_gpus
+    if per_gpu < 2 or low >= high * (1.0 - PRECISION) or low <= 0.0:
+        return low
+    if not impossible(weight, num_slots, num_gpus, low * (1.0 + PRECISION)):
+        return low
+    low *= 1.0 + PRECISION
+    step = 0.05
+    while 2.0 * step * low < high - low and impossible(
+        weight, num_slots, num_gpus, (1.0 + step) * low
+    ):
+        low *= 1.0 + step
+        step *= 2.0
+    high = min(high, (1.0 + step) * low)
+    while high > low * (1.0 + PRECISION):
+        middle = 0.5 * (low + high)
+        if impossible(weight, num_slots, num_gpus, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inner_loop
+def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> bool:
+    """Whether some weight function proves that not all GPUs can stay at or below `limit`."""
+    per_gpu = num_slots // num_gpus
+    segments = np.empty((2, 8 * len(weight)))
+    for divisor in range(2, per_gpu + 1):
+        room = float(num_gpus * (divisor - 1))
+        at = limit / divisor
+        if lightest(weight, num_slots, per_gpu, limit, HEAVY, at, segments) > room * (1 + SLACK):
+            return True
+    slack = SLACK * limit * num_gpus
+    for index in range(NUM_EQUAL + NUM_SHRINKING):
+        if index < NUM_EQUAL:
+            share = (index + 1) / NUM_EQUAL
+        else:
+            share = 0.7 ** (index - NUM_EQUAL + 1) + 1e-3
+        at = share * limit / per_gpu
+        if lightest(weight, num_slots, per_gpu, limit, EXCESS, at, segments) > slack:
+            return True
+        if per_gpu == 2 and share < 1.0:
+            room = num_gpus * (1 + SLACK)
+            if lightest(weight, num_slots, per_gpu, limit, STEPS, at, segments) > room:
+                return True
+    return False
+
+
+@inner_loop
+def weigh(load: float, per_gpu: int, limit: float, family: int, at: float) -> float:
+    """The weight of one replica."""
+    edge = SLACK * limit
+    if family == HEAVY:
+        return 1.0 if load > at + edge else 0.0
+    if family == STEPS:
+        return 1.0 if load > limit - at + edge else (0.5 if load > at + edge else 0.0)
+    return max(load - (limit - (per_gpu - 1) * at), 0.0) + min(load - at, 0.0)
+
+
+@inner_loop
+def lightest(
+    weight: Floats,
+    num_slots: int,
+    per_gpu: int,
+    limit: float,
+    family: int,
+    at: float,
+    segments: Floats,
+) -> float:
+    """Smallest weight of all replicas over all (fractional) counts; infinite if slots run out."""
+    most = num_slots - len(weight) + 1
+    points = np.empty(9, np.int64)
+    values = np.empty(9)
+    used = 0
+    result = 0.0
+    num_segments = 0
+    for expert in range(len(weight)):
+        num_points = corners(weight[expert], per_gpu, limit, family, at, most, points)
+        if num_points == 0:
+            return np.inf
+        size = 0
+        for index in range(num_points):
+            copies = points[index]
+            value = copies * weigh(weight[expert] / copies, per_gpu, limit, family, at)
+            # The lower convex hull, built in place: drop what lies above the new edge.
+            while size >= 2 and (value - values[size - 1]) * (
+                points[size - 1] - points[size - 2]
+            ) <= (values[size - 1] - values[size - 2]) * (copies - points[size - 1]):
+                size -= 1
+            points[size] = copies
+            values[size] = value
+            size += 1
+        used += points[0]
+        result += values[0]
+        for index in range(1, size):
+            width = points[index] - points[index - 1]
+            segments[0, num_segments] = (values[index] - values[index - 1]) / width
+            segments[1, num_segments] = width
+            num_segments += 1
+    left = float(num_slots - used)
+    if left < 0.0:
+        return np.inf
+    for index in np.argsort(segments[0, :num_segments], kind="mergesort"):
+        if left <= 0.0:
+            break
+        taken = min(left, segments[1, index])
+        result += taken * segments[0, index]
+        left -= taken
+    return result
+
+
+@inner_loop
+def corners(
+    load: float, per_gpu: int, limit: float, family: int, at: float, most: int, points: Ints
+) -> int:
+    """Fill `points` with the counts between which an expert's weight is linear or rises; ascending.
+
+    Returns their number, 0 if even `most` replicas are over the limit.
+    """
+    fewest = max(1, int(np.ceil(load / limit - SLACK)))
+    if fewest > most:
+        return 0
+    points[0] = fewest
+    size = 1
+    upper = limit - at if family == STEPS else at
+    if family == EXCESS:
+        upper = limit - (per_gpu - 1) * at
+    for edge in (upper, at):
+        # The quotient can be huge: compare as a float before it becomes an integer.
+        quotient = np.ceil(load / edge - SLACK) if edge > 0.0 else np.inf
+        if quotient > most + 1.0:
+            continue
+        count = int(quotient)
+        for candidate in range(count - 1, count + 2):
+            exact = family == EXCESS or candidate == count
+            if exact and points[size - 1] < candidate < most:
+                points[size] = candidate
+                size += 1
+    if points[size - 1] < most:
+        points[size] = most
+        size += 1
+    return size

@@ -1,0 +1,230 @@
+"""Expert groups onto nodes, equally many each: folded, swapped, and searched where that pays.
+
+A node can carry a set of groups at load T per GPU if their sum is at most T x GPUs of the node, and
+if ceil(load / T) replicas of each expert fit its slots. `members` [nodes x groups per node] holds
+the groups of each node.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moemesh.balance.bounds import quick_bound
+from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
+from moemesh.balance.counts import total
+from moemesh.balance.packing import fold, swap_hottest, swap_opposite
+
+POSSIBLE, IMPOSSIBLE, UNKNOWN = 1, 0, -1
+#: Places that one search may try.
+MAX_STEPS = 20_000
+
+
+@inner_loop
+def divide_groups(
+    weight: Floats, num_groups: int, num_slots: int, num_gpus: int, precision: float, members: Ints
+) -> float:
+    """Fill `members`; returns the largest of the nodes' quick bounds.
+
+    `num_slots` and `num_gpus` are those of one node. A better division is searched for as long as
+    one within `precision` of the last is not excluded.
+    """
+    num_nodes, per_node = members.shape
+    sums = group_sums(weight, num_groups)
+    slots = np.arange(num_groups)
+    load = np.empty(num_nodes)
+    if per_node == 1 or num_nodes == 1:
+        members[:] = slots.reshape(num_nodes, per_node)
+        return nodes_bound(weight, num_slots, num_gpus, num_groups, members)
+    fold(slots, sums, num_nodes, load)
+    if per_node > 2:
+        swap_opposite(slots, sums, load, 0.0)
+        swap_hottest(slots, sums, load, 0.0)
+    members[:] = slots.reshape(num_nodes, per_node)
+    bound = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
+    if per_node == 2 and bound * num_gpus <= load.max():
+        return bound  # no pairing has a smaller largest sum
+    low = total(weight) / (num_nodes * num_gpus)
+    trial = members.copy()
+    target = bound / (1.0 + precision)
+    while low < target:
+        if fit_groups(weight, sums, num_slots, num_gpus, target, trial) == POSSIBLE:
+            members[:] = trial
+            bound = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
+        elif target * (1.0 + 2.0 * precision) >= bound:
+            break
+        else:
+            low = target
+        target = min(0.5 * (low + bound), bound / (1.0 + precision))
+    return bound
+
+
+@inner_loop
+def group_sums(weight: Floats, num_groups: int) -> Floats:
+    """Load of each group."""
+    size = len(weight) // num_groups
+    sums = np.empty(num_groups)
+    for group in range(num_groups):
+        sums[group] = total(weight[group * size : (group + 1) * size])
+    return sums
+
+
+@inner_loop
+def gather_node(weight: Floats, num_groups: int, groups: Ints, experts: Ints) -> Floats:
+    """Loads of a node's experts; fills `experts` with their logical numbers."""
+    size = len(weight) // num_groups
+    loads = np.empty(len(experts))
+    place = 0
+    for group in groups:
+        for expert in range(group * size, (group + 1) * size):
+            experts[place] = expert
+            loads[place] = weight[expert]
+            place += 1
+    return loads
+
+
+@inner_loop
+def nodes_bound(
+    weight: Floats, num_slots: int, num_gpus: int, num_groups: int, members: Ints
+) -> float:
+    """The largest of the nodes' quick bounds."""
+    num_nodes = members.shape[0]
+    experts = np.empty(len(weight) // num_nodes, np.int64)
+    bound = 0.0
+    for node in range(num_nodes):
+        loads = gather_node(weight, num_groups, members[node], experts)
+        bound = max(bound, quick_bound(loads, num_slots, num_gpus))
+    return bound
+
+
+@inner_loop
+def fit_groups(
+    weight: Floats, sums: Floats, num_slots: int, num_gpus: int, limit: float, members: Ints
+) -> int:
+    """Whether the groups fit the nodes at `limit` per GPU; fills `members` if they do."""
+    need = slots_needed(weight, len(sums), limit)
+    state = np.full(len(sums) + 1, -1)
+    state[-1] = 0
+    room = limit * num_gpus * (1.0 + 1e-12)
+    return next_division(sums, need, room, num_slots, state, members)
+
+
+@inner_loop
+def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
+    """Slots that each group needs so that no replica is heavier than `limit`."""
+    size = len(weight) // num_groups
+    need = np.zeros(num_groups, np.int64)
+    for expert in range(len(weight)):
+        need[expert // size] += max(1, int(np.ceil(weight[expert] / limit - 1e-12)))
+    return need
+
+
+@inner_loop
+def next_division(
+    sums: Floats, need: Ints, room: float, num_slots: int, state: Ints, members: Ints
+) -> int:
+    """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`.
+
+    Heaviest group first. `state` [groups + 1] carries the search on from call to call: the node
+    of each depth, and last the depth. Fills `members`.
+    """
+    num_nodes, per_node = members.shape
+    num_groups = len(sums)
+    order = np.argsort(-sums, kind="mergesort")
+    load = np.zeros(num_nodes)
+    slots = np.zeros(num_nodes, np.int64)
+    held = np.zeros(num_nodes, np.int64)
+    depth = state[num_groups]
+    for earlier in range(depth):
+        node = state[earlier]
+        members[node, held[node]] = order[earlier]
+        held[node] += 1
+        load[node] += sums[order[earlier]]
+        slots[node] += need[order[earlier]]
+    if depth == num_groups:
+        depth -= 1
+    for _ in range(MAX_STEPS):
+        group = order[depth]
+        last = state[depth]
+        chosen = -1
+        first = last + 1
+        if last >= 0:  # take it away again, then try the next node
+            held[last] -= 1
+            load[last] -= sums[group]
+            slots[last] -= need[group]
+            if held[last] == 0:
+                first = num_nodes  # empty nodes are all alike
+        for node in range(first, num_nodes):
+            fits = held[node] < per_node and load[node] + sums[group] <= room
+            if fits and slots[node] + need[group] <= num_slots:
+                chosen = node
+                break
+            if held[node] == 0:
+                break
+        state[depth] = chosen
+        if chosen < 0:
+            depth -= 1
+            if depth < 0:
+                return IMPOSSIBLE
+            continue
+        members[chosen, held[chosen]] = group
+        held[chosen] += 1
+        load[chosen] += sums[group]
+        slots[chosen] += need[group]
+        depth += 1
+        if depth == num_groups:
+            state[num_groups] = depth
+            return POSSIBLE
+    return UNKNOWN
+
+
+@entry
+def other_divisions(
+    weight: Floats,
+    num_groups: int,
+    num_slots: int,
+    num_gpus: int,
+    limit: float,
+    divisions: Ints,
+    bounds: Floats,
+) -> tuple[int, bool]:
+    """Fill `divisions` [n, nodes, groups per node] with some whose quick bound is under `limit`.
+
+    Returns how many, and whether these are all. `bounds` [n] gets their quick bounds.
+    """
+    most, num_nodes, per_node = divisions.shape
+    sums = group_sums(weight, num_groups)
+    need = slots_needed(weight, num_groups, limit)
+    state = np.full(num_groups + 1, -1)
+    state[num_groups] = 0
+    members = np.empty((num_nodes, per_node), np.int64)
+    found = 0
+    while True:
+        answer = next_division(sums, need, limit * num_gpus, num_slots, state, members)
+        if answer != POSSIBLE:
+            return found, answer == IMPOSSIBLE
+        if found == most:
+            return found, False
+        divisions[found] = members
+        bounds[found] = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
+        found += 1
+
+
+@inner_loop
+def division_bound(
+    weight: Floats, num_groups: int, num_nodes: int, num_slots: int, num_gpus: int, high: float
+) -> float:
+    """The smallest quick bound of all divisions, or what the search could prove of it."""
+    low = total(weight) / (num_nodes * num_gpus) * (1.0 - 1e-9)
+    sums = group_sums(weight, num_groups)
+    trial = np.empty((num_nodes, num_groups // num_nodes), np.int64)
+    proven = low
+    while low > 0.0 and high > low * (1.0 + 1e-5):
+        middle = 0.5 * (low + high)
+        answer = fit_groups(weight, sums, num_slots, num_gpus, middle, trial)
+        if answer == POSSIBLE:
+            high = middle
+            continue
+        low = middle
+        if answer == IMPOSSIBLE:  # and so is everything below
+            proven = low
+    return proven

@@ -1,0 +1,246 @@
+"""Replanning that moves few replicas: only as far as the load needs it, and only when it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints, entry, fast
+from moemesh.balance.counts import largest
+from moemesh.balance.inputs import (
+    BalanceError,
+    Policy,
+    check_loads,
+    check_placement,
+    check_shape,
+    like,
+    scaled,
+)
+from moemesh.balance.packing import add_up, holds
+from moemesh.balance.polish import locate, polish, recount, shift
+from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
+from moemesh.balance.relabel import keep_slots, relabel
+from moemesh.balance.search import Shape, bounds_of, solve
+from moemesh.balance.transfers import Rounds, schedule_transfers
+
+#: Loads that differ by less, relatively, are equal.
+SAME = 1e-12
+#: Ways to repair: what counts as too hot, relative to the aim, and the price of a swap (it moves
+#: two replicas) in shifts. Which one moves least depends on the loads.
+WAYS = ((1.0, 2.0), (1.0, 1.0), (0.98, 2.0), (0.98, 1.0), (0.95, 2.0), (0.95, 1.0))
+MAX_MOVES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replan:
+    """A placement with what it costs to get there; maps as `rebalance_experts` returns them.
+
+    `moved` [layers] replicas that a GPU did not hold before; `before`, `after`, `bound` [layers]
+    loads of the hottest GPU over the mean: with the previous placement, the new one, and what no
+    placement falls below. `transfers` holds the rounds of each layer (see `transfers`).
+    """
+
+    physical_to_logical: Any
+    logical_to_physical: Any
+    replica_count: Any
+    moved: tuple[int, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    bound: tuple[float, ...]
+    transfers: tuple[Rounds, ...]
+
+
+def rebalance_incremental(
+    loads: Any,
+    previous: Any,
+    tolerance: float = 0.05,
+    *,
+    num_gpus: int,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    policy: Policy | None = None,
+    margin: float = 0.2,
+    min_gain: float = 0.0,
+) -> Replan:
+    """Move few replicas so that the hottest GPU is within `tolerance` of the bound again.
+
+    `loads` [layers, experts]; `previous` [layers, slots] the placement in use (or the three maps of
+    `rebalance_experts`). A layer stays as it is while its hottest GPU is within `tolerance` of the
+    bound, or while less than `min_gain` of its load could be saved. Otherwise it is brought to
+    `(1 - margin) x tolerance`, so that the next small drift does not move experts again
+    (hysteresis). Where no placement within `tolerance` is found, the layer gets within `tolerance`
+    of what a plan from scratch reaches. Raises ValueError.
+    """
+    given = check_loads(loads, "loads")
+    if isinstance(previous, tuple) and len(previous) == 3:  # pyright: ignore[reportUnknownArgumentType]
+        previous = previous[0]  # pyright: ignore[reportUnknownVariableType]
+    old = check_placement(previous, given.shape[1], num_gpus, len(given), "previous")
+    for name, value in (("tolerance", tolerance), ("margin", margin), ("min_gain", min_gain)):
+        if not 0.0 <= value < (np.inf if name == "tolerance" else 1.0):
+            raise BalanceError(
+                f"{name} must be at least 0{' and below 1' * (name != 'tolerance')}, and is {value}"
+            )
+    shape = check_shape(given.shape[1], old.shape[1], num_groups, num_nodes, num_gpus, policy)
+    weights = scaled(given)
+    bounds = bounds_of(weights, shape)
+    tops = gpu_loads(weights, old, num_gpus).max(axis=1)
+    slots = old.copy()
+    too_hot = (tops > bounds * (1.0 + tolerance)) & (tops - bounds > min_gain * tops)
+    for layer in np.flatnonzero(too_hot):
+        limit = bounds[layer] * (1.0 + tolerance)
+        aim = bounds[layer] * (1.0 + tolerance * (1.0 - margin))
+        slots[layer] = _replan(weights[layer], old[layer], shape, limit, aim, tolerance)
+    return _describe(
+        loads, given, old, slots, bounds / np.maximum(weights.mean(axis=1), 1e-300), shape
+    )
+
+
+def replan_from_scratch(
+    loads: Any,
+    previous: Any,
+    *,
+    num_gpus: int,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    policy: Policy | None = None,
+) -> Replan:
+    """The best placement, GPUs renumbered so that as many replicas as possible stay."""
+    given = check_loads(loads, "loads")
+    old = check_placement(previous, given.shape[1], num_gpus, len(given), "previous")
+    shape = check_shape(given.shape[1], old.shape[1], num_groups, num_nodes, num_gpus, policy)
+    weights = scaled(given)
+    slots = solve(weights, shape, "quality")
+    for layer in range(len(slots)):
+        fast(relabel)(slots[layer], old[layer], shape.num_nodes, num_gpus)
+    bounds = bounds_of(weights, shape)
+    return _describe(
+        loads, given, old, slots, bounds / np.maximum(weights.mean(axis=1), 1e-300), shape
+    )
+
+
+def _describe(
+    kind: Any, loads: Floats, old: Ints, slots: Ints, bounds: Floats, shape: Shape
+) -> Replan:
+    num_gpus = shape.num_gpus
+    transfers = tuple(
+        schedule_transfers(before.tolist(), after.tolist(), num_gpus, shape.num_nodes)
+        for before, after in zip(old, slots, strict=True)
+    )
+    maps = like(kind, *maps_of(slots, shape.num_experts))
+    bound = np.maximum(bounds * num_gpus / shape.num_experts, 1.0)
+    return Replan(
+        physical_to_logical=maps[0],
+        logical_to_physical=maps[1],
+        replica_count=maps[2],
+        moved=tuple(sum(map(len, rounds)) for rounds in transfers),
+        before=tuple(balance_of(gpu_loads(loads, old, num_gpus)).tolist()),
+        after=tuple(balance_of(gpu_loads(loads, slots, num_gpus)).tolist()),
+        bound=tuple(bound.tolist()),
+        transfers=transfers,
+    )
+
+
+def _replan(
+    weight: Floats, old: Ints, shape: Shape, limit: float, aim: float, tolerance: float
+) -> Ints:
+    """New slots of one layer: repaired where that is enough, else from scratch."""
+    slots = old.copy()
+    legal = _keeps_groups(old, shape)
+    if legal:
+        top = _repair(weight, slots, old, shape, aim)
+        if top <= limit:
+            return slots
+    else:
+        top = np.inf
+    scratch = solve(weight[None], shape, "quality")[0]
+    best = float(gpu_loads(weight[None], scratch[None], shape.num_gpus).max())
+    if legal and best > limit:
+        # The bound is out of reach: as near to what can be had as it was meant to be to the bound.
+        if top <= best * (1.0 + tolerance):
+            return slots
+        again = old.copy()
+        if _repair(weight, again, old, shape, best * (1.0 + tolerance)) <= best * (1.0 + tolerance):
+            return again
+    fast(relabel)(scratch, old, shape.num_nodes, shape.num_gpus)
+    # From here, too, not every move may be needed.
+    fast(undo_moves)(weight, shape.num_nodes, shape.num_gpus, max(limit, best), scratch, old)
+    return scratch
+
+
+def _keeps_groups(slots: Ints, shape: Shape) -> bool:
+    """Whether no group of experts is on two nodes."""
+    if shape.num_nodes == 1:
+        return True
+    groups = slots.reshape(shape.num_nodes, -1) // (shape.num_experts // shape.num_groups)
+    return sum(len(np.unique(node)) for node in groups) == shape.num_groups
+
+
+def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) -> float:
+    """Move few replicas inside the nodes until no GPU is over `aim`; the load of the hottest GPU.
+
+    Of several ways to get there the one that moves least.
+    """
+    top, fewest = np.inf, len(slots) + 1
+    for lower, swap_price in WAYS:
+        trial = old.copy()
+        reached = 0.0
+        for part in trial.reshape(shape.num_nodes, -1):
+            experts, local = np.unique(part, return_inverse=True)
+            local = local.astype(np.int64)
+            loads = weight[experts]
+            limit = aim * lower
+            found = fast(repair_box)(loads, shape.node_gpus, limit, aim, swap_price, local)
+            reached = max(reached, found)
+            part[:] = experts[local]
+        if reached <= aim * (1.0 + SAME):
+            reached = aim
+            fast(undo_moves)(weight, shape.num_nodes, shape.num_gpus, aim, trial, old)
+        fast(keep_slots)(trial, old, shape.num_gpus)
+        moved = int((trial != old).sum())
+        if (reached, moved) < (top, fewest):
+            top, fewest = reached, moved
+            slots[:] = trial
+    return top
+
+
+@entry
+def repair_box(
+    weight: Floats, num_gpus: int, limit: float, aim: float, swap_price: float, slots: Ints
+) -> float:
+    """Shifts and swaps of replicas, best for its price first, until no GPU is over `aim`."""
+    counts = np.empty(len(weight), np.int64)
+    unit = np.empty(len(weight))
+    load = np.empty(num_gpus)
+    recount(slots, weight, counts, unit)
+    add_up(slots, unit, load)
+    return polish(weight, counts, limit, aim, MAX_MOVES, swap_price, slots, unit, load)
+
+
+@entry
+def undo_moves(
+    weight: Floats, num_nodes: int, num_gpus: int, limit: float, slots: Ints, previous: Ints
+) -> None:
+    """Give slots back to what they held before, wherever no GPU gets over `limit` by it."""
+    per_gpu = len(slots) // num_gpus
+    node_gpus = num_gpus // num_nodes
+    counts = np.empty(len(weight), np.int64)
+    unit = np.empty(len(weight))
+    load = np.empty(num_gpus)
+    where = np.empty((len(weight), len(slots)), np.int64)
+    recount(slots, weight, counts, unit)
+    add_up(slots, unit, load)
+    locate(slots, len(weight), per_gpu, where)
+    for slot in range(len(slots)):
+        gpu = slot // per_gpu
+        present = slots[slot]
+        past = previous[slot]
+        if past == present or counts[present] < 2 or holds(slots, gpu, per_gpu, past):
+            continue
+        home = where[past, 0] // node_gpus == gpu // node_gpus
+        if not home or counts[past] >= len(slots):
+            continue
+        shift(slot, past, weight, counts, unit, load, where, slots)
+        if largest(load) > limit:
+            shift(slot, present, weight, counts, unit, load, where, slots)

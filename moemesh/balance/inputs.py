@@ -1,0 +1,196 @@
+"""What comes in (tensors, arrays, lists), checked; and results of the same kind going out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Literal
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints
+from moemesh.balance.search import Shape
+from moemesh.config.errors import UserError
+
+Policy = Literal["hierarchical", "global"]
+Effort = Literal["fast", "quality"] | float
+
+
+class BalanceError(UserError):
+    """Loads, placements or sizes that no placement can be made for."""
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a torch tensor; torch is not imported for the question."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def to_array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    """A numpy array of a tensor, array or nested list. Raises BalanceError."""
+    if is_tensor(value):
+        value = value.detach().cpu()
+        value = value.double().numpy() if value.is_floating_point() else value.numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise BalanceError(f"{name}: the rows have different lengths") from error
+    if array.dtype.kind not in "iufb":
+        raise BalanceError(f"{name} must be numbers, and holds {array.dtype}")
+    return array
+
+
+def like(given: Any, *results: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """`results` as what `given` is: CPU tensors for a tensor, lists for a list, else arrays."""
+    if is_tensor(given):
+        torch: Any = sys.modules["torch"]
+        return tuple(torch.from_numpy(result) for result in results)
+    if isinstance(given, (list, tuple)):
+        return tuple(result.tolist() for result in results)
+    return results
+
+
+def check_loads(weight: Any, name: str = "weight") -> Floats:
+    """Loads [layers, experts] as float64: finite, not negative, at least one of each."""
+    array = to_array(weight, name)
+    if array.ndim != 2:
+        hint = "; for one layer give [loads]" if array.ndim == 1 else ""
+        raise BalanceError(f"{name} must be layers x experts, and has {array.ndim} dims{hint}")
+    if not array.size:
+        raise BalanceError(f"{name} is empty: {array.shape[0]} layers x {array.shape[1]} experts")
+    loads = np.ascontiguousarray(array, np.float64)
+    wrong = ~np.isfinite(loads) | (loads < 0)
+    if wrong.any():
+        layer, expert = (int(index) for index in np.argwhere(wrong)[0])
+        more = f" (and {wrong.sum() - 1} more)" if wrong.sum() > 1 else ""
+        raise BalanceError(
+            f"{name} of layer {layer}, expert {expert} is {loads[layer, expert]:g}{more}: "
+            "loads are finite and not negative"
+        )
+    return loads
+
+
+def scaled(loads: Floats) -> Floats:
+    """Loads by a power of two per layer, so that squares neither overflow nor vanish; exact."""
+    top = loads.max(axis=1, keepdims=True)
+    exponent = np.frexp(top)[1]
+    # Loads below 2**-1000 of their layer's largest round to 0 here, as in any sum.
+    return np.ldexp(loads, -exponent)
+
+
+def check_count(value: Any, name: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError) as error:
+        raise BalanceError(f"{name} must be a whole number, and is {value!r}") from error
+    if number != value or number < 1:
+        raise BalanceError(f"{name} must be a whole number of at least 1, and is {value}")
+    return number
+
+
+def check_shape(
+    num_experts: int,
+    num_replicas: Any,
+    num_groups: Any,
+    num_nodes: Any,
+    num_gpus: Any,
+    policy: Policy | None,
+) -> Shape:
+    """The shape of the problem under a policy; None is hierarchical where groups fit the nodes.
+
+    Raises BalanceError with the numbers and the nearest legal value.
+    """
+    num_replicas = check_count(num_replicas, "num_replicas")
+    num_groups = check_count(num_groups, "num_groups")
+    num_nodes = check_count(num_nodes, "num_nodes")
+    num_gpus = check_count(num_gpus, "num_gpus")
+    if policy not in (None, "hierarchical", "global"):
+        raise BalanceError(f"no policy {policy!r}: choose hierarchical or global")
+    if num_replicas < num_experts:
+        fit = math.ceil(num_experts / num_gpus) * num_gpus
+        raise BalanceError(
+            f"num_replicas ({num_replicas}) must hold every one of {num_experts} experts: at least "
+            f"{fit} on {num_gpus} GPUs"
+        )
+    if num_replicas % num_gpus:
+        above = math.ceil(num_replicas / num_gpus) * num_gpus
+        below = above - num_gpus
+        choice = f"{below} or {above}" if below >= num_experts else str(above)
+        raise BalanceError(
+            f"num_gpus ({num_gpus}) must divide num_replicas ({num_replicas}): take {choice}"
+        )
+    if num_groups > num_experts:
+        raise BalanceError(f"num_groups ({num_groups}) must not exceed the {num_experts} experts")
+    if num_experts % num_groups:
+        near = nearest_divisor(num_experts, num_groups)
+        raise BalanceError(
+            f"num_groups ({num_groups}) must divide the {num_experts} experts: take {near}"
+        )
+    if policy is None:
+        policy = "hierarchical" if num_groups % num_nodes == 0 else "global"
+    elif policy == "hierarchical" and num_groups % num_nodes:
+        near = nearest_divisor(num_groups, num_nodes)
+        raise BalanceError(
+            f"num_nodes ({num_nodes}) must divide num_groups ({num_groups}) for the hierarchical "
+            f"policy: take {near} nodes, or the global policy"
+        )
+    if policy == "global":
+        num_groups, num_nodes = 1, 1
+    if num_gpus % num_nodes:
+        near = nearest_divisor(num_gpus, num_nodes)
+        raise BalanceError(
+            f"num_nodes ({num_nodes}) must divide num_gpus ({num_gpus}): take {near} nodes, or the "
+            "global policy"
+        )
+    return Shape(
+        num_experts=num_experts,
+        num_slots=num_replicas,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        num_gpus=num_gpus,
+    )
+
+
+def check_effort(effort: Any) -> Effort:
+    """ "fast", "quality" or seconds."""
+    if effort in ("fast", "quality"):
+        return effort
+    if isinstance(effort, bool) or not isinstance(effort, (int, float)) or not effort >= 0:
+        raise BalanceError(f"no effort {effort!r}: choose fast, quality or a number of seconds")
+    return float(effort)
+
+
+def check_placement(
+    placement: Any, num_experts: int, num_gpus: Any, num_layers: int, name: str
+) -> Ints:
+    """Slots [layers, slots] of logical experts, every expert at least once in every layer."""
+    array = to_array(placement, name)
+    if array.ndim != 2 or array.shape[0] != num_layers or not array.size:
+        shape = " x ".join(str(size) for size in array.shape)
+        raise BalanceError(
+            f"{name} must be {num_layers} layers x slots, and is {shape or 'one number'}"
+        )
+    slots = np.ascontiguousarray(array, np.int64)
+    num_gpus = check_count(num_gpus, "num_gpus")
+    if (slots != array).any():
+        raise BalanceError(f"{name} must hold whole numbers of experts")
+    if slots.shape[1] % num_gpus:
+        raise BalanceError(
+            f"num_gpus ({num_gpus}) must divide the {slots.shape[1]} slots of {name}: take "
+            f"{nearest_divisor(slots.shape[1], num_gpus)}"
+        )
+    if slots.min() < 0 or slots.max() >= num_experts:
+        wrong = slots.min() if slots.min() < 0 else slots.max()
+        raise BalanceError(f"{name} names expert {wrong}: there are experts 0 to {num_experts - 1}")
+    for layer, row in enumerate(slots):
+        missing = np.flatnonzero(np.bincount(row, minlength=num_experts) == 0)
+        if len(missing):
+            raise BalanceError(f"{name}: expert {missing[0]} has no slot in layer {layer}")
+    return slots
+
+
+def nearest_divisor(number: int, wish: int) -> int:
+    """The divisor of `number` nearest to `wish`, the smaller of two."""
+    divisors = [value for value in range(1, number + 1) if number % value == 0]
+    return min(divisors, key=lambda value: (abs(value - wish), value))

@@ -1,0 +1,211 @@
+"""Replicas onto GPUs with equal slots: sorted folds, then swaps. Never one expert twice on a GPU.
+
+Everywhere: `slots` [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is the
+load of one replica; `load` [GPUs] is kept up to date with both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints, inner_loop
+from moemesh.balance.counts import expand, largest
+
+#: A swap must lower the load it is meant for by more than rounding.
+SMALLEST_GAIN = 1e-9
+
+
+@inner_loop
+def pack(
+    weight: Floats,
+    counts: Ints,
+    num_gpus: int,
+    goal: float,
+    slots: Ints,
+    unit: Floats,
+    load: Floats,
+) -> float:
+    """Pack `counts` replicas of each expert; stops at a largest load of `goal`. Returns it."""
+    for expert in range(len(weight)):
+        unit[expert] = weight[expert] / counts[expert]
+    expand(counts, slots)
+    fold(slots, unit, num_gpus, load)
+    if not separate(slots, unit, load):
+        spread(counts, num_gpus, slots)
+        add_up(slots, unit, load)
+    swap_opposite(slots, unit, load, goal)
+    return swap_hottest(slots, unit, load, goal)
+
+
+@inner_loop
+def fold(slots: Ints, unit: Floats, num_gpus: int, load: Floats) -> None:
+    """Deal the replicas in `slots` to the GPUs row by row (balanced largest differencing).
+
+    Rows of `num_gpus` replicas, heaviest row first; inside a row the heaviest replica goes to the
+    least loaded GPU. Two rows (two slots per GPU) are paired optimally.
+    """
+    num_slots = len(slots)
+    per_gpu = num_slots // num_gpus
+    value = np.empty(num_slots)
+    for slot in range(num_slots):
+        value[slot] = -unit[slots[slot]]
+    descending = np.argsort(value, kind="mergesort")
+    dealt = slots.copy()
+    for gpu in range(num_gpus):
+        load[gpu] = 0.0
+    for row in range(per_gpu):
+        lightest = np.argsort(load, kind="mergesort")
+        for place in range(num_gpus):
+            expert = dealt[descending[row * num_gpus + place]]
+            gpu = lightest[place]
+            slots[gpu * per_gpu + row] = expert
+            load[gpu] += unit[expert]
+
+
+@inner_loop
+def spread(counts: Ints, num_gpus: int, slots: Ints) -> None:
+    """Deal replicas round robin: up to `num_gpus` copies in a row land on different GPUs."""
+    per_gpu = len(slots) // num_gpus
+    turn = 0
+    for expert in range(len(counts)):
+        for _ in range(counts[expert]):
+            slots[(turn % num_gpus) * per_gpu + turn // num_gpus] = expert
+            turn += 1
+
+
+@inner_loop
+def add_up(slots: Ints, unit: Floats, load: Floats) -> None:
+    """Fill `load` from what lies in the slots."""
+    per_gpu = len(slots) // len(load)
+    for gpu in range(len(load)):
+        load[gpu] = 0.0
+        for slot in range(gpu * per_gpu, (gpu + 1) * per_gpu):
+            load[gpu] += unit[slots[slot]]
+
+
+@inner_loop
+def holds(slots: Ints, gpu: int, per_gpu: int, expert: int) -> bool:
+    """Whether a GPU has a replica of an expert."""
+    for slot in range(gpu * per_gpu, (gpu + 1) * per_gpu):  # noqa: SIM110 (a loop to compile)
+        if slots[slot] == expert:
+            return True
+    return False
+
+
+@inner_loop
+def swap(slots: Ints, unit: Floats, load: Floats, first: int, second: int) -> None:
+    """Exchange what two slots hold."""
+    per_gpu = len(slots) // len(load)
+    difference = unit[slots[first]] - unit[slots[second]]
+    load[first // per_gpu] -= difference
+    load[second // per_gpu] += difference
+    slots[first], slots[second] = slots[second], slots[first]
+
+
+@inner_loop
+def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
+    """Swap second replicas of an expert off a GPU, at the least load. False when one is left."""
+    num_slots = len(slots)
+    per_gpu = num_slots // len(load)
+    done = True
+    for slot in range(num_slots):
+        gpu = slot // per_gpu
+        expert = slots[slot]
+        twice = False
+        for earlier in range(gpu * per_gpu, slot):
+            twice = twice or slots[earlier] == expert
+        if not twice:
+            continue
+        best = np.inf
+        partner = -1
+        for other in range(num_slots):
+            there = other // per_gpu
+            if there == gpu:
+                continue
+            difference = unit[expert] - unit[slots[other]]
+            heavier = max(load[gpu] - difference, load[there] + difference)
+            if (
+                heavier < best
+                and not holds(slots, there, per_gpu, expert)
+                and not holds(slots, gpu, per_gpu, slots[other])
+            ):
+                best = heavier
+                partner = other
+        if partner < 0:
+            done = False
+        else:
+            swap(slots, unit, load, slot, partner)
+    return done
+
+
+@inner_loop
+def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
+    """Sweeps of swaps between the k-th heaviest and the k-th lightest GPU."""
+    num_gpus = len(load)
+    per_gpu = len(slots) // num_gpus
+    for _ in range(8):
+        ascending = np.argsort(load, kind="mergesort")
+        changed = False
+        for place in range(num_gpus // 2):
+            cold = ascending[place]
+            hot = ascending[num_gpus - 1 - place]
+            if load[hot] <= goal:
+                break
+            best = load[hot] * (1.0 - SMALLEST_GAIN)
+            give = -1
+            take = -1
+            for first in range(hot * per_gpu, (hot + 1) * per_gpu):
+                for second in range(cold * per_gpu, (cold + 1) * per_gpu):
+                    difference = unit[slots[first]] - unit[slots[second]]
+                    heavier = max(load[hot] - difference, load[cold] + difference)
+                    if (
+                        heavier < best
+                        and not holds(slots, cold, per_gpu, slots[first])
+                        and not holds(slots, hot, per_gpu, slots[second])
+                    ):
+                        best = heavier
+                        give = first
+                        take = second
+            if give >= 0:
+                swap(slots, unit, load, give, take)
+                changed = True
+        if not changed:
+            return
+
+
+@inner_loop
+def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
+    """The best swap of the hottest GPU with any other, until `goal` or no swap lowers it."""
+    num_slots = len(slots)
+    per_gpu = num_slots // len(load)
+    for _ in range(4 * num_slots):
+        hot = 0
+        for gpu in range(len(load)):
+            if load[gpu] > load[hot]:
+                hot = gpu
+        if load[hot] <= goal:
+            break
+        best = load[hot] * (1.0 - SMALLEST_GAIN)
+        give = -1
+        take = -1
+        for second in range(num_slots):
+            there = second // per_gpu
+            if there == hot or load[there] >= best:
+                continue
+            for first in range(hot * per_gpu, (hot + 1) * per_gpu):
+                difference = unit[slots[first]] - unit[slots[second]]
+                heavier = max(load[hot] - difference, load[there] + difference)
+                if (
+                    heavier < best
+                    and not holds(slots, there, per_gpu, slots[first])
+                    and not holds(slots, hot, per_gpu, slots[second])
+                ):
+                    best = heavier
+                    give = first
+                    take = second
+            if best <= goal:
+                break
+        if give < 0:
+            break
+        swap(slots, unit, load, give, take)
+    return largest(load)

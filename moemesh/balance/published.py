@@ -1,0 +1,152 @@
+"""The published algorithm of DeepSeek's expert balancer: the baseline.
+
+Replicas go to the largest load per replica; everything is packed heaviest first into the least
+loaded place that has room: groups onto nodes, then replicas onto GPUs. Source: seed document 004
+and https://github.com/deepseek-ai/EPLB. Arithmetic is rounded to float32 after every step, as
+there, so that ties break alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
+from moemesh.balance.counts import largest, sift_down, total
+from moemesh.balance.groups import gather_node
+from moemesh.balance.packing import add_up
+from moemesh.balance.polish import recount
+
+
+@inner_loop
+def single(value: float) -> float:
+    """Rounded to float32."""
+    return float(np.float32(value))
+
+
+@inner_loop
+def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) -> None:
+    """Heaviest first into the lightest pack with room; equal numbers per pack.
+
+    Fills the pack of each value and its place inside the pack.
+    """
+    per_pack = len(values) // num_packs
+    load = np.zeros(num_packs)
+    held = np.zeros(num_packs, np.int64)
+    for item in np.argsort(-values, kind="mergesort"):
+        best = -1
+        for pack in range(num_packs):
+            if held[pack] < per_pack and (best < 0 or load[pack] < load[best]):
+                best = pack
+        if per_pack == 1:
+            best = item
+        pack_of[item] = best
+        rank_of[item] = held[best]
+        load[best] = single(load[best] + values[item])
+        held[best] += 1
+
+
+@inner_loop
+def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
+    """Fill the slots of one node (or of everything, in the global policy) with its experts."""
+    num_experts = len(loads)
+    num_slots = len(slots)
+    per_gpu = num_slots // num_gpus
+    counts = np.ones(num_experts, np.int64)
+    heap = np.arange(num_experts)
+    key = loads.copy()
+    replicas = np.empty(num_slots, np.int64)
+    replicas[:num_experts] = heap
+    for place in range(num_experts // 2 - 1, -1, -1):
+        sift_down(heap, key, place)
+    for slot in range(num_experts, num_slots):
+        expert = heap[0]
+        replicas[slot] = expert
+        counts[expert] += 1
+        key[expert] = single(float(loads[expert] / counts[expert]))
+        sift_down(heap, key, 0)
+    values = np.empty(num_slots)
+    for slot in range(num_slots):
+        values[slot] = key[replicas[slot]]
+    pack_of = np.empty(num_slots, np.int64)
+    rank_of = np.empty(num_slots, np.int64)
+    pack_greedily(values, num_gpus, pack_of, rank_of)
+    for slot in range(num_slots):
+        slots[pack_of[slot] * per_gpu + rank_of[slot]] = replicas[slot]
+
+
+@inner_loop
+def published_division(weight: Floats, num_groups: int, members: Ints, loads: Floats) -> None:
+    """Fill `members` [nodes, groups per node], and `loads` with the weights rounded to float32."""
+    for expert in range(len(weight)):
+        loads[expert] = single(weight[expert])
+    size = len(weight) // num_groups
+    sums = np.empty(num_groups)
+    for group in range(num_groups):
+        whole = 0.0
+        for expert in range(group * size, (group + 1) * size):
+            whole += loads[expert]
+        sums[group] = single(whole)
+    node_of = np.empty(num_groups, np.int64)
+    rank_of = np.empty(num_groups, np.int64)
+    pack_greedily(sums, len(members), node_of, rank_of)
+    for group in range(num_groups):
+        members[node_of[group], rank_of[group]] = group
+
+
+@inner_loop
+def published_layer(
+    weight: Floats, num_groups: int, num_nodes: int, num_gpus: int, enough: float, slots: Ints
+) -> float:
+    """Fill the slots of one layer with logical experts; returns the load of the hottest GPU.
+
+    The global policy is one group and one node. As soon as a node carries `enough`, the rest is
+    left out: only what stays below is of interest.
+    """
+    loads = np.empty(len(weight))
+    members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
+    published_division(weight, num_groups, members, loads)
+    experts = np.empty(len(weight) // num_nodes, np.int64)
+    per_node = len(slots) // num_nodes
+    heat = np.zeros(num_nodes)
+    for node in range(num_nodes):
+        heat[node] = -total(gather_node(loads, num_groups, members[node], experts))
+    top = 0.0
+    for node in np.argsort(heat, kind="mergesort"):
+        own = gather_node(loads, num_groups, members[node], experts)
+        part = slots[node * per_node : (node + 1) * per_node]
+        published_box(own, num_gpus // num_nodes, part)
+        exact = gather_node(weight, num_groups, members[node], experts)
+        top = max(top, heaviest_gpu(exact, part, num_gpus // num_nodes))
+        if top >= enough:
+            break
+        for slot in range(per_node):
+            part[slot] = experts[part[slot]]
+    return top
+
+
+@entry
+def published_layers(
+    weights: Floats,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    enough: Floats,
+    slots: Ints,
+    tops: Floats,
+) -> None:
+    """`published_layer` for every row of `weights`; `enough` and `tops` [layers]."""
+    for layer in range(len(weights)):
+        tops[layer] = published_layer(
+            weights[layer], num_groups, num_nodes, num_gpus, enough[layer], slots[layer]
+        )
+
+
+@entry
+def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
+    """Largest load of a GPU when every expert's load is split evenly over its replicas."""
+    counts = np.empty(len(weight), np.int64)
+    unit = np.empty(len(weight))
+    load = np.empty(num_gpus)
+    recount(slots, weight, counts, unit)
+    add_up(slots, unit, load)
+    return largest(load)

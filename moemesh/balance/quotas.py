@@ -1,0 +1,318 @@
+"""Exact loads, fixed homes: which experts get transient replicas, and how many tokens go to each.
+
+Everything is integer arithmetic on counts that all ranks share, so every rank computes the
+identical plan. A target T is searched from the mean up. For each T ranks above it spill their
+excess, largest excess first and hottest expert first, to the rank with the most room that has a
+spare slot left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moemesh.balance.compiled import Ints, entry, fast, inner_loop
+from moemesh.balance.inputs import BalanceError, check_count, to_array
+
+#: The target is searched to 1 / PRECISION of the mean.
+PRECISION = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaPlan:
+    """Transient replicas of one layer and microbatch, and the tokens that each copy computes.
+
+    `home` [experts] rank of each expert; `spare_expert` [ranks, spare slots] (-1: unused);
+    `spare_quota` [ranks, spare slots] and `home_quota` [experts] tokens; all int64. Quotas of an
+    expert sum to its tokens.
+    """
+
+    home: Ints
+    spare_expert: Ints
+    spare_quota: Ints
+    home_quota: Ints
+
+    @property
+    def rank_tokens(self) -> Ints:
+        """Tokens that each rank computes [ranks]."""
+        tokens = self.spare_quota.sum(axis=1)
+        np.add.at(tokens, self.home, self.home_quota)
+        return tokens
+
+    @property
+    def balance(self) -> float:
+        """Tokens of the busiest rank over the mean; 1 when there are none."""
+        tokens = self.rank_tokens
+        return float(tokens.max() / tokens.mean()) if tokens.any() else 1.0
+
+    @property
+    def num_replicas(self) -> int:
+        """Spare slots in use: so many experts' weights travel, and gradients come back."""
+        return int((self.spare_expert >= 0).sum())
+
+    @property
+    def place_rank(self) -> Ints:
+        """Rank of each place: first the homes of all experts, then all spare slots."""
+        ranks, spares = self.spare_expert.shape
+        return np.concatenate([self.home, np.repeat(np.arange(ranks, dtype=np.int64), spares)])
+
+    @property
+    def place_expert(self) -> Ints:
+        """Expert of each place, -1 for an unused spare slot."""
+        return np.concatenate([np.arange(len(self.home)), self.spare_expert.reshape(-1)])
+
+
+def plan_quotas(
+    counts: Any, home: Any, spare_slots: int, *, num_ranks: int | None = None
+) -> QuotaPlan:
+    """Replicas and integer quotas such that every rank computes nearly the mean.
+
+    `counts` [ranks, experts] are the tokens that each rank sends to each expert, or [experts] their
+    sums; `home` [experts] the rank of each expert; each rank has `spare_slots` slots. With sums,
+    `num_ranks` says how many ranks there are (default: up to the highest home). The same integers
+    on every machine. Raises ValueError for negative or fractional counts and unknown homes.
+    """
+    table = _whole(counts, "counts")
+    if table.ndim not in (1, 2) or not table.size:
+        raise BalanceError(
+            f"counts must be ranks x experts, or experts: {table.ndim} dims, {table.size} numbers"
+        )
+    totals = np.empty(table.shape[-1], np.int64)
+    if fast(sum_counts)(table.reshape(-1, len(totals)), totals) < 0:
+        raise BalanceError(f"counts must not be negative, and hold {table.min()}")
+    homes = _whole(home, "home")
+    if homes.shape != table.shape[-1:]:
+        raise BalanceError(
+            f"home must name a rank for each of {table.shape[-1]} experts, "
+            f"and has {homes.size} numbers"
+        )
+    highest = int(homes.max())
+    if num_ranks is None:
+        num_ranks = len(table) if table.ndim == 2 else highest + 1
+    if homes.min() < 0 or highest >= num_ranks:
+        wrong = homes.min() if homes.min() < 0 else highest
+        raise BalanceError(f"home names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
+    spare = check_count(spare_slots, "spare_slots") if spare_slots else 0
+    expert = np.empty((num_ranks, spare), np.int64)
+    quota = np.empty((num_ranks, spare), np.int64)
+    left = np.empty(len(totals), np.int64)
+    fast(fill_quotas)(totals, homes, expert, quota, left)
+    return QuotaPlan(home=homes, spare_expert=expert, spare_quota=quota, home_quota=left)
+
+
+def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = None) -> Ints:
+    """Tokens that each rank sends to each place [ranks, experts + ranks x spare slots].
+
+    `counts` [ranks, experts]. Places are numbered as in `QuotaPlan.place_rank`. A rank's tokens of
+    an expert go to places in ascending order: the first run to the first place, and so on. Locality
+    first: as many as the quota allows stay on the rank, then on the node, and the rest is cut by
+    prefix sums over ranks and places. Deterministic, from integers alone.
+    """
+    table = _whole(counts, "counts")
+    num_ranks = len(plan.spare_expert)
+    if table.shape != (num_ranks, len(plan.home)):
+        shape = " x ".join(str(size) for size in table.shape)
+        raise BalanceError(
+            f"counts must be {num_ranks} ranks x {len(plan.home)} experts, and are {shape}"
+        )
+    quota = np.concatenate([plan.home_quota, plan.spare_quota.reshape(-1)])
+    sent = np.zeros((num_ranks, len(quota)), np.int64)
+    expert = plan.place_expert
+    if not np.array_equal(
+        table.sum(axis=0),
+        np.bincount(expert[expert >= 0], quota[expert >= 0], minlength=len(plan.home)),
+    ):
+        raise BalanceError("counts are not those that the plan was made for")
+    node = check_count(ranks_per_node, "ranks_per_node") if ranks_per_node else 1
+    fast(fill_runs)(table, expert, plan.place_rank, quota, node, sent)
+    return sent
+
+
+def _whole(value: Any, name: str) -> Ints:
+    """Whole numbers as contiguous int64."""
+    array = to_array(value, name)
+    if array.dtype == np.int64 and array.flags.c_contiguous:
+        return array
+    whole: Ints = np.ascontiguousarray(array, np.int64)
+    if np.any(whole != array):
+        raise BalanceError(f"{name} must hold whole numbers")
+    return whole
+
+
+@entry
+def sum_counts(counts: Ints, totals: Ints) -> int:
+    """Fill `totals` [experts] with sums of `counts` [ranks, experts]; returns the least count."""
+    least = counts[0, 0]
+    totals[:] = 0
+    for rank in range(len(counts)):
+        for expert in range(counts.shape[1]):
+            count = counts[rank, expert]
+            totals[expert] += count
+            least = min(least, count)
+    return least
+
+
+@entry
+def fill_quotas(
+    totals: Ints, home: Ints, spare_expert: Ints, spare_quota: Ints, home_quota: Ints
+) -> int:
+    """Fill the replicas and quotas; returns the tokens of the busiest rank.
+
+    `totals` and `home` [experts]; `spare_expert`, `spare_quota` [ranks, spare slots]; `home_quota`
+    [experts].
+    """
+    num_ranks = len(spare_expert)
+    load = np.zeros(num_ranks, np.int64)
+    first = np.zeros(num_ranks + 1, np.int64)
+    for expert in range(len(totals)):
+        load[home[expert]] += totals[expert]
+        first[home[expert] + 1] += 1
+    for rank in range(num_ranks):
+        first[rank + 1] += first[rank]
+    # The experts of each rank, one rank after the other.
+    own = np.empty(len(totals), np.int64)
+    fill = first.copy()
+    whole = 0
+    for expert in range(len(totals)):
+        own[fill[home[expert]]] = expert
+        fill[home[expert]] += 1
+        whole += totals[expert]
+    order = np.argsort(load, kind="mergesort")
+    low = (whole + num_ranks - 1) // num_ranks
+    high = int(load[order[num_ranks - 1]])
+    spare_expert[:] = -1
+    spare_quota[:] = 0
+    home_quota[:] = totals
+    if high <= low or spare_expert.shape[1] == 0:
+        return high
+    expert_trial = spare_expert.copy()
+    quota_trial = spare_quota.copy()
+    home_trial = totals.copy()
+    step = max(whole // (num_ranks * PRECISION), 1)
+    target = low
+    bottom = low - 1  # not reached
+    while bottom + step < high or target == low:
+        if spill(target, totals, load, order, first, own, expert_trial, quota_trial, home_trial):
+            high = target
+            spare_expert[:] = expert_trial
+            spare_quota[:] = quota_trial
+            home_quota[:] = home_trial
+            if target == low:
+                break
+        else:
+            bottom = target
+        # Close above the mean it is usually found: the distance doubles until it is, then halves.
+        target = min(bottom + max(step, bottom - low + step), (bottom + high + 1) // 2)
+        if target >= high:
+            break
+    return high
+
+
+@inner_loop
+def spill(
+    target: int,
+    totals: Ints,
+    load: Ints,
+    order: Ints,
+    first: Ints,
+    own: Ints,
+    spare_expert: Ints,
+    spare_quota: Ints,
+    home_quota: Ints,
+) -> bool:
+    """Try to bring every rank to at most `target` tokens; fills the last three arguments."""
+    num_ranks, spares = spare_expert.shape
+    spare_expert[:] = -1
+    spare_quota[:] = 0
+    home_quota[:] = totals
+    queue = np.empty(num_ranks, np.int64)  # receivers, most room first
+    room = np.empty(num_ranks, np.int64)  # beside `queue`
+    length = 0
+    for place in range(num_ranks):
+        rank = order[place]
+        if load[rank] >= target:
+            break
+        queue[length] = rank
+        room[length] = target - load[rank]
+        length += 1
+    head = 0
+    used = np.zeros(num_ranks, np.int64)
+    for place in range(num_ranks - 1, -1, -1):
+        rank = order[place]
+        excess = load[rank] - target
+        if excess <= 0:
+            break
+        while excess > 0:
+            hottest = -1
+            for index in range(first[rank], first[rank + 1]):
+                if hottest < 0 or home_quota[own[index]] > home_quota[hottest]:
+                    hottest = own[index]
+            while excess > 0 and home_quota[hottest] > 0:
+                if head == length:
+                    return False
+                taker = queue[head]
+                tokens = min(excess, room[head], home_quota[hottest])
+                spare_expert[taker, used[taker]] = hottest
+                spare_quota[taker, used[taker]] = tokens
+                used[taker] += 1
+                home_quota[hottest] -= tokens
+                excess -= tokens
+                rest = room[head] - tokens
+                if rest == 0 or used[taker] == spares:
+                    head += 1
+                    continue
+                # Back into the queue, behind those with more room (ties: as they are).
+                slot = head
+                while slot + 1 < length and room[slot + 1] >= rest:
+                    queue[slot] = queue[slot + 1]
+                    room[slot] = room[slot + 1]
+                    slot += 1
+                queue[slot] = taker
+                room[slot] = rest
+    return True
+
+
+@entry
+def fill_runs(
+    counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, node: int, sent: Ints
+) -> None:
+    """Fill `sent` [ranks, places]; see `assign_tokens`."""
+    num_ranks, num_experts = counts.shape
+    num_places = len(place_expert)
+    left = counts.copy()
+    room = quota.copy()
+    for place in range(num_places):
+        expert = place_expert[place]
+        if expert < 0:
+            continue
+        rank = place_rank[place]
+        tokens = min(left[rank, expert], room[place])
+        sent[rank, place] = tokens
+        left[rank, expert] -= tokens
+        room[place] -= tokens
+    for place in range(num_places):
+        expert = place_expert[place]
+        if expert < 0 or node == 1:
+            continue
+        start = place_rank[place] - place_rank[place] % node
+        for rank in range(start, min(start + node, num_ranks)):
+            tokens = min(left[rank, expert], room[place])
+            sent[rank, place] += tokens
+            left[rank, expert] -= tokens
+            room[place] -= tokens
+    # The rest: ranks in order beside places in order, cut at each other's ends.
+    cursor = np.zeros(num_experts, np.int64)
+    for place in range(num_places):
+        expert = place_expert[place]
+        if expert < 0:
+            continue
+        while room[place] > 0:
+            rank = cursor[expert]
+            tokens = min(left[rank, expert], room[place])
+            sent[rank, place] += tokens
+            left[rank, expert] -= tokens
+            room[place] -= tokens
+            if left[rank, expert] == 0:
+                cursor[expert] += 1

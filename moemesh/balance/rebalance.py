@@ -1,0 +1,111 @@
+"""Static placement with replicas: drop-in for the published balancer, and never worse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moemesh.balance.compiled import Floats, Ints, fast
+from moemesh.balance.inputs import (
+    Effort,
+    Policy,
+    check_effort,
+    check_loads,
+    check_shape,
+    like,
+    scaled,
+)
+from moemesh.balance.layers import count_replicas, invert
+from moemesh.balance.search import bounds_of, published, solve
+
+
+def rebalance_experts(
+    weight: Any,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    effort: Effort = "quality",
+    policy: Policy | None = None,
+) -> tuple[Any, Any, Any]:
+    """Place replicas of experts on GPUs so that the hottest GPU of each layer carries least.
+
+    `weight` [layers, experts] holds loads; a replica carries an equal share of its expert's. Each
+    GPU gets `num_replicas / num_gpus` slots, in order. Hierarchical policy (groups of experts stay
+    on one node; the default if `num_nodes` divides `num_groups`) or global. `effort` is "fast",
+    "quality" or a time budget in seconds (whose result depends on the machine's speed; the others
+    are the same everywhere).
+
+    Returns physical_to_logical [layers, replicas], logical_to_physical [layers, experts, most
+    replicas] (-1 where there are fewer) and replica counts [layers, experts], int64: as CPU
+    tensors, arrays or lists, whatever `weight` is. Per layer never worse than the published
+    algorithm (seed 004; https://github.com/deepseek-ai/EPLB), and no expert twice on a GPU unless
+    that is better. Raises ValueError for sizes and loads that make no sense.
+    """
+    loads = check_loads(weight)
+    shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
+    slots = solve(scaled(loads), shape, check_effort(effort))
+    return like(weight, *maps_of(slots, shape.num_experts))
+
+
+def rebalance_published(
+    weight: Any,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    policy: Policy | None = None,
+) -> tuple[Any, Any, Any]:
+    """The placement of the published algorithm itself: the baseline. As `rebalance_experts`."""
+    loads = check_loads(weight)
+    shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
+    slots, _ = published(scaled(loads), shape)
+    return like(weight, *maps_of(slots, shape.num_experts))
+
+
+def lower_bound(
+    weight: Any,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    policy: Policy | None = None,
+) -> Any:
+    """Loads [layers] that the hottest GPU cannot fall below, whatever the placement.
+
+    The mean, the smallest possible largest replica, and linear programs over replica counts for
+    pigeonhole arguments (see `bounds`); in the hierarchical policy over all divisions of the groups
+    onto nodes, as far as these can be searched. Same arguments, kinds and errors as
+    `rebalance_experts`.
+    """
+    loads = check_loads(weight)
+    shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
+    scale = 2.0 ** np.frexp(loads.max(axis=1))[1].astype(np.float64)
+    return like(weight, bounds_of(scaled(loads), shape) * scale)[0]
+
+
+def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
+    """(physical_to_logical, logical_to_physical, counts) of slots [layers, slots]."""
+    counts = np.empty((len(slots), num_experts), np.int64)
+    fast(count_replicas)(slots, counts)
+    replicas = np.empty((*counts.shape, int(counts.max())), np.int64)
+    fast(invert)(slots, replicas)
+    return slots, replicas, counts
+
+
+def gpu_loads(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
+    """Load of each GPU [layers, GPUs] when experts' loads are split evenly over their replicas."""
+    counts = np.stack([np.bincount(row, minlength=loads.shape[1]) for row in slots])
+    unit = loads / np.maximum(counts, 1)
+    value = np.take_along_axis(unit, slots, axis=1)
+    return value.reshape(len(slots), num_gpus, -1).sum(axis=2)
+
+
+def balance_of(loads: Floats) -> Floats:
+    """Load of the hottest GPU over the mean, per layer; 1 for a layer without any load."""
+    mean = loads.mean(axis=1)
+    return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)

@@ -1,0 +1,118 @@
+"""Which replica travels where, in rounds in which every GPU talks to one peer at most."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Transfer(NamedTuple):
+    """The weights of `expert` go from one slot (of the old placement) to another (of the new one).
+
+    Slots are numbered over all GPUs. What a GPU receives has to be kept beside its old replicas
+    until the last round: a slot may be a source after it became a target.
+    """
+
+    expert: int
+    source_gpu: int
+    target_gpu: int
+    source_slot: int
+    target_slot: int
+
+
+Rounds = tuple[tuple[Transfer, ...], ...]
+
+
+def schedule_transfers(
+    previous: Sequence[int], slots: Sequence[int], num_gpus: int, num_nodes: int = 1
+) -> Rounds:
+    """Rounds of transfers that turn the placement `previous` of one layer into `slots`.
+
+    The source is on the target's node where there is one, then the GPU that sends least so far. In
+    a round a GPU has one peer, sends it at most one replica and receives at most one from it.
+    """
+    waiting = _choose_sources(list(previous), list(slots), num_gpus, num_nodes)
+    rounds: list[tuple[Transfer, ...]] = []
+    while waiting:
+        # Longest queues first, so that few rounds are needed: each GPU's queue is its degree.
+        degree: Counter[int] = Counter()
+        for (low, high), transfers in waiting.items():
+            pair = _exchanges(transfers)
+            degree[low] += pair
+            degree[high] += pair
+        order = sorted(
+            waiting,
+            key=lambda pair: (
+                -max(degree[pair[0]], degree[pair[1]]),
+                -min(degree[pair[0]], degree[pair[1]]),
+                pair,
+            ),
+        )
+        busy: set[int] = set()
+        chosen: list[Transfer] = []
+        for pair in order:
+            if busy.isdisjoint(pair):
+                busy.update(pair)
+                chosen += _take(waiting[pair])
+                if not waiting[pair]:
+                    del waiting[pair]
+        rounds.append(tuple(chosen))
+    return tuple(rounds)
+
+
+def _choose_sources(
+    previous: list[int], slots: list[int], num_gpus: int, num_nodes: int
+) -> dict[tuple[int, int], list[Transfer]]:
+    """All transfers, by their pair of GPUs (the lower number first)."""
+    per_gpu = len(slots) // num_gpus
+    node_gpus = num_gpus // num_nodes
+    holders: defaultdict[int, list[int]] = defaultdict(list)
+    for slot, expert in enumerate(previous):
+        holders[expert].append(slot)
+    sent: Counter[int] = Counter()
+    found: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for gpu in range(num_gpus):
+        own = range(gpu * per_gpu, (gpu + 1) * per_gpu)
+        stays = Counter(previous[slot] for slot in own if previous[slot] == slots[slot])
+        held = Counter(previous[slot] for slot in own) - stays
+        for slot in own:
+            expert = slots[slot]
+            if expert == previous[slot]:
+                continue
+            if held[expert]:  # only another slot of the same GPU: nothing travels
+                held[expert] -= 1
+                continue
+            source_slot = min(
+                holders[expert],
+                key=lambda at: (
+                    at // per_gpu // node_gpus != gpu // node_gpus,
+                    sent[at // per_gpu],
+                    at,
+                ),
+            )
+            source = source_slot // per_gpu
+            if source == gpu:  # a second copy on the same GPU
+                continue
+            sent[source] += 1
+            transfer = Transfer(expert, source, gpu, source_slot, slot)
+            found[min(source, gpu), max(source, gpu)].append(transfer)
+    return dict(found)
+
+
+def _exchanges(transfers: list[Transfer]) -> int:
+    """Rounds that a pair needs: the longer of its two directions."""
+    upwards = sum(transfer.source_gpu < transfer.target_gpu for transfer in transfers)
+    return max(upwards, len(transfers) - upwards)
+
+
+def _take(transfers: list[Transfer]) -> list[Transfer]:
+    """Remove and return one transfer of each direction."""
+    taken: list[Transfer] = []
+    for upwards in (True, False):
+        for transfer in transfers:
+            if (transfer.source_gpu < transfer.target_gpu) == upwards:
+                taken.append(transfer)
+                transfers.remove(transfer)
+                break
+    return taken

@@ -1,0 +1,163 @@
+"""A forward in steps: it pauses while an exchange is under way, and its backward pauses there too.
+
+    steps = model.steps(batch, part, x, tape)       # a generator; `finish` runs it to its end
+    next(steps)                                     # ... until the first dispatch is under way
+
+A MoE layer pauses twice, whatever its tokens: while its dispatch and while its combine are under
+way. Between pauses lies a segment. A :class:`SegmentTape` cuts the autograd graph there: every
+tensor that a later segment reads goes on as a leaf. The backward then runs the segments one after
+the other, from the last to the first, each from the gradients of its leaves, and pauses in between,
+while a transposed exchange that it has started is under way.
+
+| segment of a layer | reads | its backward ends by starting |
+|---|---|---|
+| attention, router, shared experts, dispatch starts | the stream | (goes on in the layer before) |
+| dispatch ends, experts, combine starts | rows and weights under way | the dispatch's way back |
+| combine ends, sums | results under way, stream, shared experts | the combine's way back |
+
+Cutting changes no number: inside a segment autograd runs the same nodes in the same order, and
+adds to what came from later segments, which it would have met first anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from moemesh.ops.pending import Pending, exchanges_started
+
+T = TypeVar("T")
+P = ParamSpec("P")
+#: Pauses without a value, and returns one at its end.
+Steps: TypeAlias = Generator[None, None, T]
+
+
+def finish(steps: Steps[T]) -> T:
+    """Run `steps` to the end, whatever is under way meanwhile."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+class Segments(Protocol):
+    """What the layers of a forward ask for."""
+
+    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        """``send(...)``, to be waited for in the next segment."""
+        ...
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`x`, made in this segment, for a later one."""
+        ...
+
+    def pause(self) -> Steps[None]:
+        """The end of a segment."""
+        ...
+
+
+class OneSegment:
+    """The graph stays whole."""
+
+    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        return send(*args, **kwargs)
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x
+
+    def pause(self) -> Steps[None]:
+        yield
+
+
+ONE_SEGMENT = OneSegment()
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """A tensor that leaves its segment: its place in the graph, and the leaf that goes on.
+
+    The gradient of an exchange under way comes with the exchange: the leaf holds none.
+    """
+
+    edge: GradientEdge
+    leaf: Tensor
+    is_under_way: bool
+
+    def gradient(self) -> Tensor | None:
+        """What later segments have left."""
+        if self.is_under_way:
+            return self.leaf.new_zeros(()).expand(self.leaf.shape)
+        gradient, self.leaf.grad = self.leaf.grad, None
+        return gradient
+
+
+class SegmentTape:
+    """Cuts one forward into segments, and runs their backwards."""
+
+    def __init__(self) -> None:
+        self._closed: list[list[_Crossing]] = []
+        self._open: list[_Crossing] = []
+
+    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        with exchanges_started() as started:
+            pending = send(*args, **kwargs)
+        exchanges = [exchange for exchange in started if not exchange.waited]
+        if not exchanges:
+            # Nothing is under way: what `send` has made belongs to this segment.
+            return Pending.ready(_each_tensor(self.cut, pending.wait()))
+        for exchange in exchanges:
+            exchange.place = self._cut(exchange.place, is_under_way=True)
+        return pending
+
+    def cut(self, x: Tensor) -> Tensor:
+        return self._cut(x, is_under_way=False)
+
+    def _cut(self, x: Tensor, *, is_under_way: bool) -> Tensor:
+        if not x.requires_grad:
+            return x
+        leaf = x.detach().requires_grad_()
+        self._open.append(_Crossing(get_gradient_edge(x), leaf, is_under_way))
+        return leaf
+
+    def pause(self) -> Steps[None]:
+        self._closed.append(self._open)
+        self._open = []
+        yield
+
+    def backward(
+        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
+    ) -> Steps[None]:
+        """The backward of all segments; `roots` belong to the last one. Once."""
+        assert not self._open, "the forward is not over"
+        run_backward(roots, gradients)
+        while self._closed:
+            yield
+            crossings = self._closed.pop()
+            found = [(crossing.edge, crossing.gradient()) for crossing in crossings]
+            reached = [(edge, gradient) for edge, gradient in found if gradient is not None]
+            run_backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
+
+
+def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+    """``torch.autograd.backward``, also of nothing."""
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` applied to it, or to the tensors that are fields of a named tuple."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return value._replace(
+        **{
+            name: function(field)
+            for name, field in zip(value._fields, value, strict=True)
+            if isinstance(field, Tensor)
+        }
+    )

@@ -1,0 +1,200 @@
+"""Asynchronous programs: a stream of microbatches that never drains, updates while they travel.
+
+| rule | forward uses | backward uses | a stage updates |
+|---|---|---|---|
+| stash (PipeDream) | newest | its forward's version | after every backward |
+| two_versions (2BW) | the version before the newest | its forward's version | after a window |
+| newest (AMPNet) | newest | newest, see below | after a window of its own backwards |
+
+AMPNet's backward has two readings. ``recompute``, the default, runs the stage once more on its
+saved input with the weights of now and differentiates that: a gradient of the present weights, for
+any module. ``live`` keeps the activations of forward time and lets the backward read the weights of
+now where it needs weights: no second forward, and the gradient of neither.
+
+Each stage updates by itself, so nothing here waits for the whole pipeline; ranks that hold shards
+or replicas of one stage do everything together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moemesh.comm.channels import Channels
+from moemesh.config.errors import UserError
+from moemesh.model.batch import Batch
+from moemesh.model.transformer import Output, Part, Transformer
+from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.program import (
+    Context,
+    Forward,
+    Program,
+    Spec,
+    differentiate,
+    make_context,
+)
+from moemesh.parallel.pipeline.versions import WeightVersions
+from moemesh.schedule.action import Op, Schedule, UpdateRule
+from moemesh.trace.timeline import TimelineRecorder
+
+#: How AMPNet's backward reads weights.
+Backward = Literal["recompute", "live"]
+
+
+class Stream(Protocol):
+    """What flows through an asynchronous program, numbered from 0, and what updates."""
+
+    def batch(self, sample: int) -> Batch:
+        """Microbatch number `sample`; may be asked for early."""
+        ...
+
+    def objective(self, sample: int, part: Part, output: Output, *, again: bool) -> Tensor:
+        """This part's share of what is differentiated, divided by what its update window counts;
+        `again`: its forward has been run, and counted, before."""
+        ...
+
+    def update(self, window: int, versions: WeightVersions) -> None:
+        """All gradients of update window `window` are in the reducer: make the next version."""
+        ...
+
+    def end(self, sample: int) -> int:
+        """Asked before each forward: up to where (exclusive) the stream is known to go on;
+        `sample` or less when it has ended."""
+        ...
+
+    def finished(self, sample: int) -> None:
+        """The backward of `sample` has run here, and what it updates."""
+        ...
+
+
+class _State(NamedTuple):
+    """What a backward needs of its forward: the version that it used, and, if it will be run again,
+    its inputs."""
+
+    version: int
+    inputs: tuple[Tensor, ...] = ()
+
+
+class AsynchronousProgram:
+    """One stage of the transformer under an update rule."""
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        model: Transformer,
+        part: Part,
+        reducer: GradientReducer,
+        stream: Stream,
+        *,
+        backward: Backward = "recompute",
+    ) -> None:
+        self.rule, self.model, self.part = rule, model, part
+        self.reducer, self.stream = reducer, stream
+        self._recomputes = rule.kind == "newest" and backward == "recompute"
+        in_place = rule.kind == "newest" and not self._recomputes
+        self.versions = WeightVersions(model, rule, reducer.accumulate, in_place=in_place)
+        self._parameters = list(model.parameters())
+        self._dtype = self._parameters[0].dtype
+        self._num_gradients = 0
+        reducer.begin()
+
+    def output_specs(self, op: Op) -> Sequence[Spec]:
+        """One tensor: the residual stream of this rank's tokens."""
+        tokens = len(self.model.tokens.local(self.stream.batch(op.microbatch).num_tokens))
+        return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        version = self.versions.take(op.microbatch)
+        if not self._recomputes:
+            forward = self._run(version, op.microbatch, inputs, again=False)
+            return forward._replace(state=_State(version))
+        with torch.no_grad():
+            forward = self._run(version, op.microbatch, inputs, again=False)
+        return Forward(forward.outputs, None, _State(version, tuple(inputs)))
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        state: _State = context.state
+        used = self.versions.newest if self.rule.kind == "newest" else state.version
+        if self._recomputes:
+            inputs = list(state.inputs)
+            again = make_context(inputs, self._run(used, op.microbatch, inputs, again=True))
+            context.roots, context.objective = again.roots, again.objective
+        # A layer that is computed once more in its backward must find what its forward found.
+        with self.versions.using(used), context.pending if op.kind == "I" else nullcontext():
+            found = differentiate(context, gradients)
+        self.versions.release(state.version)
+        return found
+
+    def weight_gradients(self, op: Op, context: Context) -> None:
+        context.pending.run(
+            lambda weight, gradient: self.reducer.accumulate(
+                self.versions.original(weight), gradient
+            )
+        )
+
+    def starting(self, op: Op) -> None:
+        if op.kind == "B" and self._completes_window():
+            self.reducer.arm(self._parameters)
+
+    def finished(self, op: Op) -> None:
+        if op.kind not in ("B", "W"):
+            return
+        if self._completes_window():
+            self.stream.update(self._num_gradients // self.rule.window, self.versions)
+            self.reducer.begin()
+        self._num_gradients += 1
+        self.stream.finished(op.microbatch)
+
+    def _completes_window(self) -> bool:
+        """Whether the next gradient is the last of its window."""
+        return (self._num_gradients + 1) % self.rule.window == 0
+
+    def _run(self, version: int, sample: int, inputs: list[Tensor], *, again: bool) -> Forward:
+        with self.versions.using(version):
+            output = self.model(self.stream.batch(sample), self.part, *inputs)
+            objective = self.stream.objective(sample, self.part, output, again=again)
+        return Forward([] if output.x_TH is None else [output.x_TH], objective)
+
+
+class StreamExecutor(Executor):
+    """The executor of a stream that may end before its schedule does.
+
+    Before each forward the program's stream says how far it is known to go on, the same on every
+    rank. An operation behind the end is skipped, and no receive is posted for one that may be.
+    """
+
+    def __init__(self, schedule: Schedule, channels: Channels) -> None:
+        placed = [len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+        if schedule.num_pipes > 1 or schedule.num_slices > 1 or max(placed) > 1:
+            raise UserError(
+                f"an asynchronous schedule has one stage on a rank, one pipe and whole sequences; "
+                f"{schedule.name} has {max(placed)}, {schedule.num_pipes} and slices of 1 in "
+                f"{schedule.num_slices}"
+            )
+        super().__init__(schedule, channels)
+        self._known = 0
+
+    def run(self, program: Program, recorder: TimelineRecorder) -> None:
+        """The whole stream, to its drained end."""
+        assert isinstance(program, AsynchronousProgram)
+        self._num_posted = dict.fromkeys(self._queues, 0)
+        self._known = 0
+        for entry in self.schedule.orders[self.rank]:
+            first = min(op.microbatch for op in entry)
+            if any(op.kind == "F" for op in entry):
+                self._known = program.stream.end(first)
+            if first < self._known:
+                self._run_entry(program, entry, recorder)
+        self._flush()
+
+    def _post(self, program: Program, source: int, count: int) -> None:
+        queue = self._queues[source]
+        count = min(count, len(queue))
+        while count and queue[count - 1].producer.microbatch >= self._known:
+            count -= 1
+        super()._post(program, source, count)

@@ -1,0 +1,302 @@
+"""Message-driven execution: a rank runs what has arrived, and what it ran is an ordinary schedule.
+
+AMPNet (Gaunt et al., 2017, arXiv:1705.09786) fixes no order: its policy
+(:mod:`moemesh.schedule.ampnet`) decides. Nobody knows beforehand which message comes next, so each
+begins with a header that names its operation. Headers travel on the control axis, payloads on the
+channels of the pipeline. The end of the stream is a header of its own, in both directions.
+
+Ranks that share a stage (tp, ep, dp) must run one order: the first of them decides and tells the
+others, whose own messages come in that order, too.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moemesh.comm import transfers
+from moemesh.comm.channels import Channels
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.comm.point_to_point import start_receive, start_send
+from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram
+from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.program import Program
+from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
+from moemesh.schedule.ampnet import Policy
+from moemesh.schedule.text import parse_op
+from moemesh.trace.timeline import TimelineRecorder
+
+#: Keeps headers apart from other messages between the same two ranks.
+HEADER_TAG = 41
+
+#: What a header, or the first rank of a stage, says: (kind, microbatch), or the end and its number.
+_FORWARD, _BACKWARD, _END = 0, 1, 2
+
+
+class MessageDrivenExecutor(Executor):
+    """Runs one stream of up to `num_microbatches` on one pipeline rank, once."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        mesh: Mesh,
+        num_microbatches: int,
+        *,
+        window: int,
+        max_in_flight: int,
+    ) -> None:
+        size = channels.axis.size
+        self._unordered = Schedule(
+            name="ampnet",
+            num_ranks=size,
+            num_stages=size,
+            placement=(linear(size),),
+            orders=((),) * size,
+            num_microbatches=(num_microbatches,),
+            update=UpdateRule(kind="newest", window=window),
+            parameters={"max_in_flight": max_in_flight},
+        )
+        super().__init__(self._unordered, channels)
+        self._has_backward = True
+        self._mesh, self._peers = mesh, mesh["stage"]
+        self._leads = self._peers.index == 0
+        self._policy = Policy(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
+        self._before = self.rank - 1 if self.rank else None
+        self._behind = self.rank + 1 if self.rank < size - 1 else None
+        self._arrived: dict[Op, list[Tensor]] = {}
+        self._ended: set[int] = set()
+        self._order: list[Op] = []
+        self._num_forwards, self._told_end = 0, False
+
+    def run(self, program: Program, recorder: TimelineRecorder) -> None:
+        """The whole stream, to its drained end. :meth:`recorded` then tells what was run."""
+        assert isinstance(program, AsynchronousProgram)
+        with _Listener(self._mesh, self.channels) as self._listener:
+            self._listener.listen(*self._neighbours)
+            while (op := self._decide(program)) is not None:
+                self._order.append(op)
+                self._run_entry(program, (op,), recorder)
+                self._policy.finish(op)
+                self._num_forwards += op.kind == "F"
+                self._end_forwards()
+            self._say_goodbye(program)
+        self._flush()
+
+    def recorded(self) -> Schedule:
+        """The schedule that was run, on every rank; all ranks of the mesh call."""
+        told = gather_json([str(op) for op in self._order], self._mesh.control)
+        orders: dict[int, tuple[Op, ...]] = {}
+        for rank, texts in enumerate(told):
+            ops = [parse_op(text) for text in texts]
+            order = tuple(op for op in ops if op is not None)
+            stage = self._mesh.layout.coordinates(rank)["pp"]
+            assert orders.setdefault(stage, order) == order, "ranks of a stage ran other orders"
+        schedule = self._unordered
+        return Schedule(
+            name=schedule.name,
+            num_ranks=schedule.num_ranks,
+            num_stages=schedule.num_stages,
+            placement=schedule.placement,
+            orders=tuple(single(*orders[stage]) for stage in range(schedule.num_ranks)),
+            num_microbatches=(self._policy.num_microbatches,),
+            update=schedule.update,
+            parameters=schedule.parameters,
+        )
+
+    # What to do next.
+
+    def _decide(self, program: AsynchronousProgram) -> Op | None:
+        """The next operation, None at the end of the stream: the same on all ranks of the stage."""
+        op = self._choose(program) if self._leads else None
+        if self._peers.size > 1:
+            kind = _END if op is None else _FORWARD if op.kind == "F" else _BACKWARD
+            number = self._policy.num_microbatches if op is None else op.microbatch
+            said = torch.tensor([kind, number], device=self._mesh.device)
+            said = transfers.broadcast(said, self._peers, 0, phase="control", caller="pipeline")
+            op = self._understand(*said.tolist())
+        if not self._leads:
+            if op is None:
+                return None
+            while op not in self._arrived and (source := self._source(op)) is not None:
+                self._accept(program, source, self._listener.next_of(source))
+            if op.kind == "F":
+                program.stream.end(op.microbatch)
+        return op
+
+    def _choose(self, program: AsynchronousProgram) -> Op | None:
+        """What the policy takes of all that has arrived by now."""
+        policy = self._policy
+        while True:
+            while (message := self._listener.poll()) is not None:
+                self._accept(program, *message)
+            if policy.done:
+                return None
+            op = policy.next()
+            if op is None:
+                self._accept(program, *self._listener.next())
+            elif op.kind == "F" and program.stream.end(op.microbatch) <= op.microbatch:
+                # The stream ends before a microbatch that only the first rank knows of.
+                assert self._before is None
+                policy.order.pop()
+                policy.num_microbatches = op.microbatch
+                self._end_forwards()
+            else:
+                return op
+
+    def _end_forwards(self) -> None:
+        """Tell the rank behind, after the last forward, that it was the last."""
+        last = self._num_forwards == self._policy.num_microbatches
+        if last and not self._told_end and self._behind is not None:
+            self._told_end = True
+            self._send_header(self._behind, _END, self._num_forwards)
+
+    def _say_goodbye(self, program: AsynchronousProgram) -> None:
+        """Until both neighbours have said that nothing more comes."""
+        self._end_forwards()
+        if self._before is not None:
+            self._send_header(self._before, _END, self._policy.num_microbatches)
+        for source in self._neighbours:
+            while source not in self._ended:
+                self._accept(program, source, self._listener.next_of(source))
+
+    # Messages.
+
+    @property
+    def _neighbours(self) -> list[int]:
+        return [rank for rank in (self._before, self._behind) if rank is not None]
+
+    def _source(self, op: Op) -> int | None:
+        return self._before if op.kind == "F" else self._behind
+
+    def _understand(self, kind: int, number: int) -> Op | None:
+        """The operation of this rank that a header is about."""
+        if kind == _END:
+            self._policy.num_microbatches = number
+            return None
+        return Op("F" if kind == _FORWARD else "B", self.rank, number)
+
+    def _accept(self, program: AsynchronousProgram, source: int, header: Tensor) -> None:
+        """A header has come from `source`: take what follows it."""
+        kind, number = header.tolist()
+        op = self._understand(kind, number)
+        if op is None:
+            self._ended.add(source)
+            self._end_forwards()
+            return
+        producer = self._producer(op)
+        assert producer is not None
+        phase = "forward" if op.kind == "F" else "backward"
+        tensors: list[Tensor] = []
+        for spec in self._specs(program, producer):
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device)
+            if tensor.numel():
+                self.channels.receive(tensor, source, phase=phase, caller="pipeline").wait()
+            tensors.append(tensor)
+        self._arrived[op] = tensors
+        if self._leads:
+            self._policy.receive(op)
+        self._listener.listen(source)
+
+    def _take(self, program: Program, op: Op) -> list[Tensor]:
+        return [] if self._source(op) is None else self._arrived.pop(op)
+
+    def _send(self, op: Op, tensors: list[Tensor]) -> None:
+        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
+        destination = self._behind if op.kind == "F" else self._before
+        if destination is None:
+            return
+        self._send_header(destination, _FORWARD if op.kind == "F" else _BACKWARD, op.microbatch)
+        phase = "forward" if op.kind == "F" else "backward"
+        for x in tensors:
+            x = x.contiguous()
+            if x.numel():
+                work = self.channels.send(x, destination, phase=phase, caller="pipeline")
+                self._sending.append((work, x))
+
+    def _send_header(self, destination: int, kind: int, number: int) -> None:
+        header = torch.tensor([kind, number])
+        there = self._mesh["pp"].ranks[destination]
+        work = start_send(
+            header, self._mesh.control, there, phase="control", caller="pipeline", tag=HEADER_TAG
+        )
+        self._sending.append((work, header))
+
+
+class _Listener:
+    """Waits for headers of several ranks at once; a context manager.
+
+    A receive on gloo can be waited for, not asked whether it is done: a thread for each source does
+    nothing but wait. They start no communication: that, and its entries in the ledger, are the
+    caller's.
+    """
+
+    def __init__(self, mesh: Mesh, channels: Channels) -> None:
+        self._mesh = mesh
+        self._waiting: dict[int, queue.SimpleQueue[tuple[dist.Work, Tensor] | None]] = {}
+        self._come: queue.SimpleQueue[tuple[int, Tensor | BaseException]] = queue.SimpleQueue()
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def __enter__(self) -> _Listener:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for works in self._waiting.values():
+            works.put(None)
+
+    def listen(self, *sources: int) -> None:
+        """Start to receive the next header of each."""
+        for source in sources:
+            if source not in self._waiting:
+                self._waiting[source] = queue.SimpleQueue()
+                # A daemon: when another rank has failed, nobody waits for this wait.
+                threading.Thread(target=self._wait, args=(source,), daemon=True).start()
+            header = torch.zeros(2, dtype=torch.int64)
+            there = self._mesh["pp"].ranks[source]
+            work = start_receive(
+                header,
+                self._mesh.control,
+                there,
+                phase="control",
+                caller="pipeline",
+                tag=HEADER_TAG,
+            )
+            self._waiting[source].put((work, header))
+
+    def next(self) -> tuple[int, Tensor]:
+        """(source, header) of the next to come."""
+        return self._checked(self._come.get())
+
+    def poll(self) -> tuple[int, Tensor] | None:
+        """The same, None when none is there."""
+        try:
+            return self._checked(self._come.get_nowait())
+        except queue.Empty:
+            return None
+
+    def next_of(self, source: int) -> Tensor:
+        """The next header of one rank; what others send meanwhile is kept for later."""
+        while not self._kept.get(source):
+            other, header = self.next()
+            self._kept.setdefault(other, []).append(header)
+        return self._kept[source].pop(0)
+
+    def _checked(self, come: tuple[int, Tensor | BaseException]) -> tuple[int, Tensor]:
+        source, header = come
+        if isinstance(header, BaseException):
+            raise header
+        return source, header
+
+    def _wait(self, source: int) -> None:
+        while (item := self._waiting[source].get()) is not None:
+            work, header = item
+            try:
+                work.wait()
+            except BaseException as error:
+                self._come.put((source, error))
+                return
+            self._come.put((source, header))

@@ -1,0 +1,95 @@
+"""Overlapped blocks: a forward and a backward take turns, each while the other's exchange runs.
+
+DualPipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1) pairs the forward of one
+microbatch with the backward of another. Both are run in steps (:mod:`moemesh.model.segments`) that
+end when an exchange has started, and go on in turns:
+
+    forward    attention, router | experts                | sum, attention, router | experts ...
+    under way        B's combine ^        F's dispatch ^           B's dispatch ^
+    backward                     sum | experts            | router, attention, sum | experts ...
+
+The number of turns follows from the layers alone, never from tokens, so that all ranks of a stage
+start their exchanges in one order. What is computed, and in which order inside of each microbatch,
+is the same as one after the other: so are the results, bit for bit.
+
+Only exchanges that a dispatcher starts and waits for later run under the other's compute: rows and
+weights of all_to_all, low_latency and hierarchical (of its two hops the one between nodes), the
+gather of all_gather. With ``combine = exact`` and with deepep, and in layers that are computed
+again as a whole (``recompute = full``), the two run one after the other as far as these go.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from moemesh.model.segments import ONE_SEGMENT, SegmentTape, Steps, finish
+from moemesh.parallel.pipeline.program import (
+    Context,
+    Forward,
+    ModelProgram,
+    Program,
+    input_gradients,
+    roots_of,
+)
+from moemesh.schedule.action import Entry, Op
+
+
+@runtime_checkable
+class SteppedProgram(Program, Protocol):
+    """A program whose forwards and backwards may take turns. Both generators yield only while an
+    exchange is under way, equally often on all ranks of the stage."""
+
+    def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
+        """As ``forward``."""
+        ...
+
+    def backward_steps(
+        self, op: Op, context: Context, gradients: list[Tensor]
+    ) -> Steps[list[Tensor]]:
+        """As ``backward`` of a ``B``."""
+        ...
+
+
+def is_overlapped(entry: Entry) -> bool:
+    """Whether the entry is a block of one forward and one full backward."""
+    return sorted(op.kind for op in entry) == ["B", "F"]
+
+
+class SteppedModelProgram(ModelProgram):
+    """The model's program in steps; its graph is cut where the backward lies in such a block."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._cut = {
+            op[1:]
+            for entries in self.schedule.orders
+            for entry in entries
+            if is_overlapped(entry)
+            for op in entry
+            if op.kind == "B"
+        }
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        return finish(self.forward_steps(op, inputs))
+
+    def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
+        tape = SegmentTape() if op[1:] in self._cut else None
+        batch, segments = self.batch_of(op), tape or ONE_SEGMENT
+        output = yield from self.model.steps(
+            batch, self.parts[op.stage], *inputs, segments=segments
+        )
+        return self.result(op, batch, output)._replace(state=tape)
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        if context.state is None:
+            return super().backward(op, context, gradients)
+        return finish(self.backward_steps(op, context, gradients))
+
+    def backward_steps(
+        self, op: Op, context: Context, gradients: list[Tensor]
+    ) -> Steps[list[Tensor]]:
+        assert op.kind == "B" and isinstance(context.state, SegmentTape)
+        yield from context.state.backward(*roots_of(context, gradients))
+        return input_gradients(context)

@@ -1,0 +1,187 @@
+"""Post-validation: a step's global state travels along the pipeline instead of stopping it.
+
+Global clipping and the check for infinities need a number that no rank knows when it is ready to
+update; a reduction over all stages would be a barrier in every step, which takes away what a
+zero-bubble schedule has won. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, on
+optimizer synchronisation) each rank adds its part to a sum that comes from the rank before, and
+judges by what it has so far: a sum of squares only grows, so who sees a reason to hold back is
+right. The whole sum comes back during the next warm-up, which holds nothing but forwards; when it
+shows that a rank has stepped too early, all ranks take that warm-up back and run it again.
+
+| step k of rank r | message |
+|---|---|
+| end | takes the sum of ranks 0 to r-1, passes on that of 0 to r |
+| step k+1, after its warm-up | takes the whole sum from r+1, passes it on to r-1 |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moemesh.comm.channels import Channels
+from moemesh.comm.mesh import Mesh
+from moemesh.model.batch import Batch
+from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.pipeline import Pipeline
+from moemesh.parallel.pipeline.program import Objective, Program
+from moemesh.schedule.action import Entry, Schedule
+from moemesh.schedule.check import check
+from moemesh.trace.timeline import TimelineRecorder
+
+_SAID = {"phase": "optimizer", "caller": "validation"}
+
+
+class Chain:
+    """Sums one vector a step over the pipeline ranks, first to last, and brings the sum back.
+
+    The order of the additions is that of the ranks, and every rank gets the same bits. Vectors are
+    float64, on the host, where they are judged. Of each step every rank calls :meth:`pass_on`, then
+    :meth:`answer`.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        """Use :meth:`create`."""
+        self._channels = channels
+        self._rank, self._last = channels.axis.index, channels.axis.size - 1
+        self._answer = torch.empty(0, dtype=torch.float64)
+        #: Until the answer is there: what it comes with, and the part of the sum that went on.
+        self._under_way: tuple[dist.Work, dist.Work, Tensor] | None = None
+
+    @classmethod
+    def create(cls, mesh: Mesh) -> Chain:
+        """The chain over the axis ``pp``; all ranks of the mesh call this."""
+        neighbours = [(rank, rank + 1) for rank in range(mesh["pp"].size - 1)]
+        pairs = neighbours + [(there, here) for here, there in neighbours]
+        return cls(Channels.create(mesh, "pp", pairs, on_host=True))
+
+    def pass_on(self, own: Tensor) -> Tensor:
+        """The sum over ranks 0 to this one, which goes on; waits for the rank before."""
+        total = own
+        if self._rank > 0:
+            before = torch.empty_like(own)
+            self._channels.receive(before, self._rank - 1, **_SAID).wait()
+            total = before + own
+        if self._rank < self._last:
+            self._answer = torch.empty_like(own)
+            coming = self._channels.receive(self._answer, self._rank + 1, **_SAID)
+            going = self._channels.send(total, self._rank + 1, **_SAID)
+            self._under_way = coming, going, total
+        else:
+            self._answer = total
+            self._send_back()
+        return total
+
+    def answer(self) -> Tensor:
+        """The sum over all ranks; waits for it."""
+        if self._under_way is not None:
+            coming, going, _ = self._under_way
+            coming.wait()
+            going.wait()
+            self._under_way = None
+            self._send_back()
+        return self._answer
+
+    def _send_back(self) -> None:
+        # The rank before has been ready to receive since it passed on its sum: this is no waiting.
+        if self._rank > 0:
+            self._channels.send(self._answer, self._rank - 1, **_SAID).wait()
+
+
+class ValidatedExecutor(Executor):
+    """An executor whose warm-up, the entries before a rank's first backward, can be taken back.
+
+    Until it is confirmed no receive is posted for a message from behind its sender's warm-up: then
+    taking back is to receive, and drop, what the warm-ups have sent, and both ends of every queue
+    have counted alike. Raises ScheduleError for a schedule whose warm-ups depend on more.
+    """
+
+    def __init__(self, schedule: Schedule, channels: Channels) -> None:
+        super().__init__(schedule, channels)
+        check(schedule, post_validation=True)
+        lengths = [_num_warm_up(entries) for entries in schedule.orders]
+        self._num_warm_up = lengths[self.rank]
+        early = {
+            op
+            for length, entries in zip(lengths, schedule.orders, strict=True)
+            for entry in entries[:length]
+            for op in entry
+        }
+        #: Source rank -> how many messages its warm-up sends here, the first of its queue.
+        self._num_early: Counter[int] = Counter()
+        for source, queue in self._queues.items():
+            self._num_early[source] = sum(message.producer in early for message in queue)
+        self._confirmed = True
+
+    def warm_up(self, program: Program, recorder: TimelineRecorder) -> None:
+        """The first part of a step. :meth:`take_back` or :meth:`finish` comes next."""
+        self._confirmed = False
+        self._num_posted = dict.fromkeys(self._queues, 0)
+        for entry in self.schedule.orders[self.rank][: self._num_warm_up]:
+            self._run_entry(program, entry, recorder)
+
+    def take_back(self, program: Program) -> None:
+        """Forget the warm-up, and drop what those of other ranks have sent; all ranks call."""
+        for source in self._queues:
+            self._post(program, source, self._num_early[source])
+        for _, works in self._posted.values():
+            for work in works:
+                work.wait()
+        for kept in (self._posted, self._contexts, self._inbox):
+            kept.clear()
+
+    def finish(self, program: Program, recorder: TimelineRecorder) -> None:
+        """The rest of the step."""
+        self._confirmed = True
+        for entry in self.schedule.orders[self.rank][self._num_warm_up :]:
+            self._run_entry(program, entry, recorder)
+        self._flush()
+
+    def _post(self, program: Program, source: int, count: int) -> None:
+        if not self._confirmed:
+            count = min(count, self._num_early[source])
+        super()._post(program, source, count)
+
+
+class ValidatedPipeline:
+    """The steps of a pipeline, each of which starts before the one before is known to stand."""
+
+    def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
+        """All ranks of the mesh call this."""
+        self._pipeline = pipeline
+        self._executor = ValidatedExecutor(pipeline.schedule, pipeline.channels)
+        self.chain = Chain.create(mesh)
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        begin: Callable[[], Objective],
+        recorder: TimelineRecorder,
+        confirm: Callable[[], bool],
+    ) -> None:
+        """As :meth:`Pipeline.run`, but the last step's gradients stay until `confirm`.
+
+        `confirm` is called behind the warm-up: True when it ran with the right weights; False when
+        they were not and, now, are. `begin` gives the objective of a warm-up; all that an earlier
+        one was told is void.
+        """
+        pipeline, executor, start = self._pipeline, self._executor, recorder.clock()
+        program = pipeline.program(batches, begin())
+        executor.warm_up(program, recorder)
+        if not confirm():
+            executor.take_back(program)
+            recorder.replace_since(start, "taken back", kind="redo")
+            program = pipeline.program(batches, begin())
+            executor.warm_up(program, recorder)
+        pipeline.reducer.begin()
+        executor.finish(program, recorder)
+
+
+def _num_warm_up(entries: tuple[Entry, ...]) -> int:
+    """Entries before the first that holds anything but forwards."""
+    kinds = [{op.kind for op in entry} for entry in entries]
+    return next((i for i, found in enumerate(kinds) if found != {"F"}), len(entries))

@@ -1,0 +1,131 @@
+"""Slices of sequences through the pipeline (TeraPipe): what one slice leaves for the next.
+
+| state of a layer | made by | read by | its gradient |
+|---|---|---|---|
+| keys, values | every slice but the last | the attention of all later slices | added up over them |
+| sums of auxiliary losses | every slice but the last | the last slice | from there |
+
+Later slices get leaf copies, cut off the graph. Their backwards run first and leave a gradient on
+the copies; the backward of the slice that made the state begins with it, as it begins with the
+gradients of its outputs. Nothing is sent: the slices of a sequence on one stage share a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from moemesh.model.batch import Batch
+from moemesh.model.past import ScopeSums
+from moemesh.parallel.pipeline.program import Context, Forward, ModelProgram
+from moemesh.schedule.action import Op
+
+
+class Carried(NamedTuple):
+    """One tensor of the state: where it is in the graph of its slice, and the leaf copy."""
+
+    edge: GradientEdge | None
+    leaf: Tensor
+
+
+@dataclass
+class Left:
+    """What one slice of a microbatch leaves behind on one stage, by layer."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    sums: dict[int, ScopeSums] = field(default_factory=dict)
+    carried: list[Carried] = field(default_factory=list)
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """A copy of `x` for later slices, whose gradient comes back to `x`."""
+        leaf = x.detach()
+        if x.requires_grad:
+            # Not a view: behind a projection it would keep the queries in memory, too.
+            leaf = leaf.contiguous().requires_grad_()
+            leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
+            self.carried.append(Carried(get_gradient_edge(x), leaf))
+        return leaf
+
+
+class EarlierSlices:
+    """The :class:`~moemesh.model.past.Past` of one slice, given what those before it have left.
+
+    `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
+    nothing more is.
+    """
+
+    def __init__(self, earlier: Sequence[Left], *, is_last: bool) -> None:
+        self.earlier, self.is_last = list(earlier), is_last
+        self.left = Left()
+        self._records = not is_last
+
+    def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
+        if self._records:
+            self.left.keys[layer] = self.left.leaf(key_BMSD)
+            self.left.values[layer] = self.left.leaf(value_BMSD)
+        if not self.earlier:
+            return key_BMSD, value_BMSD
+        return (
+            torch.cat([*(left.keys[layer] for left in self.earlier), key_BMSD], dim=2),
+            torch.cat([*(left.values[layer] for left in self.earlier), value_BMSD], dim=2),
+        )
+
+    def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
+        if self._records:
+            self.left.sums[layer] = ScopeSums(*map(self.left.leaf, sums))
+        if not self.is_last:
+            return None
+        parts = [*(left.sums[layer] for left in self.earlier), sums]
+        return ScopeSums(*(torch.stack(part).sum(0) for part in zip(*parts, strict=True)))
+
+    def close(self) -> Left:
+        """The forward is over."""
+        self._records = False
+        return self.left
+
+
+class SlicedProgram(ModelProgram):
+    """The model's program over slices of its microbatches.
+
+    ``lengths(seq_len)`` are the tokens of the slices of a sequence.
+    """
+
+    def __init__(self, *arguments: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
+        super().__init__(*arguments)
+        self._lengths = lengths
+        #: (stage, sample) -> what its slices have left so far.
+        self._left: dict[tuple[int, int], list[Left]] = {}
+
+    def batch_of(self, op: Op) -> Batch:
+        whole = super().batch_of(op)
+        lengths = self._lengths(whole.tokens_BS.shape[1])
+        assert len(lengths) == self.schedule.num_slices
+        start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
+        earlier = self._left.get((op.stage, self.schedule.sample(op)), [])
+        is_last = op.slice == self.schedule.num_slices - 1
+        return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
+
+    def forward_of(self, op: Op, batch: Batch, inputs: list[Tensor]) -> Forward:
+        forward = super().forward_of(op, batch, inputs)
+        past = batch.past
+        assert isinstance(past, EarlierSlices) and len(past.earlier) == op.slice
+        left = past.close()
+        self._left.setdefault((op.stage, self.schedule.sample(op)), []).append(left)
+        return forward._replace(state=left)
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        left = self._left[op.stage, self.schedule.sample(op)].pop()
+        assert left is context.state, "the slices of a sequence go back in the order they came"
+        gradients = list(gradients)
+        for edge, leaf in left.carried:
+            if leaf.grad is not None:
+                context.roots.append(edge)
+                gradients.append(leaf.grad.to(leaf.dtype))
+        return super().backward(op, context, gradients)

@@ -1,0 +1,159 @@
+"""Weight versions of one stage: a master that the optimizer steps, and the copies still in use.
+
+Version 0 is the weights at the start; every update makes the next one. Which version an operation
+uses is the update rule's matter (:mod:`moemesh.schedule.versions` has the table and the papers).
+
+The newest version is no copy: it is the memory of the master. An update copies it first when
+somebody still uses what it is about to overwrite, so that there are never more copies in memory,
+master included, than the table says. Buffers that change the forward (a router's selection bias)
+are versioned like weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moemesh.schedule.action import UpdateRule
+
+#: What takes a gradient: (the master's parameter, a gradient of one of its versions).
+Collect = Callable[[nn.Parameter, Tensor], None]
+
+
+@dataclass
+class _Copy:
+    """One version: leaf tensors by name, and how many forwards wait for their backward on it."""
+
+    tensors: dict[str, Tensor]
+    users: int = 0
+
+
+class WeightVersions:
+    """The versions of the parameters and buffers of `module`, from now on.
+
+    Gradients of whatever version go to `collect`. `in_place` (only under the rule ``newest``) keeps
+    one version in one place: what a forward has saved of the weights changes with them, and its
+    backward reads the weights of its own time.
+    """
+
+    def __init__(
+        self, module: nn.Module, rule: UpdateRule, collect: Collect, *, in_place: bool = False
+    ) -> None:
+        assert not in_place or rule.kind == "newest"
+        self.rule, self.newest = rule, 0
+        #: The most updates between a forward and the use of its gradient; the most copies alive.
+        self.lag, self.most_copies = 0, 1
+        self._in_place, self._collect = in_place, collect
+        self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
+        self._own: dict[str, Tensor] = {}
+        for prefix, owner in module.named_modules():
+            for slots in (owner._parameters, owner._buffers):
+                for leaf, tensor in slots.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{leaf}"
+                        self._slots.append((slots, leaf, name))
+                        self._own[name] = tensor
+        # Weak, not by version: a deferred weight gradient may come when its version is gone.
+        self._originals = WeakTensorKeyDictionary()
+        self._copies = {0: self._snapshot()}
+
+    def take(self, microbatch: int) -> int:
+        """The version for the forward of `microbatch`; it stays until :meth:`release`.
+
+        Not under the rule ``newest``: there nobody comes back to an old version.
+        """
+        version = self._version_for(microbatch)
+        assert version in self._copies, (
+            f"microbatch {microbatch} needs version {version}, there are {sorted(self._copies)}"
+        )
+        if self.rule.kind != "newest":
+            self._copies[version].users += 1
+        return version
+
+    def release(self, version: int) -> None:
+        """The backward of a forward on `version` has run."""
+        self.lag = max(self.lag, self.newest - version)
+        if self.rule.kind != "newest":
+            self._copies[version].users -= 1
+            self._drop_unused()
+
+    @contextmanager
+    def using(self, version: int) -> Iterator[None]:
+        """Inside, the module has the weights of `version`. For backwards, too: a layer that is
+        computed once more there must find what its forward found."""
+        tensors = self._copies[version].tensors
+        for slots, leaf, name in self._slots:
+            slots[leaf] = tensors[name]
+        try:
+            yield
+        finally:
+            for slots, leaf, name in self._slots:
+                slots[leaf] = self._own[name]
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Let `step` change the module's own parameters and buffers: they are the next version."""
+        newest = self._copies[self.newest]
+        self.newest += 1
+        if self._in_place:
+            self._copies = {self.newest: newest}
+            step()
+            return
+        if self._is_needed(self.newest - 1):
+            # What forwards have saved keeps the old memory.
+            for tensor in self._own.values():
+                tensor.data = tensor.detach().clone()
+        step()
+        self._copies[self.newest] = self._snapshot()
+        self._drop_unused()
+        self.most_copies = max(self.most_copies, len(self._copies))
+
+    def close(self) -> None:
+        """Nothing is under way any more: only the newest version stays."""
+        users = {version: copy.users for version, copy in self._copies.items() if copy.users}
+        assert not users, f"versions still in use: {users}"
+        self._copies = {self.newest: self._copies[self.newest]}
+
+    @property
+    def num_copies(self) -> int:
+        """Copies alive now, the newest included."""
+        return len(self._copies)
+
+    def original(self, weight: Tensor) -> nn.Parameter:
+        """The master's parameter of which `weight` is a version."""
+        return self._originals[weight]
+
+    def _version_for(self, microbatch: int) -> int:
+        if self.rule.kind == "two_versions":
+            return max(microbatch // self.rule.window - 1, 0)
+        return self.newest
+
+    def _is_needed(self, version: int) -> bool:
+        # Under two versions, forwards of this window that are yet to come need the one before.
+        kept = 2 if self.rule.kind == "two_versions" else 1
+        return self._copies[version].users > 0 or version > self.newest - kept
+
+    def _drop_unused(self) -> None:
+        for version in [v for v in self._copies if not self._is_needed(v)]:
+            del self._copies[version]
+
+    def _snapshot(self) -> _Copy:
+        """The master's memory as leaf tensors of their own, which count changes by themselves."""
+        found: dict[str, Tensor] = {}
+        for name, own in self._own.items():
+            leaf = found[name] = own.data
+            if isinstance(own, nn.Parameter):
+                leaf.requires_grad_()
+                leaf.grad_dtype = own.grad_dtype
+                leaf.register_post_accumulate_grad_hook(partial(self._take, own))
+                self._originals[leaf] = own
+        return _Copy(found)
+
+    def _take(self, own: nn.Parameter, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:  # else it is deferred, and comes by another way
+            self._collect(own, gradient)

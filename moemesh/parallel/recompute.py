@@ -1,0 +1,118 @@
+"""Recompute: what of a forward is computed again in its backward instead of kept.
+
+| plan.recompute | kept of a layer | computed again | sent again |
+|---|---|---|---|
+| none | all that autograd wants | nothing | nothing |
+| selective | inputs and outputs of matrix products | attention core, SwiGLU product | nothing |
+| full | the residual stream before it | its forward | what enters its blocks, dispatch |
+
+``selective``: between the two projections of an attention block (norms, rotary positions, scaled
+dot-product attention; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022), and the product ``silu(gate) * up`` of dense and shared MLPs. No matrix product with
+weights is done twice. (Routed experts never keep their product.)
+
+``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time. The
+layer is computed once more, as far as its backward reads it, when its backward begins: inside `I`
+where the backward is split, and the deferred weight gradients keep the inputs that were computed
+there. Choices of experts, exchanged counts and dispatch plans are those of the first time: nothing
+is routed or counted twice. What only leaves the layer is not sent again: the combine of a MoE
+layer, the exit of a dense MLP. (A shared expert's exit is: it lies before the routed experts.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moemesh.config.plan import Recompute
+from moemesh.model.attention import Attention
+from moemesh.model.batch import Context
+from moemesh.model.layers import MLP
+from moemesh.model.replay import Send
+from moemesh.model.transformer import Transformer
+from moemesh.ops.linear import SwigluOf
+from moemesh.ops.pending import Pending
+from moemesh.trace.ledger import Ledger
+
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def set_recompute(model: Transformer, recompute: Recompute, ledger: Ledger) -> None:
+    """Let `model` keep what `recompute` says; what is sent again enters `ledger` as "recompute"."""
+    again = Again(ledger)
+    match recompute:
+        case "none":
+            pass
+        case "full":
+            model.memory = again
+        case "selective":
+            for module in model.modules():
+                match module:
+                    case Attention():
+                        module.memory = again
+                    case MLP():
+                        module.activate = SwigluOf
+                    case _:
+                        pass
+
+
+class Again:
+    """Keeps the input of a part, and computes the part again in its backward."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+        """``part(x, context)``; it must read nothing else that changes until its backward."""
+        if not torch.is_grad_enabled():
+            return part(x, context)
+        tape = _Tape(self.ledger)
+        # No state of random number generators is kept: our numbers are functions of ids.
+        return checkpoint(
+            part,
+            x,
+            replace(context, replay=tape),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), tape),
+        )
+
+
+class _Tape:
+    """Records what is decided the first time; inside its context, it plays that back."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._decisions: list[Any] = []
+        self._playing: Iterator[Any] | None = None
+        self._scope = nullcontext()
+
+    def __enter__(self) -> None:
+        self._playing = iter(self._decisions)
+        self._scope = self._ledger.scope("recompute")
+        self._scope.__enter__()
+
+    def __exit__(self, *failure: object) -> None:
+        # torch leaves by an exception as soon as all that was kept is there again.
+        self._scope.__exit__(None, None, None)
+        self._playing = None
+
+    def once(self, decide: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._playing is not None:
+            return next(self._playing)
+        self._decisions.append(decide(*args, **kwargs))
+        return self._decisions[-1]
+
+    def unread(self, send: Send, y_RH: Tensor, plan: Any, num_tokens: int) -> Pending[Tensor]:
+        if self._playing is None:
+            return send(y_RH, plan)
+        # Whoever reads it after all shall see it.
+        stand_in = y_RH.new_full((1, 1), torch.nan)
+        return Pending.ready(stand_in.expand(num_tokens, y_RH.shape[1]))

@@ -1,0 +1,366 @@
+"""Asynchronous schedules equal their oracles bit for bit; every way to get versions wrong shows."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moemesh.config.load import load_run
+from moemesh.model.batch import Batch
+from moemesh.parallel.norm import GradientNorm
+from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram
+from moemesh.parallel.pipeline.versions import WeightVersions
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.check import check
+from moemesh.schedule.versions import versions
+from moemesh.train import stream as stream_module
+from moemesh.train.asynchronous import recorded_segment
+from moemesh.train.command import open_samples
+from moemesh.train.trainer import Job, own_batches
+from tests.parity.asynchronous import Streamed, stream
+from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
+from tests.parity.test_parity import MODEL
+from tests.parity.training import Shape, train
+from tests.ranks import RankFailed
+from tests.train import runs
+
+DEEP: dict[str, Any] = MODEL | {"num_layers": 5}
+BIASED: dict[str, Any] = DEEP | {
+    "router_score": "sigmoid",
+    "router_selection_bias": True,
+    "router_bias_rate": 0.05,
+}
+BASE: dict[str, Any] = {"steps": 4, "dtype": "float64", "warmup_steps": 2, "clip": 0.5}
+SGD = BASE | {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+ADAMW = BASE | {"optimizer": "adamw", "lr": 0.02}
+SHAPE, PADDED = Shape(global_batch=8), Shape(global_batch=8, padding=True)
+
+STREAM: dict[str, Any] = {"schedule": "pipedream", "microbatches": 4}
+TWO: dict[str, Any] = {"schedule": "pipedream_2bw", "microbatches": 4}
+AMPNET: dict[str, Any] = {"schedule": "ampnet", "microbatches": 4}
+
+#: Name, model, plan, training, data.
+DELAYED: list[Any] = [
+    ("stash 2", DEEP, STREAM | {"pp": 2}, ADAMW, PADDED),
+    ("stash 4", BIASED, STREAM | {"pp": 4}, SGD, SHAPE),
+    ("stash bf16", DEEP, STREAM | {"pp": 2}, ADAMW | {"dtype": "bfloat16"}, SHAPE),
+    ("2bw 2", BIASED, TWO | {"pp": 2, "update_window": 2}, ADAMW, SHAPE),
+    ("2bw dp", BIASED, TWO | {"pp": 2, "dp": 2}, SGD, SHAPE),
+    pytest.param(("2bw 4", DEEP, TWO | {"pp": 4}, SGD, PADDED), marks=pytest.mark.slow),
+]
+MESSAGES: list[Any] = [
+    ("ampnet 2", BIASED, AMPNET | {"pp": 2, "update_window": 2}, ADAMW, PADDED),
+    ("live 2", DEEP, AMPNET | {"pp": 2, "update_window": 1, "ampnet_backward": "live"}, SGD, SHAPE),
+    pytest.param(
+        ("ampnet 4", DEEP, AMPNET | {"pp": 4, "update_window": 1, "max_in_flight": 6}, SGD, SHAPE),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The oracle adds in the order of a rank, which has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_equal(found: Streamed, expected: Streamed) -> None:
+    """Bit for bit; the reported auxiliary loss apart, which stages add up by themselves."""
+    assert found.losses == expected.losses
+    exact = all(weight.dtype == torch.float64 for weight in expected.weights.values())
+    assert found.aux == pytest.approx(expected.aux, rel=1e-14 if exact else 1e-6)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+    for name, bias in expected.biases.items():
+        assert torch.equal(found.biases[name], bias), name
+
+
+def assert_versions(found: Streamed) -> None:
+    """Copies and lag are what the schedule's own count says."""
+    assert found.schedule is not None
+    counted, breaches = versions(found.schedule)
+    assert not breaches
+    stages = [counted[0, stage] for stage in range(found.schedule.num_stages)]
+    assert found.copies == [stage.copies for stage in stages]
+    assert found.lags == [stage.lag for stage in stages]
+
+
+@pytest.mark.parametrize("case", DELAYED, ids=lambda case: case[0])
+def test_delayed_gradients(case: Any) -> None:
+    _, model, plan, keys, shape = case
+    found = stream(model, plan, keys, shape)
+    expected = delayed_gradients(Reference(model, plan, keys, shape))
+    assert_equal(found, expected)
+    assert (found.copies, found.lags) == (expected.copies, expected.lags)
+    assert_versions(found)
+
+
+@pytest.mark.parametrize("case", MESSAGES, ids=lambda case: case[0])
+def test_recorded_orders_replay(case: Any) -> None:
+    _, model, plan, keys, shape = case
+    found = stream(model, plan, keys, shape)
+    assert found.schedule is not None
+    check(found.schedule)
+    expected = replay(Reference(model, plan, keys, shape), found.schedule)
+    assert_equal(found, expected)
+    assert (found.copies, found.lags) == (expected.copies, expected.lags)
+    assert_versions(found)
+    again = stream(model, plan, keys, shape, recorded=found.schedule)
+    assert_equal(again, expected)
+    # The other reading of the backward is another training.
+    other = "recompute" if "ampnet_backward" in plan else "live"
+    reference = Reference(model, plan | {"ampnet_backward": other}, keys, shape)
+    assert replay(reference, found.schedule).losses != expected.losses
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(STREAM, marks=pytest.mark.slow), AMPNET | {"update_window": 2}],
+    ids=["stash", "ampnet"],
+)
+def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
+    plan = schedule | {"pp": 2, "tp": 2, "ep": 2}
+    found = stream(BIASED, plan, SGD, SHAPE)
+    assert found.schedule is not None
+    reference = Reference(BIASED, plan, SGD, SHAPE)
+    if schedule["schedule"] == "pipedream":
+        expected = delayed_gradients(reference)
+    else:
+        expected = replay(reference, found.schedule)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-12)
+    for name, bias in expected.biases.items():
+        assert torch.equal(found.biases[name], bias), name
+
+
+def test_one_stage_is_plain_training() -> None:
+    plain = train(BIASED, {"microbatches": 4}, ADAMW, PADDED)
+    found = stream(BIASED, AMPNET, ADAMW, PADDED)
+    assert (found.losses, found.aux) == (plain.losses, plain.aux)
+    for name, weight in plain.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+
+
+def test_one_stage_with_an_update_a_microbatch() -> None:
+    shape, once = Shape(global_batch=2), {"schedule": "pipedream"}
+    plain = train(DEEP, {}, SGD, shape)
+    found = stream(DEEP, once, SGD, shape)
+    assert found.losses == plain.losses
+    for name, weight in plain.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+
+
+def test_learning_rate_zero_changes_nothing() -> None:
+    still = SGD | {"lr": 0.0, "weight_decay": 0.0, "steps": 2}
+    plan = STREAM | {"pp": 2}
+    found = stream(DEEP, plan, still, SHAPE)
+    for name, weight in Reference(DEEP, plan, still, SHAPE).masters.items():
+        assert torch.equal(found.weights[name], weight), name
+
+
+@pytest.mark.parametrize("schedule", [STREAM, AMPNET], ids=["static", "messages"])
+def test_a_wish_to_stop_ends_the_stream_everywhere(schedule: dict[str, Any]) -> None:
+    """At the end of a step, and with the weights of a run of so many steps."""
+    plan, long = schedule | {"pp": 2}, SGD | {"steps": 30, "warmup_steps": 0, "final_lr_ratio": 1.0}
+    found = stream(DEEP, plan, long, SHAPE, stop_after=2)
+    steps = len(found.losses)
+    assert 2 < steps < 12
+    assert found.schedule is not None
+    short = long | {"steps": steps}
+    reference = Reference(DEEP, plan, short, SHAPE)
+    if schedule is STREAM:
+        assert_equal(found, delayed_gradients(reference))
+    else:
+        assert found.schedule.total_microbatches == 4 * steps
+        assert_equal(found, replay(reference, found.schedule))
+
+
+def bad_gradient() -> None:
+    """The second stage finds its sixth gradient not finite."""
+    calls = itertools.count(1)
+    norm = stream_module.gradient_norm
+
+    def gradient_norm(*args: Any, **keys: Any) -> GradientNorm:
+        found = norm(*args, **keys)
+        bad = next(calls) == 6 and args[2]["pp"].index == 1
+        return GradientNorm(value=float("inf"), is_finite=False) if bad else found
+
+    stream_module.gradient_norm = gradient_norm  # type: ignore[assignment]
+
+
+def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
+    """The other stage goes on; the run drains, so that the cause can be looked for together."""
+    plan, long = STREAM | {"pp": 2}, SGD | {"steps": 30}
+    found = stream(DEEP, plan, long, SHAPE, mutate=bad_gradient)
+    assert 2 < len(found.losses) < 12
+    assert all(weight.isfinite().all() for weight in found.weights.values())
+    whole = stream(DEEP, plan, long, SHAPE).losses
+    assert found.losses[:1] == whole[:1] and found.losses[-1] != whole[len(found.losses) - 1]
+
+
+def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
+    """The oracle on the data of a run from the command line; `schedule`: what AMPNet did."""
+    config = load_run([run / "config.toml"], []).config
+    job = cast(Job, SimpleNamespace(config=config, samples=open_samples(config), mesh=_Alone()))
+    size = config.data.global_batch
+
+    def batches(step: int, dp: int) -> list[Batch]:
+        ids = job.samples.ids_at((step - 1) * size, size)
+        return own_batches(job, ids, config.plan.microbatches, step)
+
+    keys = [section.model_dump() for section in (config.model, config.plan, config.train)]
+    reference = Reference(*keys, SHAPE, batches)
+    return delayed_gradients(reference) if schedule is None else replay(reference, schedule)
+
+
+class _Alone:
+    device = torch.device("cpu")
+
+    def __getitem__(self, axis: str) -> SimpleNamespace:
+        return SimpleNamespace(index=0, size=1)
+
+
+def recorded_losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+COMMAND = {"train__dtype": "float64", "plan__microbatches": 3, "model__num_layers": 4}
+
+
+def test_the_command_trains_as_the_oracle(tmp_path: Path) -> None:
+    keys = COMMAND | {"plan__schedule": "pipedream", "plan__pp": 2}
+    rows = runs.train(tmp_path / "run", **keys)
+    assert recorded_losses(rows) == oracle_of(tmp_path / "run").losses
+    assert "validation_loss" in rows[-1]
+
+
+@pytest.mark.slow
+def test_the_command_trains_two_versions_on_four_ranks(tmp_path: Path) -> None:
+    keys = COMMAND | {"plan__schedule": "pipedream_2bw", "plan__pp": 4, "plan__microbatches": 6}
+    rows = runs.train(tmp_path / "run", **keys)
+    assert recorded_losses(rows) == oracle_of(tmp_path / "run").losses
+
+
+@pytest.mark.slow
+def test_a_recorded_run_is_repeated(tmp_path: Path) -> None:
+    keys = COMMAND | {"plan__schedule": "ampnet", "plan__pp": 4, "plan__update_window": 1}
+    rows = runs.train(tmp_path / "run", **keys)
+    schedule, last = recorded_segment(tmp_path / "run", 1)
+    assert last == 4
+    assert recorded_losses(rows) == oracle_of(tmp_path / "run", schedule).losses
+    again = runs.train(tmp_path / "again", plan__replay=str(tmp_path / "run"), **keys)
+    assert recorded_losses(again) == recorded_losses(rows)
+    done = runs.moemesh(
+        *runs.arguments(tmp_path / "no", plan__replay=str(tmp_path), **keys),
+    )
+    assert done.returncode != 0
+    assert "has no recorded order that starts at step 1" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_resumes_where_it_drained(tmp_path: Path) -> None:
+    """A checkpoint drains the stream, so that going on from it changes nothing."""
+    keys = COMMAND | {"plan__schedule": "pipedream", "plan__pp": 2, "train__checkpoint_every": 2}
+    rows = runs.train(tmp_path / "run", **keys)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    assert recorded_losses(runs.train(tmp_path / "run", **keys)) == recorded_losses(rows)
+    whole = runs.train(tmp_path / "whole", **keys | {"train__checkpoint_every": 0})
+    assert recorded_losses(whole)[:2] == recorded_losses(rows)[:2]
+    assert recorded_losses(whole)[2:] != recorded_losses(rows)[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream", "ampnet"])
+def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None:
+    keys = COMMAND | {"plan__schedule": schedule, "plan__pp": 2, "train__steps": 100_000}
+    run = tmp_path / "run"
+    process = runs.start(*runs.arguments(run, **keys))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert "saved; the same command goes on from there" in out
+    steps = [row["step"] for row in runs.metrics(run)]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert (run / "checkpoints" / f"step-{steps[-1]}").is_dir()
+
+
+# Negative controls: every mistake is made in the ranks alone.
+
+
+def no_stash() -> None:
+    """An update overwrites the weights that backwards still need."""
+
+    def update(self: WeightVersions, step: Callable[[], None]) -> None:
+        step()
+        self.newest += 1
+        self._copies[self.newest] = self._snapshot()
+        self._drop_unused()
+
+    WeightVersions.update = update  # type: ignore[method-assign]
+
+
+def off_by_one() -> None:
+    def version_for(self: WeightVersions, microbatch: int) -> int:
+        return max((microbatch + 1) // self.rule.window - 1, 0)
+
+    WeightVersions._version_for = version_for  # type: ignore[method-assign]
+
+
+def dropped_early() -> None:
+    def is_needed(self: WeightVersions, version: int) -> bool:
+        return version == self.newest
+
+    WeightVersions._is_needed = is_needed  # type: ignore[method-assign]
+
+
+def one_backward_late() -> None:
+    def finished(self: AsynchronousProgram, op: Op) -> None:
+        if op.kind == "B":
+            window = self.rule.window
+            if self._num_gradients and self._num_gradients % window == 0:
+                self.stream.update(self._num_gradients // window - 1, self.versions)
+                self.reducer.begin()
+            self._num_gradients += 1
+            self.stream.finished(op.microbatch)
+
+    AsynchronousProgram.finished = finished  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("plan", "mutate"),
+    [
+        (STREAM, no_stash),
+        (TWO | {"update_window": 2}, no_stash),
+        (TWO | {"update_window": 2}, off_by_one),
+        (TWO | {"update_window": 2}, one_backward_late),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value["schedule"],
+)
+def test_a_wrong_version_shows(plan: dict[str, Any], mutate: Callable[[], None]) -> None:
+    plan = plan | {"pp": 2}
+    found = stream(DEEP, plan, SGD, SHAPE, mutate=mutate)
+    expected = delayed_gradients(Reference(DEEP, plan, SGD, SHAPE))
+    assert found.losses != expected.losses
+
+
+@pytest.mark.parametrize("plan", [STREAM, TWO], ids=lambda plan: plan["schedule"])
+def test_a_copy_that_is_dropped_early_is_missed(plan: dict[str, Any]) -> None:
+    with pytest.raises(RankFailed, match="failed on pipeline rank"):
+        stream(DEEP, plan | {"pp": 2}, SGD, SHAPE, mutate=dropped_early)

@@ -1,0 +1,79 @@
+"""Slices of sequences through a pipeline give the gradients of whole sequences in one process.
+
+Float64, a mixture-of-experts model with both auxiliary losses, in all scopes: the slices of a
+sequence share its keys and values, its counts and its scope. Only the order of additions differs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
+from tests.parity.test_pipelines import worst_difference
+from tests.parity.training import Shape, Trained, train
+
+LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2, "num_layers": 4}
+DEEP: dict[str, dict[str, Any]] = {
+    scope: MODEL | LOSSES | {"aux_loss_scope": scope}
+    for scope in ("sequence", "microbatch", "global")
+} | {
+    # Fewer key/value heads than heads, norms of queries and keys, first and last stage share a
+    # weight; biases that move by the loads; no auxiliary loss, no experts.
+    "tied": MODELS["grouped"] | LOSSES,
+    "sigmoid": MODELS["sigmoid"] | LOSSES,
+    "dense": MODELS["dense"] | {"num_layers": 4},
+}
+#: 11 tokens cannot be cut evenly, 5 sequences neither.
+SHAPE = Shape(global_batch=5, seq_len=11)
+PADDED = SHAPE._replace(padding=True)
+ONE_STEP = TRAIN | {"steps": 1}
+
+CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    ("sequence", {"pp": 2}, SHAPE),
+    ("sequence", {"pp": 4, "slices": 3}, PADDED),
+    ("sequence", {"pp": 2, "slices": 11, "recompute": "full"}, SHAPE),
+    ("microbatch", {"pp": 2, "slices": 3, "microbatches": 2, "recompute": "selective"}, PADDED),
+    ("global", {"pp": 4, "microbatches": 3}, SHAPE),
+    ("tied", {"pp": 2, "slices": 4, "microbatches": 3}, PADDED),
+    ("dense", {"pp": 2, "slices": 5, "recompute": "full"}, SHAPE),
+]
+#: With the other axes, over several steps, clipping and all.
+MIXED: list[Any] = [
+    ("sequence", {"pp": 2, "tp": 2, "ep": 2, "recompute": "full", "dispatch_chunks": 2}, PADDED),
+    ("global", {"pp": 2, "dp": 2, "ep": 2, "slices": 3}, SHAPE),
+    pytest.param(
+        "sigmoid",
+        {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"},
+        PADDED,
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@cache
+def one_process(model: str, microbatches: int, shape: Shape, steps: int = 1) -> Trained:
+    return train(DEEP[model], {"microbatches": microbatches}, TRAIN | {"steps": steps}, shape)
+
+
+def name_of(value: object) -> str:
+    return str(value).replace(" ", "")[:70]
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=name_of)
+def test_slices_have_the_gradients_of_whole_sequences(
+    model: str, plan: dict[str, Any], shape: Shape
+) -> None:
+    got = train(DEEP[model], plan | {"schedule": "terapipe"}, ONE_STEP, shape)
+    expected = one_process(model, plan.get("microbatches", 1), shape)
+    assert worst_difference(got, expected) <= 1e-12
+    assert got.loads == expected.loads
+    assert got.losses + got.aux == pytest.approx(expected.losses + expected.aux, rel=1e-14)
+
+
+@pytest.mark.parametrize(("model", "plan", "shape"), MIXED, ids=name_of)
+def test_slices_join_the_other_axes(model: str, plan: dict[str, Any], shape: Shape) -> None:
+    got = train(DEEP[model], plan | {"schedule": "terapipe"}, TRAIN | {"steps": 2}, shape)
+    assert_same(got, one_process(model, plan.get("microbatches", 1), shape, 2))
