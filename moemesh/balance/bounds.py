@@ -21,15 +21,15 @@ from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
 from moemesh.balance.counts import counts_by_quotient, total
 
 HEAVY, EXCESS, STEPS = 0, 1, 2
-#: Values of x that are tried, in equal and in shrinking distances.
-NUM_EQUAL, NUM_SHRINKING = 16, 16
+#: Values of x that are tried: in equal and in shrinking distances, and loads that occur.
+NUM_EQUAL, NUM_SHRINKING, NUM_OWN = 12, 10, 14
 #: The bound is searched to this precision.
 PRECISION = 2e-4
 #: Relative slack against rounding: a bound may be too low by this, never too high.
 SLACK = 1e-9
 
 
-@inner_loop
+@entry
 def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     """max(mean load of a GPU, smallest possible largest replica)."""
     counts = np.empty(len(weight), np.int64)
@@ -70,25 +70,46 @@ def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> b
     """Whether some weight function proves that not all GPUs can stay at or below `limit`."""
     per_gpu = num_slots // num_gpus
     segments = np.empty((2, 8 * len(weight)))
-    for divisor in range(2, per_gpu + 1):
-        room = float(num_gpus * (divisor - 1))
-        at = limit / divisor
-        if lightest(weight, num_slots, per_gpu, limit, HEAVY, at, segments) > room * (1 + SLACK):
-            return True
-    slack = SLACK * limit * num_gpus
-    for index in range(NUM_EQUAL + NUM_SHRINKING):
-        if index < NUM_EQUAL:
-            share = (index + 1) / NUM_EQUAL
+    shares = light_shares(weight, limit / per_gpu)
+    num_heavy = per_gpu - 1
+    families = 2 if per_gpu == 2 else 1
+    for index in range(num_heavy + families * len(shares)):
+        if index < num_heavy:
+            family = HEAVY
+            at = limit / (index + 2)
+            room = float(num_gpus * (index + 1))
         else:
-            share = 0.7 ** (index - NUM_EQUAL + 1) + 1e-3
-        at = share * limit / per_gpu
-        if lightest(weight, num_slots, per_gpu, limit, EXCESS, at, segments) > slack:
+            share = shares[(index - num_heavy) % len(shares)]
+            at = share * limit / per_gpu
+            family = EXCESS if index - num_heavy < len(shares) else STEPS
+            room = 0.0 if family == EXCESS else float(num_gpus)
+            if family == STEPS:
+                at -= 4.0 * SLACK * limit  # a companion of exactly this load is not light enough
+                if share >= 1.0 or at <= 0.0:
+                    continue
+        slack = SLACK * (limit * num_gpus if family == EXCESS else room)
+        if lightest(weight, num_slots, per_gpu, limit, family, at, segments) > room + slack:
             return True
-        if per_gpu == 2 and share < 1.0:
-            room = num_gpus * (1 + SLACK)
-            if lightest(weight, num_slots, per_gpu, limit, STEPS, at, segments) > room:
-                return True
     return False
+
+
+@inner_loop
+def light_shares(weight: Floats, most: float) -> Floats:
+    """Values of x to try, as shares of `most`: a grid, and loads of light experts themselves."""
+    shares = np.empty(NUM_EQUAL + NUM_SHRINKING + NUM_OWN)
+    for place in range(NUM_EQUAL):
+        shares[place] = (place + 1) / NUM_EQUAL
+    for place in range(NUM_SHRINKING):
+        shares[NUM_EQUAL + place] = 0.7 ** (place + 1) + 1e-3
+    ascending = np.argsort(weight, kind="mergesort")
+    light = 0
+    while light < len(weight) and weight[ascending[light]] <= most:
+        light += 1
+    own = min(NUM_OWN, light)
+    for place in range(own):
+        expert = ascending[place * (light - 1) // max(own - 1, 1)]
+        shares[NUM_EQUAL + NUM_SHRINKING + place] = weight[expert] / most
+    return shares[: NUM_EQUAL + NUM_SHRINKING + own]
 
 
 @inner_loop

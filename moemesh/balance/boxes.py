@@ -1,21 +1,18 @@
 """One box of GPUs (a node, or all): counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. What it leaves open,
-`search_box` tries: the search over pairs (two slots per GPU); slots kept from the quotient method
-to split light experts into small companions of heavy ones; and the descent of `polish`, from the
-most promising packings first.
+`pack_box` is quick and almost always good enough from five slots per GPU on. For what it leaves open
+there are starts with other counts (`pack_pairs`, `pack_with_companions`) and the descent of
+`polish`; `search` calls them in turn.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.bounds import box_bound
 from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
 from moemesh.balance.counts import (
     counts_by_quotient,
     counts_with_companions,
-    largest,
     slots_at,
     total,
 )
@@ -23,12 +20,8 @@ from moemesh.balance.packing import add_up, pack, separate
 from moemesh.balance.pairs import search_pairs
 from moemesh.balance.polish import part_twins, polish, recount
 
-#: What a search may cost: slots kept for light experts (how many numbers, from how many places of
-#: the light experts), packings that are polished, moves of each, steps of the search over pairs.
-BoxEffort = tuple[int, int, int, int, int]
 
-
-@entry
+@inner_loop
 def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slots: Ints) -> float:
     """Fill `slots` with the experts 0 .. len(weight) - 1; returns the largest load of a GPU.
 
@@ -54,51 +47,25 @@ def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slot
 
 
 @entry
-def search_box(
+def pack_pairs(
     weight: Floats,
     num_gpus: int,
     bound: float,
-    ceiling: float,
     tolerance: float,
-    effort: BoxEffort,
+    num_steps: int,
     seed: int,
     slots: Ints,
 ) -> float:
-    """Improve what `pack_box` put into `slots`; returns the largest load of a GPU.
-
-    `bound` is a lower bound, or a load below which nothing is gained; the search raises it and ends
-    within `tolerance` of it. Where it shows that `ceiling` cannot be undercut, the search ends at
-    once.
-    """
-    num_slots = len(slots)
-    num_kept, num_places, num_polished, max_moves, pair_steps = effort
-    starts = np.empty((2 + num_kept * num_places, num_slots), np.int64)
-    starts[0] = slots
+    """Fill `slots`, two per GPU, after a search over counts; returns the load of the hottest GPU."""
     counts = np.empty(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
-    best = largest(load)
-    if num_polished > 0:
-        bound = box_bound(weight, num_slots, num_gpus, bound, best)
-    if best <= bound * (1.0 + tolerance) or bound >= ceiling:
-        return best
-    if num_slots == 2 * num_gpus:
-        counts_by_quotient(weight, num_slots, num_gpus, counts)
-        search_pairs(weight, num_gpus, bound, tolerance, pair_steps, seed, counts)
-        pack(weight, counts, num_gpus, bound * (1.0 + tolerance), starts[1], unit, load)
-        rows = 2
-    else:
-        rows = pack_with_companions(
-            weight, num_gpus, bound, tolerance, num_kept, num_places, seed, starts
-        )
-    return best_start(
-        weight, num_gpus, bound, tolerance, num_polished, max_moves, starts[:rows], slots
-    )
+    counts_by_quotient(weight, len(slots), num_gpus, counts)
+    search_pairs(weight, num_gpus, bound, tolerance, num_steps, seed, counts)
+    return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
 
 
-@inner_loop
+@entry
 def pack_with_companions(
     weight: Floats,
     num_gpus: int,
@@ -108,12 +75,13 @@ def pack_with_companions(
     num_places: int,
     seed: int,
     starts: Ints,
+    tops: Floats,
 ) -> int:
     """Fill `starts` from row 1 on with packings of other counts; returns the rows in use.
 
     Ever more slots are kept from the quotient method, as far as no replica gets heavier than the
-    bound; for each number, light experts are split from `num_places` places on. Stops at a packing
-    that is good enough.
+    bound; for each number, light experts are split from `num_places` places on. `tops` [rows] get
+    the loads of the hottest GPUs. Stops at a packing that is good enough.
     """
     num_experts = len(weight)
     num_slots = starts.shape[1]
@@ -134,79 +102,48 @@ def pack_with_companions(
         for position in range(num_places):
             place = int((position + jitter) * num_experts / num_places)
             counts_with_companions(weight, num_slots, kept, num_gpus, ascending, place, counts)
+            tops[rows] = pack(weight, counts, num_gpus, goal, starts[rows], unit, load)
             rows += 1
-            if pack(weight, counts, num_gpus, goal, starts[rows - 1], unit, load) <= goal:
+            if tops[rows - 1] <= goal:
                 return rows
     return rows
 
 
-@inner_loop
-def best_start(
+@entry
+def polish_box(
     weight: Floats,
     num_gpus: int,
-    bound: float,
-    tolerance: float,
-    num_polished: int,
+    limit: float,
+    goal: float,
     max_moves: int,
-    starts: Ints,
+    swap_price: float,
     slots: Ints,
 ) -> float:
-    """Polish the most promising starts, until one is good enough; fills `slots` with the best."""
+    """`polish` what lies in `slots`; returns the load of the hottest GPU."""
     counts = np.empty(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
-    tops = np.empty(len(starts))
-    for row in range(len(starts)):
-        recount(starts[row], weight, counts, unit)
-        add_up(starts[row], unit, load)
-        tops[row] = largest(load)
-    best = np.inf
-    goal = bound * (1.0 + tolerance)
-    order = np.argsort(tops, kind="mergesort")
-    for place in range(len(starts)):
-        row = order[place]
-        top = float(tops[row])
-        if place < num_polished and top > goal:
-            recount(starts[row], weight, counts, unit)
-            add_up(starts[row], unit, load)
-            top = polish(weight, counts, bound, goal, max_moves, 1.0, starts[row], unit, load)
-        if top < best:
-            best = top
-            slots[:] = starts[row]
-        if best <= goal or place > num_polished:
-            break
-    return best
+    recount(slots, weight, counts, unit)
+    add_up(slots, unit, load)
+    return polish(weight, counts, limit, goal, max_moves, swap_price, slots, unit, load)
 
 
 @entry
-def mend_box(
-    weight: Floats, num_gpus: int, limit: float, max_moves: int, slots: Ints
-) -> tuple[float, int]:
-    """Rid a foreign placement of second copies on a GPU, and polish it, at most at load `limit`.
+def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
+    """Part experts that are twice on a GPU; returns how often that is still so.
 
-    Returns the largest load and the number of second copies that are left.
+    By giving slots to other experts, no GPU over `limit`; or by swaps, whatever the load.
     """
     counts = np.empty(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)
-    before = slots.copy()
-    left = 0
-    for _ in range(3):
-        recount(slots, weight, counts, unit)
-        add_up(slots, unit, load)
-        left = part_twins(weight, counts, limit, slots, unit, load)
-        polish(weight, counts, 0.999 * limit, 0.0, max_moves, 1.0, slots, unit, load)
-        if left == 0:
-            break
-    if left > 0:
-        # What swapping can do if the limit may be missed on the way.
-        separate(slots, unit, load)
-        polish(weight, counts, limit, limit, max_moves, 1.0, slots, unit, load)
-        if largest(load) > limit:
-            slots[:] = before
     recount(slots, weight, counts, unit)
     add_up(slots, unit, load)
-    return largest(load), count_twins(slots, num_gpus)
+    if by_swaps:
+        separate(slots, unit, load)
+    else:
+        part_twins(weight, counts, limit, slots, unit, load)
+    return count_twins(slots, num_gpus)
 
 
 @inner_loop

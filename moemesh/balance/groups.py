@@ -209,16 +209,22 @@ def other_divisions(
         found += 1
 
 
-@inner_loop
-def division_bound(
-    weight: Floats, num_groups: int, num_nodes: int, num_slots: int, num_gpus: int, high: float
-) -> float:
-    """The smallest quick bound of all divisions, or what the search could prove of it."""
-    low = total(weight) / (num_nodes * num_gpus) * (1.0 - 1e-9)
+@entry
+def first_division(
+    weight: Floats, num_groups: int, num_slots: int, num_gpus: int, members: Ints
+) -> tuple[float, float]:
+    """Fill `members` with a good division; returns its quick bound, and a bound for all divisions.
+
+    The latter is the smallest quick bound of all, or what the search could prove of it.
+    """
+    num_nodes = len(members)
+    reached = divide_groups(weight, num_groups, num_slots, num_gpus, 1e-4, members)
     sums = group_sums(weight, num_groups)
-    trial = np.empty((num_nodes, num_groups // num_nodes), np.int64)
+    trial = members.copy()
+    high = reached
+    low = total(weight) / (num_nodes * num_gpus) * (1.0 - 1e-9)
     proven = low
-    while low > 0.0 and high > low * (1.0 + 1e-5):
+    while low > 0.0 and high > low * (1.0 + 1e-6):
         middle = 0.5 * (low + high)
         answer = fit_groups(weight, sums, num_slots, num_gpus, middle, trial)
         if answer == POSSIBLE:
@@ -227,4 +233,4 @@ def division_bound(
         low = middle
         if answer == IMPOSSIBLE:  # and so is everything below
             proven = low
-    return proven
+    return reached, proven

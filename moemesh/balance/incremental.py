@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from moemesh.balance.boxes import polish_box
 from moemesh.balance.compiled import Floats, Ints, entry, fast
 from moemesh.balance.counts import largest
 from moemesh.balance.inputs import (
@@ -18,11 +19,13 @@ from moemesh.balance.inputs import (
     like,
     scaled,
 )
+from moemesh.balance.layer_bounds import bounds_of
 from moemesh.balance.packing import add_up, holds
-from moemesh.balance.polish import locate, polish, recount, shift
+from moemesh.balance.polish import locate, recount, shift
 from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
 from moemesh.balance.relabel import keep_slots, relabel
-from moemesh.balance.search import Shape, bounds_of, solve
+from moemesh.balance.search import solve
+from moemesh.balance.shape import Shape
 from moemesh.balance.transfers import Rounds, schedule_transfers
 
 #: Loads that differ by less, relatively, are equal.
@@ -191,7 +194,9 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
             local = local.astype(np.int64)
             loads = weight[experts]
             limit = aim * lower
-            found = fast(repair_box)(loads, shape.node_gpus, limit, aim, swap_price, local)
+            found = fast(polish_box)(
+                loads, shape.node_gpus, limit, aim, MAX_MOVES, swap_price, local
+            )
             reached = max(reached, found)
             part[:] = experts[local]
         if reached <= aim * (1.0 + SAME):
@@ -203,19 +208,6 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
             top, fewest = reached, moved
             slots[:] = trial
     return top
-
-
-@entry
-def repair_box(
-    weight: Floats, num_gpus: int, limit: float, aim: float, swap_price: float, slots: Ints
-) -> float:
-    """Shifts and swaps of replicas, best for its price first, until no GPU is over `aim`."""
-    counts = np.empty(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    recount(slots, weight, counts, unit)
-    add_up(slots, unit, load)
-    return polish(weight, counts, limit, aim, MAX_MOVES, swap_price, slots, unit, load)
 
 
 @entry

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints
-from moemesh.balance.search import Shape
+from moemesh.balance.shape import Shape
 from moemesh.config.errors import UserError
 
 Policy = Literal["hierarchical", "global"]

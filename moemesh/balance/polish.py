@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, inner_loop
+from moemesh.balance.compiled import Flags, Floats, Ints, inner_loop
 from moemesh.balance.counts import largest
 from moemesh.balance.packing import add_up, holds, swap
 
@@ -63,10 +63,7 @@ def polish(
     best_slots = slots.copy()
     best = largest(load)
     for _ in range(max_moves):
-        hot = -1
-        for gpu in range(num_gpus):
-            if not stuck[gpu] and load[gpu] > limit and (hot < 0 or load[gpu] > load[hot]):
-                hot = gpu
+        hot = hottest(load, stuck, limit)
         if hot < 0 or best <= goal:
             break
         price_splits(weight, counts, unit, load, where, limit, gain, cost)
@@ -97,6 +94,16 @@ def polish(
     recount(slots, weight, counts, unit)
     add_up(slots, unit, load)
     return largest(load)
+
+
+@inner_loop
+def hottest(load: Floats, stuck: Flags, limit: float) -> int:
+    """The hottest GPU over `limit` that is not stuck, or -1."""
+    hot = -1
+    for gpu in range(len(load)):
+        if not stuck[gpu] and load[gpu] > limit and (hot < 0 or load[gpu] > load[hot]):
+            hot = gpu
+    return hot
 
 
 @inner_loop

@@ -16,8 +16,9 @@ from moemesh.balance.inputs import (
     like,
     scaled,
 )
+from moemesh.balance.layer_bounds import bounds_of
 from moemesh.balance.layers import count_replicas, invert
-from moemesh.balance.search import bounds_of, published, solve
+from moemesh.balance.search import published, solve
 
 
 def rebalance_experts(

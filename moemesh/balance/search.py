@@ -8,65 +8,65 @@ from typing import Literal
 
 import numpy as np
 
-from moemesh.balance.boxes import BoxEffort, mend_box, search_box
+from moemesh.balance.bounds import box_bound
+from moemesh.balance.boxes import pack_pairs, pack_with_companions, part_box, polish_box
 from moemesh.balance.compiled import Floats, Ints, fast
-from moemesh.balance.groups import other_divisions
-from moemesh.balance.layers import (
-    MAX_DIVISIONS,
-    layer_bounds,
-    pack_division,
-    pack_layers,
-)
+from moemesh.balance.exact import MOST_SLOTS, exact_box
+from moemesh.balance.layer_bounds import bounds_of, find_divisions
+from moemesh.balance.layers import pack_layers
 from moemesh.balance.published import heaviest_gpu, published_layers
+from moemesh.balance.shape import Shape
 
 #: Loads that differ by less, relatively, are equal: only the order of summation differs.
 SAME = 1e-12
 #: Searches with other seeds before a placement with second copies on a GPU is accepted.
 NUM_RESCUES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Slots, groups of experts, nodes and GPUs. The global policy is one group and one node."""
-
-    num_experts: int
-    num_slots: int
-    num_groups: int
-    num_nodes: int
-    num_gpus: int
-
-    @property
-    def per_gpu(self) -> int:
-        return self.num_slots // self.num_gpus
-
-    @property
-    def node_gpus(self) -> int:
-        return self.num_gpus // self.num_nodes
-
-    @property
-    def is_easy(self) -> bool:
-        """Whether the first packing is optimal: one slot per GPU, or every expert on every GPU."""
-        return self.per_gpu == 1 or self.per_gpu >= self.num_experts // self.num_nodes
+#: Up to so many slots per GPU every packing leaves a gap: there the search always pays.
+FEW_SLOTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """How long to search: `enough` ends it, `tolerance` is aimed for (both relative to the bound).
 
-    `divisions` is the number of other divisions of groups onto nodes that are tried.
+    `kept` numbers of slots are kept for light experts, from `places` places on; `polished` packings
+    are polished, with `moves` moves each; `pair_steps` is the length of a search over counts, with
+    two slots per GPU; `divisions` of groups onto nodes are tried beside the first.
     """
 
     tolerance: float
     enough: float
-    box: BoxEffort
+    kept: int
+    places: int
+    polished: int
+    moves: int
+    pair_steps: int
     divisions: int
 
 
-FAST = Effort(tolerance=1e-3, enough=1e-2, box=(2, 1, 0, 0, 300), divisions=0)
-#: With few slots per GPU every packing leaves a gap: there the search always pays.
-QUALITY = Effort(tolerance=5e-4, enough=2e-3, box=(8, 2, 8, 400, 2000), divisions=6)
-THOROUGH = Effort(tolerance=1e-5, enough=1e-5, box=(16, 4, 24, 1000, 4000), divisions=40)
-FEW_SLOTS = 4
+FAST = Effort(
+    tolerance=1e-3, enough=1e-2, kept=2, places=1, polished=0, moves=0, pair_steps=300, divisions=0
+)
+QUALITY = Effort(
+    tolerance=5e-4,
+    enough=2e-3,
+    kept=8,
+    places=2,
+    polished=8,
+    moves=400,
+    pair_steps=2000,
+    divisions=6,
+)
+THOROUGH = Effort(
+    tolerance=1e-5,
+    enough=1e-5,
+    kept=16,
+    places=4,
+    polished=24,
+    moves=1000,
+    pair_steps=4000,
+    divisions=40,
+)
 
 
 def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | float) -> Ints:
@@ -76,149 +76,167 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
     """
     started = time.perf_counter()
     chosen = QUALITY if effort == "quality" else FAST
-    num_layers = len(weights)
-    per_node = shape.num_groups // shape.num_nodes
-    members = np.empty((num_layers, shape.num_nodes, per_node), np.int64)
-    slots = np.empty((num_layers, shape.num_slots), np.int64)
-    floors = np.empty(num_layers)
-    node_tops = np.empty((num_layers, shape.num_nodes))
-    few = shape.per_gpu <= FEW_SLOTS
-    precision = 1e-2 if chosen is FAST else chosen.tolerance
-    fast(pack_layers)(
-        weights, shape.num_gpus, chosen.tolerance, precision, members, slots, floors, node_tops
-    )
-    tops = node_tops.max(axis=1)
+    layers = _Layers(weights, shape, chosen)
     if not shape.is_easy:
-        enough = chosen.tolerance if few else chosen.enough
-        for layer in np.flatnonzero(tops > floors * (1.0 + enough)):
-            box = _Layer(weights[layer], shape, members[layer], float(floors[layer]))
-            box.slots, box.tops = slots[layer], node_tops[layer]
-            tops[layer] = box.search(chosen, enough, 0)
-            slots[layer] = box.slots
+        enough = chosen.tolerance if shape.per_gpu <= FEW_SLOTS else chosen.enough
+        for layer in np.flatnonzero(layers.tops.max(axis=1) > layers.floors * (1.0 + enough)):
+            layers.search(int(layer), chosen, enough, 0)
         if isinstance(effort, (int, float)):
-            _spend(weights, shape, slots, tops, started + effort)
-    _keep_up(weights, shape, slots, tops, floors)
-    return slots
+            _spend(layers, started + effort)
+    _keep_up(layers)
+    return layers.slots
 
 
-class _Layer:
-    """One layer while it is searched: the division of its groups, slots, hottest GPU per node."""
+class _Layers:
+    """Some layers while they are searched.
 
-    def __init__(self, weight: Floats, shape: Shape, members: Ints, floor: float) -> None:
-        self.weight, self.shape, self.floor = weight, shape, floor
-        self.members: Ints = members
-        self.slots: Ints = np.empty(shape.num_slots, np.int64)
-        self.tops: Floats = np.empty(shape.num_nodes)
+    `members` [layers, nodes, groups per node], `slots` [layers, slots], `floors` [layers] and `tops`
+    [layers, nodes] are as in `pack_layers`.
+    """
 
-    def search(self, effort: Effort, enough: float, seed: int) -> float:
-        """Search the nodes, then other divisions of the groups; the load of the hottest GPU."""
-        self._search_nodes(effort, enough, np.inf, seed)
-        top = float(self.tops.max())
-        shape = self.shape
-        if shape.num_nodes == 1 or not effort.divisions or top <= self.floor * (1.0 + enough):
-            return top
-        per_node = shape.num_groups // shape.num_nodes
-        others = np.empty((MAX_DIVISIONS, shape.num_nodes, per_node), np.int64)
-        bounds = np.empty(MAX_DIVISIONS)
-        node_slots = shape.num_slots // shape.num_nodes
-        limit = top * (1.0 - effort.tolerance)
-        found, _ = fast(other_divisions)(
-            self.weight, shape.num_groups, node_slots, shape.node_gpus, limit, others, bounds
-        )
-        for index in np.argsort(bounds[:found], kind="stable")[: effort.divisions]:
-            if bounds[index] >= top * (1.0 - effort.tolerance):
-                break
-            other = _Layer(self.weight, shape, others[index], float(bounds[index]))
-            reached = other.first(effort).search_below(effort, enough, top, seed)
-            if reached < top:
-                top = reached
-                self.slots, self.tops, self.members = other.slots, other.tops, other.members
-        return top
-
-    def first(self, effort: Effort) -> _Layer:
-        """Fill the slots with first packings."""
-        fast(pack_division)(
-            self.weight,
-            self.shape.num_groups,
-            self.shape.node_gpus,
-            self.floor,
+    def __init__(
+        self, weights: Floats, shape: Shape, effort: Effort, members: Ints | None = None
+    ) -> None:
+        """The first packings; of a given division of the groups, if there is one."""
+        count = len(weights)
+        self.weights, self.shape = weights, shape
+        self.slots: Ints = np.empty((count, shape.num_slots), np.int64)
+        self.floors: Floats = np.empty(count)
+        self.tops: Floats = np.empty((count, shape.num_nodes))
+        precision = 1e-2 if effort is FAST else effort.tolerance
+        if members is None:
+            members = np.empty((count, shape.num_nodes, shape.node_groups), np.int64)
+        else:
+            precision = 0.0
+        fast(pack_layers)(
+            weights,
+            shape.num_gpus,
             effort.tolerance,
-            self.members,
+            precision,
+            members,
             self.slots,
+            self.floors,
             self.tops,
         )
-        return self
 
-    def search_below(self, effort: Effort, enough: float, ceiling: float, seed: int) -> float:
-        """Search the nodes, unless some node cannot get below `ceiling`."""
-        self._search_nodes(effort, enough, ceiling, seed)
-        return float(self.tops.max())
+    def search(self, layer: int, effort: Effort, enough: float, seed: int) -> None:
+        """Search the nodes of a layer, then other divisions of its groups."""
+        shape, weight, floor = self.shape, self.weights[layer], float(self.floors[layer])
+        self._search_nodes(layer, effort, enough, np.inf, seed)
+        top = float(self.tops[layer].max())
+        if shape.num_nodes == 1 or not effort.divisions or top <= floor * (1.0 + enough):
+            return
+        others, bounds, _ = find_divisions(weight, shape, top * (1.0 - effort.tolerance))
+        for index in np.argsort(bounds, kind="stable")[: effort.divisions]:
+            if bounds[index] >= top * (1.0 - effort.tolerance):
+                break
+            other = _Layers(weight[None], shape, effort, others[index][None])
+            other._search_nodes(0, effort, enough, top, seed)
+            reached = float(other.tops.max())
+            if reached < top:
+                top = reached
+                self.slots[layer], self.tops[layer] = other.slots[0], other.tops[0]
 
-    def _search_nodes(self, effort: Effort, enough: float, ceiling: float, seed: int) -> None:
-        shape = self.shape
-        worst = self.floor
-        for node in np.argsort(-self.tops, kind="stable"):
-            if self.tops[node] > worst * (1.0 + enough):
-                part = self.slots.reshape(shape.num_nodes, -1)[node]
-                experts, local = np.unique(part, return_inverse=True)
-                local = local.astype(np.int64)
-                self.tops[node] = fast(search_box)(
-                    self.weight[experts],
+    def _search_nodes(
+        self, layer: int, effort: Effort, enough: float, ceiling: float, seed: int
+    ) -> None:
+        """Search the nodes, hottest first; ends where one cannot get below `ceiling`."""
+        shape, tops = self.shape, self.tops[layer]
+        worst = float(self.floors[layer])
+        parts = self.slots[layer].reshape(shape.num_nodes, -1)
+        for node in np.argsort(-tops, kind="stable"):
+            if tops[node] > worst * (1.0 + enough):
+                experts, local = _local(parts[node])
+                tops[node] = search_box(
+                    self.weights[layer][experts],
                     shape.node_gpus,
                     worst,
                     ceiling,
-                    effort.tolerance,
-                    effort.box,
+                    effort,
                     seed,
                     local,
                 )
-                part[:] = experts[local]
-            worst = max(worst, float(self.tops[node]))
+                parts[node] = experts[local]
+            worst = max(worst, float(tops[node]))
             if worst >= ceiling:
                 return
 
 
-def _spend(weights: Floats, shape: Shape, slots: Ints, tops: Floats, deadline: float) -> None:
+def _local(slots: Ints) -> tuple[Ints, Ints]:
+    """The experts in some slots, and the slots with these numbered from 0."""
+    experts, local = np.unique(slots, return_inverse=True)
+    return experts, local.astype(np.int64)
+
+
+def search_box(
+    weight: Floats,
+    num_gpus: int,
+    bound: float,
+    ceiling: float,
+    effort: Effort,
+    seed: int,
+    slots: Ints,
+) -> float:
+    """Improve the packing of one box in `slots`; returns the load of the hottest GPU.
+
+    `bound` is a lower bound, or a load below which nothing is gained; the search raises it and ends
+    within the tolerance of it. Where it shows that `ceiling` cannot be undercut, it ends at once.
+    """
+    num_slots = len(slots)
+    top = fast(heaviest_gpu)(weight, slots, num_gpus)
+    if num_slots <= MOST_SLOTS and effort.polished:
+        top, finished = fast(exact_box)(weight, num_gpus, top, slots)
+        if finished:
+            return top
+    if effort.polished:
+        bound = fast(box_bound)(weight, num_slots, num_gpus, bound, top)
+    goal = bound * (1.0 + effort.tolerance)
+    if top <= goal or bound >= ceiling:
+        return top
+    starts = np.empty((2 + effort.kept * effort.places, num_slots), np.int64)
+    tops = np.empty(len(starts))
+    starts[0], tops[0] = slots, top
+    box = (weight, num_gpus, bound, effort.tolerance)
+    if num_slots == 2 * num_gpus:
+        tops[1] = fast(pack_pairs)(*box, effort.pair_steps, seed, starts[1])
+        rows = 2
+    else:
+        rows = fast(pack_with_companions)(*box, effort.kept, effort.places, seed, starts, tops)
+    order = np.argsort(tops[:rows], kind="stable")
+    # The most promising starts are polished, until one is good enough.
+    for row in order[: max(effort.polished, 1)]:
+        reached = float(tops[row])
+        if effort.polished and reached > goal:
+            reached = fast(polish_box)(
+                weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row]
+            )
+        if reached < top:
+            top = reached
+            slots[:] = starts[row]
+        if top <= goal:
+            break
+    return top
+
+
+def _spend(layers: _Layers, deadline: float) -> None:
     """Search on, the layer furthest from its bound first, until the time is used up."""
     if time.perf_counter() >= deadline:
         return
-    bounds = bounds_of(weights, shape)
-    members = np.empty((1, shape.num_nodes, shape.num_groups // shape.num_nodes), np.int64)
-    floor, node_tops = np.empty(1), np.empty((1, shape.num_nodes))
+    bounds = bounds_of(layers.weights, layers.shape)
+    enough = bounds * (1.0 + THOROUGH.enough)
     for seed in range(1 << 16):
-        for layer in np.argsort(bounds / np.maximum(tops, 1e-300), kind="stable"):
+        for layer in np.argsort(bounds / np.maximum(layers.tops.max(axis=1), 1e-300)):
             if time.perf_counter() >= deadline:
                 return
-            if tops[layer] <= bounds[layer] * (1.0 + THOROUGH.enough):
+            if layers.tops[layer].max() <= enough[layer]:
                 continue
-            trial = np.empty((1, shape.num_slots), np.int64)
-            fast(pack_layers)(
-                weights[layer : layer + 1],
-                shape.num_gpus,
-                THOROUGH.tolerance,
-                THOROUGH.tolerance,
-                members,
-                trial,
-                floor,
-                node_tops,
-            )
-            box = _Layer(weights[layer], shape, members[0], float(floor[0]))
-            box.slots, box.tops = trial[0], node_tops[0]
-            reached = box.search(THOROUGH if seed else QUALITY, THOROUGH.enough, seed)
-            if reached < tops[layer]:
-                tops[layer] = reached
-                slots[layer] = box.slots
-        if np.all(tops <= bounds * (1.0 + THOROUGH.enough)):
+            effort = THOROUGH if seed else QUALITY
+            trial = _Layers(layers.weights[layer][None], layers.shape, effort)
+            trial.search(0, effort, THOROUGH.enough, seed)
+            if trial.tops.max() < layers.tops[layer].max():
+                layers.tops[layer], layers.slots[layer] = trial.tops[0], trial.slots[0]
+        if np.all(layers.tops.max(axis=1) <= enough):
             return
-
-
-def bounds_of(weights: Floats, shape: Shape) -> Floats:
-    """Loads [layers] that the hottest GPU of no placement falls below."""
-    bounds = np.empty(len(weights))
-    fast(layer_bounds)(
-        weights, shape.num_slots, shape.num_groups, shape.num_nodes, shape.num_gpus, bounds
-    )
-    return bounds
 
 
 def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tuple[Ints, Floats]:
@@ -236,41 +254,45 @@ def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tu
     return slots, tops
 
 
-def _keep_up(weights: Floats, shape: Shape, slots: Ints, tops: Floats, floors: Floats) -> None:
+def _keep_up(layers: _Layers) -> None:
     """Where the published placement is better, take that, mended, or search until ours is as good.
 
     Only if all that fails, a second copy of an expert stays on a GPU: a smaller largest load counts
     more than a wasted slot.
     """
-    open_layers = np.flatnonzero(tops > floors * (1.0 + 1e-9))
+    tops, shape = layers.tops.max(axis=1), layers.shape
+    open_layers = np.flatnonzero(tops > layers.floors * (1.0 + 1e-9))
     if not len(open_layers):
         return
     enough = tops[open_layers] * (1.0 - SAME)
-    given, limits = published(weights[open_layers], shape, enough)
+    given, limits = published(layers.weights[open_layers], shape, enough)
     for layer, theirs, limit in zip(open_layers, given, limits, strict=True):
         if limit >= tops[layer] * (1.0 - SAME):
             continue
-        weight = weights[layer]
-        mended, twins = _mend(weight, shape, theirs, float(limit))
-        if twins:
-            rescued = _rescue(weight, shape, slots[layer], float(limit))
-            mended = mended if rescued is None else rescued
-        slots[layer] = mended
-        tops[layer] = fast(heaviest_gpu)(weight, mended, shape.num_gpus)
+        weight = layers.weights[layer]
+        mended = _mend(weight, shape, theirs, float(limit))
+        if mended is None:
+            mended = _rescue(weight, shape, layers.slots[layer], float(limit))
+        layers.slots[layer] = theirs if mended is None else mended
 
 
-def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> tuple[Ints, int]:
-    """The published slots without second copies on a GPU, as far as that does not cost load."""
+def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | None:
+    """The published slots, no expert twice on a GPU and no GPU over `limit`; None if not found."""
     mended = given.copy()
-    left = 0
+    gpus = shape.node_gpus
     for part in mended.reshape(shape.num_nodes, -1):
-        experts, local = np.unique(part, return_inverse=True)
-        local = local.astype(np.int64)
-        top, twins = fast(mend_box)(weight[experts], shape.node_gpus, limit, QUALITY.box[3], local)
-        assert top <= limit * (1.0 + 1e-9)
-        left += twins
+        experts, local = _local(part)
+        loads = weight[experts]
+        for by_swaps in (False, False, True):
+            left = fast(part_box)(loads, gpus, limit, by_swaps, local)
+            aim = limit if by_swaps else 0.999 * limit
+            top = fast(polish_box)(loads, gpus, aim, aim, QUALITY.moves, 1.0, local)
+            if not left:
+                break
+        if left or top > limit * (1.0 + SAME):
+            return None
         part[:] = experts[local]
-    return mended, left
+    return mended
 
 
 def _rescue(weight: Floats, shape: Shape, slots: Ints, limit: float) -> Ints | None:
@@ -278,13 +300,11 @@ def _rescue(weight: Floats, shape: Shape, slots: Ints, limit: float) -> Ints | N
     best = slots.copy()
     for seed in range(NUM_RESCUES):
         for part in best.reshape(shape.num_nodes, -1):
-            experts, local = np.unique(part, return_inverse=True)
-            local = local.astype(np.int64)
+            experts, local = _local(part)
             loads = weight[experts]
             if fast(heaviest_gpu)(loads, local, shape.node_gpus) > limit:
-                fast(search_box)(
-                    loads, shape.node_gpus, 0.999 * limit, np.inf, 1e-3, THOROUGH.box, seed, local
-                )
+                aim = 0.999 * limit
+                search_box(loads, shape.node_gpus, aim, np.inf, THOROUGH, seed, local)
                 part[:] = experts[local]
         if fast(heaviest_gpu)(weight, best, shape.num_gpus) <= limit * (1.0 + SAME):
             return best

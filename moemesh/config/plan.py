@@ -38,6 +38,7 @@ OptimizerValidation = Literal["before", "after"]
 AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Recompute = Literal["none", "selective", "full"]
+SparePolicy = Literal["quota", "shadow"]
 
 #: Schedules whose ranks hold two stages each, at both arms of a V.
 V_SCHEDULES = ("zb_v", "dualpipe_v")
@@ -94,6 +95,9 @@ class Plan(Section):
     data: DataStrategy = "replicate"
     recompute: Recompute = "none"
     spare_slots: int = 0
+    #: What fills spare slots: few replicas with token quotas that even out all ranks, or the hottest
+    #: experts, on every rank (FasterMoE's shadows).
+    spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
     ranks_per_node: int | None = None
 

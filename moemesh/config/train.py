@@ -49,6 +49,8 @@ class TrainConfig(Section):
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: int = 100
     checkpoints_kept: int = 2
+    #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
+    rebalance_every: int = 0
     #: Steps between validations; 0 validates only at the end.
     validate_every: int = 100
     validation_batches: int = 8
@@ -71,6 +73,7 @@ class TrainConfig(Section):
         "clip": NOT_NEGATIVE,
         "checkpoint_every": COUNT,
         "checkpoints_kept": SIZE,
+        "rebalance_every": COUNT,
         "validate_every": COUNT,
         "validation_batches": SIZE,
         # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.

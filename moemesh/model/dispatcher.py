@@ -27,11 +27,23 @@ from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 
 
+class Replicas(NamedTuple):
+    """Experts computed here for this microbatch alone. ``home`` and ``spare`` split the map of all
+    rows: those of own experts, and behind them those of replicas, ``counts_S`` rows each;
+    ``weights`` fetches their gate_up [S, 2, F, H] and down [S, H, F]."""
+
+    home: RowMap
+    spare: RowMap
+    counts_S: Tensor
+    weights: Pending[tuple[Tensor, Tensor]]
+
+
 class Rows(NamedTuple):
     """What the local experts compute on: rows that `map` copies from `source_NH`, by expert.
 
     ``counts_LO`` (rows per expert and owner) is set when the result must not depend on the layout:
-    the experts then use it to add their weight gradients in a fixed order.
+    the experts then use it to add their weight gradients in a fixed order. ``replicas``: rows
+    behind those of ``counts_L`` belong to experts that are only visiting.
     """
 
     source_NH: Tensor
@@ -39,6 +51,7 @@ class Rows(NamedTuple):
     weights_R: Tensor
     counts_L: Tensor
     counts_LO: Tensor | None = None
+    replicas: Replicas | None = None
 
 
 class Dispatcher(Protocol):

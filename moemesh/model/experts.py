@@ -5,6 +5,8 @@ Legend: R rows by expert, L experts held here, H hidden, F expert width.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +15,9 @@ from moemesh.model.dispatcher import Rows
 from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_mlp import GradientSum, expert_mlp
 from moemesh.ops.permute import slice_map
+
+#: gate_up and down of some experts.
+Weights: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Experts(nn.Module):
@@ -36,29 +41,53 @@ class Experts(nn.Module):
             return exact_experts(
                 rows.source_NH, rows.weights_R, rows.counts_LO, self.gate_up, self.down
             )
+        own = self.gate_up, self.down
+        if rows.replicas is None:
+            return self._bounded(rows, own, total)
+        home, spare, counts_S, weights = rows.replicas
+        home_weights_R, spare_weights_R = rows.weights_R.split([home.num_rows, spare.num_rows])
+        y_RH = self._bounded(Rows(rows.source_NH, home, home_weights_R, rows.counts_L), own, total)
+        # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
+        fetched = weights.wait()
+        if not len(counts_S):
+            return torch.cat([y_RH, _NoRows.apply(*fetched)])
+        replicas = Rows(rows.source_NH, spare, spare_weights_R, counts_S)
+        return torch.cat([y_RH, self._bounded(replicas, fetched, None)])
+
+    def _bounded(self, rows: Rows, weights: Weights, total: GradientSum | None) -> Tensor:
         if self.max_rows is None or rows.map.num_rows <= self.max_rows:
-            return self._compute(rows, total)
+            return _compute(rows, weights, total)
         return torch.cat(
             [
-                checkpoint(self._piece, rows, start, use_reentrant=False)
+                checkpoint(self._piece, rows, weights, start, use_reentrant=False)
                 for start in range(0, rows.map.num_rows, self.max_rows)
             ]
         )
 
-    def _compute(self, rows: Rows, total: GradientSum | None = None) -> Tensor:
-        weights = self.gate_up, self.down
-        return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, total)
-
-    def _piece(self, rows: Rows, start: int) -> Tensor:
+    def _piece(self, rows: Rows, weights: Weights, start: int) -> Tensor:
         assert self.max_rows is not None
         stop = min(start + self.max_rows, rows.map.num_rows)
         ends_L = rows.counts_L.cumsum(0).clamp(start, stop)
         counts_L = torch.diff(ends_L, prepend=ends_L.new_tensor([start]))
-        return self._compute(
-            Rows(
-                rows.source_NH,
-                slice_map(rows.map, start, stop),
-                rows.weights_R[start:stop],
-                counts_L,
-            )
-        )
+        part = slice_map(rows.map, start, stop)
+        rows = Rows(rows.source_NH, part, rows.weights_R[start:stop], counts_L)
+        return _compute(rows, weights, None)
+
+
+def _compute(rows: Rows, weights: Weights, total: GradientSum | None) -> Tensor:
+    return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, total)
+
+
+class _NoRows(torch.autograd.Function):
+    """No replica is here, but the exchange that brought none has a backward to take part in."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor) -> Tensor:
+        # Saved so that a forward that is computed again gets as far as waiting for the exchange.
+        ctx.save_for_backward(gate_up, down)
+        return gate_up.new_empty(0, down.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, down = ctx.saved_tensors
+        return torch.zeros_like(gate_up), torch.zeros_like(down)

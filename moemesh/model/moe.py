@@ -48,6 +48,8 @@ class MoE(nn.Module):
         self.shared = MLP(config.hidden_size, config.shared_width) if config.shared_width else None
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.num_chunks = 1
+        #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
+        self.place_E: Tensor | None = None
         self.tokens: Tokens = LocalTokens()
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
@@ -64,6 +66,13 @@ class MoE(nn.Module):
         )[1:]
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
+    def _places(self, experts_TK: Tensor) -> Tensor:
+        """From logical ids, which the router and its losses know, to the dispatcher's."""
+        if self.place_E is None:
+            return experts_TK
+        places_TK = self.place_E[experts_TK.clamp(min=0)]
+        return torch.where(experts_TK < 0, experts_TK, places_TK)
+
     def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
         """What of the forward follows the router."""
         return finish(self.expert_steps(x_TH, routing, context))
@@ -79,7 +88,7 @@ class MoE(nn.Module):
         weights, xs = routing.weights_TK.split(sizes), x_TH.split(sizes)
         plans = [
             context.replay.once(self.dispatcher.plan, experts_TK)
-            for experts_TK in routing.experts_TK.split(sizes)
+            for experts_TK in self._places(routing.experts_TK).split(sizes)
         ]
         segments = context.segments
         arriving = [segments.start(self.dispatcher.dispatch, xs[0], weights[0], plans[0])]

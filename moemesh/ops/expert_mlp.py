@@ -133,6 +133,8 @@ class _WeightGradient:
         self._weight, self._blocks, self._needed = weight, blocks, needed
         self._into: Tensor | None = None
         self._adds = False
+        # A weight that came from elsewhere has a gradient that must go on from here.
+        self._is_deferred = deferring() and weight.is_leaf
         if needed and total is not None:
             into, self._adds = total.place(weight)
             self._into = into.flatten(1, -2)
@@ -146,12 +148,16 @@ class _WeightGradient:
         """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
         if self._needed:
             self._pending.append((block, grad_BO, x_BI, source_B))
-            if not deferring():
+            if not self._is_deferred:
                 self._compute()
 
     def result(self) -> Tensor | None:
         """The gradient; None when it is not needed, or when the queue will compute it."""
-        return weight_gradient(self._weight, self._compute) if self._needed else None
+        if not self._needed:
+            return None
+        if not self._weight.is_leaf:
+            return self._compute()
+        return weight_gradient(self._weight, self._compute)
 
     def _compute(self) -> Tensor:
         if self._into is not None:
@@ -254,7 +260,8 @@ def expert_mlp(
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
-    rows of each expert; the sum of counts is R. Both weight parameters must be leaves. `total`
+    rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
+    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `total`
     joins the weight gradients of several calls.
     """
     return _ExpertMLP.apply(source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, total)

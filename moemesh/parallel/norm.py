@@ -55,10 +55,10 @@ def gradient_squares(
     start = 0
     for (name, where), size in zip(placements.items(), sizes, strict=True):
         if where.is_owner(mesh):
-            first = where.slices(mesh)[0].start if where.is_expert else 0
+            places = where.experts(mesh) if where.is_expert else [0]
             pieces = gradients[name] if where.is_expert else [gradients[name]]
-            for place, piece in enumerate(pieces, start=start + first):
-                squares[place] = piece.double().square().sum()
+            for place, piece in zip(places, pieces, strict=True):
+                squares[start + place] = piece.double().square().sum()
         start += size
     return squares.to(mesh.device)
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,8 +23,9 @@ from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.data import GradientReducer
-from moemesh.parallel.expert.build import set_experts
+from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
+from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.parts import build_schedule, holders, parts_of, stage_parts
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.placement import Placement, placements
@@ -38,8 +39,9 @@ from moemesh.schedule.slicing import slice_lengths
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
     """What one rank runs: its stages of the model with their seams set, where the parameters of
-    all ranks live (`placements`), the sums of its gradients, the executor of its schedule, and what
-    was decided on the way (`notes`, for a person)."""
+    all ranks live (`placements`), the sums of its gradients, the executor of its schedule, what was
+    decided on the way (`notes`, for a person), whether experts have replicas on any rank, and where
+    experts are that have moved (`homes`)."""
 
     model: Transformer
     mesh: Mesh
@@ -47,6 +49,8 @@ class ParallelModel:
     reducer: GradientReducer
     pipeline: Pipeline
     notes: list[str]
+    has_replicas: bool = False
+    homes: Homes = field(default_factory=dict)
 
     def close(self) -> None:
         """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""
@@ -109,6 +113,7 @@ def parallelize(
             overlap_blocks=plan.overlap_blocks,
         ),
         notes=notes,
+        has_replicas=spreads_replicas(plan),
     )
 
 

@@ -17,7 +17,7 @@ embedding tied to the head), its gradient is then summed over the axis `mirror`,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moemesh.comm.mesh import Mesh
@@ -32,21 +32,28 @@ from moemesh.model.transformer import Transformer
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Of one parameter: its logical shape, which axis shards which dim, where gradients sum, and
-    which pipeline ranks hold it (ascending)."""
+    which pipeline ranks hold it (ascending). ``places``: of a stack of experts, the logical id of
+    the one in each place; None: they are in order."""
 
     name: str
     shape: tuple[int, ...]
     shards: dict[str, int]
     summed_over: str
     holders: tuple[int, ...] = (0,)
+    places: tuple[int, ...] | None = None
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
-        """The part of each dim that this rank holds."""
+        """The part of each dim that this rank holds; of experts, the places."""
         parts = [range(size) for size in self.shape]
         for axis_name, dim in self.shards.items():
             axis = mesh[axis_name]
             parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
         return tuple(parts)
+
+    def experts(self, mesh: Mesh) -> Sequence[int]:
+        """The logical ids of the experts that this rank holds, in the order of its stack."""
+        held = self.slices(mesh)[0]
+        return held if self.places is None else self.places[held.start : held.stop]
 
     def is_held(self, mesh: Mesh) -> bool:
         """Whether this rank's pipeline stages hold (a slice of) it."""

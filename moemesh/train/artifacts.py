@@ -15,6 +15,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.ops.saved import SavedForBackward
+from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
@@ -79,13 +80,18 @@ class Artifacts:
         self.folder.append("metrics.jsonl", row.to_json())
         ep = self.config.plan.ep
         layers = self.config.model.moe_layers
-        found = zip(layers, result.counts_LE, result.dropped_L.tolist(), strict=True)
-        for layer, counts_E, dropped in found:
+        rank_LP = result.rank_LP
+        if rank_LP is None:
+            rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
+        found = zip(
+            layers, result.counts_LE, rank_LP.tolist(), result.dropped_L.tolist(), strict=True
+        )
+        for layer, counts_E, tokens_P, dropped in found:
             loads = LayerLoads(
                 step=row.step,
                 layer=layer,
                 tokens_per_expert=tuple(counts_E.tolist()),
-                tokens_per_rank=tuple(counts_E.view(ep, -1).sum(1).tolist()),
+                tokens_per_rank=tuple(tokens_P),
                 dropped=dropped,
             )
             self.folder.append("loads.jsonl", loads.to_json())

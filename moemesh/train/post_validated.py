@@ -30,6 +30,7 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
+from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.norm import gradient_squares, norm_of
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
@@ -59,9 +60,15 @@ class Step:
     num_tokens: int
     num_scopes: int
     sums: StepSums
+    rank_LP: Tensor | None = None
     seconds: float = 0.0
     result: StepResult | None = None
     undo: _Undo | None = None
+
+    def loads(self) -> list[Tensor]:
+        """What is counted, int64; see :class:`StepResult`."""
+        found = [self.sums.counts_LE, self.sums.dropped_L]
+        return found if self.rank_LP is None else [*found, self.rank_LP]
 
 
 class _Undo:
@@ -120,6 +127,7 @@ class PostValidation:
         )
 
         def begin() -> Objective:
+            self._take_rank_tokens()  # those of a warm-up that was taken back
             step.sums = StepSums(parallel, *counts)
             return step.sums.objective
 
@@ -133,7 +141,7 @@ class PostValidation:
             self.flush()
 
     def flush(self) -> None:
-        """Wait until the last step stands: before anybody reads weights."""
+        """Wait until the last step stands: before anybody reads weights, and at the end."""
         step, start = self._waiting, time.perf_counter()
         if step is not None:
             self._settle(step, step.recorder)
@@ -149,6 +157,7 @@ class PostValidation:
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
+            step.rank_LP = self._take_rank_tokens()
             own = self._report(step)
             all_reduce_(own, parallel.mesh["stage"], caller="step.report", phase="optimizer")
             so_far = self._read(step, self._pipeline.chain.pass_on(own.cpu()))
@@ -187,21 +196,29 @@ class PostValidation:
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 
-    def _report(self, step: Step) -> Tensor:
-        """What this rank adds to the vector of the step: float64 [3 + counts + dropped + squares].
+    def _take_rank_tokens(self) -> Tensor | None:
+        """Only replicas of experts make them differ from what the loads say."""
+        if not self.parallel.has_replicas:
+            return None
+        return take_rank_tokens(self.parallel.model, self.parallel.mesh)
 
-        A wish to stop, the two losses, the loads (exact in float64), and the squares."""
-        parallel, sums = self.parallel, step.sums
+    def _report(self, step: Step) -> Tensor:
+        """What this rank adds to the vector of the step, float64: a wish to stop, the two losses,
+        the loads (exact in float64), and the squares of :func:`gradient_squares`."""
+        parallel = self.parallel
         squares = gradient_squares(parallel.reducer.gradients, parallel.placements, parallel.mesh)
         stop = torch.tensor([float(self._stop_requested())], device=squares.device)
-        parts = [stop, sums.losses, sums.counts_LE, sums.dropped_L, squares]
+        parts = [stop, step.sums.losses, *step.loads(), squares]
         return torch.cat([part.flatten().double() for part in parts])
 
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """What a report says, be it of some ranks or of all."""
-        counts_LE, dropped_L = step.sums.counts_LE, step.sums.dropped_L
-        sizes = [3, counts_LE.numel(), dropped_L.numel()]
-        head, counts, dropped, squares = report.split([*sizes, report.numel() - sum(sizes)])
+        loads = step.loads()
+        sizes = [3, *(part.numel() for part in loads)]
+        head, *parts, squares = report.split([*sizes, report.numel() - sum(sizes)])
+        counts_LE, dropped_L, *rank_LP = (
+            part.long().view(like.shape) for part, like in zip(parts, loads, strict=True)
+        )
         _, loss, aux = head.tolist()
         norm = norm_of(squares)
         return StepResult(
@@ -209,9 +226,10 @@ class PostValidation:
             aux_loss=aux / max(step.num_scopes, 1),
             grad_norm=norm.value,
             num_tokens=step.num_tokens,
-            counts_LE=counts.long().view(counts_LE.shape),
-            dropped_L=dropped.long(),
+            counts_LE=counts_LE,
+            dropped_L=dropped_L,
             skipped=not norm.is_finite,
+            rank_LP=rank_LP[0] if rank_LP else None,
         )
 
 

@@ -11,12 +11,12 @@ from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
 from moemesh.parallel.expert.deepep import available, refusals
 from moemesh.parallel.pipeline.parts import build_schedule
+from moemesh.train.balancing_rules import balancing_problems
 
 #: Values of plan keys that this version carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
     "cp": (1,),
     "data": ("replicate",),
-    "spare_slots": (0,),
 }
 
 
@@ -49,6 +49,7 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
             message=str(error),
             related=("plan.pp", "plan.microbatches", "plan.stages_per_rank"),
         )
+    yield from balancing_problems(config, origins)
     if config.plan.num_slices > 1:
         yield from _slice_problems(config, origins)
     if config.plan.dispatcher == "deepep":

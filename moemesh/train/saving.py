@@ -120,7 +120,7 @@ def _shards(
         yield Shard(name=f"{prefix}.{where.name}", shape=where.shape, offset=offset, tensor=tensor)
         return
     module, _, leaf = where.name.rpartition(".")
-    for place, expert in enumerate(slices[0]):
+    for place, expert in enumerate(where.experts(parallel.mesh)):
         yield Shard(
             name=f"{prefix}.{module}.{expert}.{leaf}",
             shape=where.shape[1:],

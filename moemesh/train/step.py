@@ -21,6 +21,7 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
+from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.norm import clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.trace.timeline import TimelineRecorder
@@ -32,8 +33,9 @@ from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
 class StepResult:
     """Of the whole step, the same on every rank. ``loss``: mean negative log-likelihood in nats;
     ``aux_loss``: mean over scopes, coefficients included; per MoE layer (int64) ``counts_LE``:
-    tokens of each expert, ``dropped_L``: choices for which an expert had no room; ``skipped``: a
-    gradient was not finite, so no rank updated."""
+    tokens of each expert, ``dropped_L``: choices for which an expert had no room, ``rank_LP``:
+    tokens that each rank of ep computed (None: those of its own experts); ``skipped``: a gradient
+    was not finite, so no rank updated."""
 
     loss: float
     aux_loss: float
@@ -42,6 +44,7 @@ class StepResult:
     counts_LE: Tensor
     dropped_L: Tensor
     skipped: bool
+    rank_LP: Tensor | None = None
 
 
 def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
@@ -124,6 +127,7 @@ def gradients_of_step(
 ) -> StepResult:
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``."""
     reducer, mesh = parallel.reducer, parallel.mesh
+    rank_LP = None
     refuse_replayed(parallel, microbatches)
     num_tokens, num_scopes = count_over_step(parallel, microbatches)
     sums = StepSums(parallel, num_tokens, num_scopes)
@@ -131,6 +135,11 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
+        if parallel.has_replicas:
+            rank_LP = take_rank_tokens(parallel.model, mesh)
+            for axis in ("stage", "pp"):
+                all_reduce_(rank_LP, mesh[axis], caller="step.loads", phase="optimizer")
+            rank_LP = rank_LP.cpu()
         norm = gradient_norm(reducer.gradients, parallel.placements, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
@@ -143,6 +152,7 @@ def gradients_of_step(
         counts_LE=sums.counts_LE.cpu(),
         dropped_L=sums.dropped_L.cpu(),
         skipped=not norm.is_finite,
+        rank_LP=rank_LP,
     )
 
 

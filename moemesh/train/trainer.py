@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -22,8 +24,9 @@ from moemesh.train.console import Console
 from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.rehoming import Rehoming
 from moemesh.train.signals import StopRequest
-from moemesh.train.step import evaluate, gradients_of_step, update
+from moemesh.train.step import StepResult, evaluate, gradients_of_step, update
 from moemesh.train.stream import KEPT_STEPS
 
 
@@ -55,7 +58,8 @@ def train(job: Job) -> int:
     checkpoint = saving.newest(
         job.folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
     )
-    done, position = _resume(job, parallel, optimizer, checkpoint)
+    rehoming = Rehoming(parallel, optimizer, config.train.rebalance_every)
+    done, position = _resume(job, parallel, optimizer, rehoming, checkpoint)
     if done >= config.train.steps:
         console.say(f"already trained to step {done} of {config.train.steps}")
         return 0
@@ -79,7 +83,7 @@ def train(job: Job) -> int:
         elif config.plan.optimizer_validation == "after":
             saved = post_validated.train(config, parallel, optimizer, artifacts, hooks, done)
         else:
-            saved = _synchronously(job, parallel, optimizer, artifacts, done, position)
+            saved = _synchronously(job, parallel, optimizer, artifacts, rehoming, done, position)
     artifacts.finish()
     parallel.close()
     if saved < config.train.steps:
@@ -94,19 +98,22 @@ def _synchronously(
     parallel: ParallelModel,
     optimizer: Optimizer,
     artifacts: Artifacts,
+    rehoming: Rehoming,
     done: int,
     position: int,
 ) -> int:
     """Step by step from step `done` on; the last step saved."""
     config, saved = job.config, done
     for step in range(done + 1, config.train.steps + 1):
-        row = _step(job, parallel, optimizer, artifacts, step, position)
+        row, result = _step(job, parallel, optimizer, artifacts, step, position)
+        if num_moved := rehoming.after(step, result.counts_LE):
+            job.console.say(f"step {step}: {num_moved} experts of all layers moved")
         position += config.data.global_batch
         job.console.step(row, config.train.steps)
         stopping = _anyone(job.mesh, job.stop.requested)
         every = config.train.checkpoint_every
         if stopping or step == config.train.steps or (every and step % every == 0):
-            _save(job, parallel, optimizer, step, position)
+            _save(job, parallel, optimizer, step, position, rehoming.state())
             saved = step
         if stopping:
             break
@@ -137,19 +144,29 @@ def _hooks(
 
 
 def _save(
-    job: Job, parallel: ParallelModel, optimizer: Optimizer, step: int, position: int
+    job: Job,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    step: int,
+    position: int,
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    state = {"step": step, "position": position}
+    state = {"step": step, "position": position, **more}
     keep = job.config.train.checkpoints_kept
     saving.save(job.folder, step, parallel, optimizer, state, keep=keep)
 
 
 def _resume(
-    job: Job, parallel: ParallelModel, optimizer: Optimizer, checkpoint: Checkpoint | None
+    job: Job,
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    rehoming: Rehoming,
+    checkpoint: Checkpoint | None,
 ) -> tuple[int, int]:
     """Steps done and samples consumed so far; both 0 for a fresh start."""
     if checkpoint is None:
         return 0, 0
+    rehoming.load_state(checkpoint.state)
     saving.load(checkpoint, parallel, optimizer)
     return checkpoint.step, int(checkpoint.state["position"])
 
@@ -161,7 +178,7 @@ def _step(
     artifacts: Artifacts,
     step: int,
     position: int,
-) -> MetricsRow:
+) -> tuple[MetricsRow, StepResult]:
     """One optimizer step with its metrics; validation when it is due."""
     train, start = job.config.train, time.perf_counter()
     recorder = TimelineRecorder(job.mesh.rank)
@@ -192,7 +209,7 @@ def _step(
         validation_loss=validation,
     )
     artifacts.record(row, result, recorder)
-    return row
+    return row, result
 
 
 def own_batches(job: Job, ids: object, num_parts: int, step: int = 0) -> list[Batch]:

@@ -148,6 +148,7 @@ def stop_on_rank(mesh: Mesh, case: Case, rank: int, asked: int) -> list[bool]:
         batches = microbatches(config, plan, case.shape, step, mesh)
         steps.run(step, batches, TimelineRecorder(mesh.rank))
         found.append(steps.stopping)
+    steps.flush()
     return found
 
 

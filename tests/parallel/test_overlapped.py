@@ -23,21 +23,21 @@ from tests.parity.test_parity import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, train_on_rank
 from tests.ranks import RankFailed, run_on_ranks
 
-#: Two MoE layers and more in every stage: what ends one layer begins the next.
+#: Several MoE layers in a stage: what ends one layer begins the next.
 DEEP: dict[str, dict[str, Any]] = {
-    "moe": MODEL | {"num_layers": 8, "first_dense_layers": 0},
-    "dense_first": MODEL | {"num_layers": 8, "first_dense_layers": 3},
-    "no_shared": MODELS["no_shared"] | {"num_layers": 8},
-    "tied": MODELS["grouped"] | {"num_layers": 8, "shared_combine": "average"},
-    "z_loss": MODELS["sigmoid"] | {"num_layers": 8, "aux_loss_scope": "global"},
+    "moe": MODEL | {"num_layers": 6, "first_dense_layers": 0},
+    "dense_first": MODEL | {"num_layers": 6, "first_dense_layers": 3},
+    "no_shared": MODELS["no_shared"] | {"num_layers": 6},
+    "tied": MODELS["grouped"] | {"num_layers": 6, "shared_combine": "average"},
+    "z_loss": MODELS["sigmoid"] | {"num_layers": 6, "aux_loss_scope": "global"},
 }
-#: 13 sequences: microbatches of unequal size on both data-parallel ranks.
-SHAPE = Shape(global_batch=13)
+#: 11 sequences: microbatches of unequal size on both data-parallel ranks.
+SHAPE = Shape(global_batch=11)
 #: Three sequences for two data-parallel ranks: many microbatches have no token on one or both.
 FEW = Shape(global_batch=3)
 
-DUALPIPE = {"pp": 2, "schedule": "dualpipe", "microbatches": 8}
-DUALPIPE_V = {"pp": 2, "schedule": "dualpipe_v", "microbatches": 6}
+DUALPIPE = {"pp": 2, "schedule": "dualpipe", "microbatches": 6}
+DUALPIPE_V = {"pp": 2, "schedule": "dualpipe_v", "microbatches": 5}
 DATA = {"dp": 2, "ep": 2}
 TENSOR = {"tp": 2, "ep": 2}
 

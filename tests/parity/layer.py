@@ -12,6 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
 from moemesh.model.router import Routing
@@ -85,7 +86,7 @@ def run_layer(mesh: Mesh, plan: Plan, gids: range, name: str) -> dict[str, Any]:
     x_TH, experts_TK, weights_TK = routing_of(name, gids)
     unused = torch.zeros(())
     routing = Routing(weights_TK, experts_TK, unused, unused, unused, unused, unused)
-    y_TH = moe.apply_experts(x_TH, routing, None)  # type: ignore[arg-type]
+    y_TH = moe.apply_experts(x_TH, routing, _context(len(x_TH)))
     upstream = normal_slice(0, "upstream", (TOKENS, HIDDEN), [gids, range(HIDDEN)]).double()
     y_TH.backward(upstream)
     return {
@@ -95,6 +96,14 @@ def run_layer(mesh: Mesh, plan: Plan, gids: range, name: str) -> dict[str, Any]:
         "grad_gate_up": (slices["gate_up"][0], moe.experts.gate_up.grad),
         "grad_down": (slices["down"][0], moe.experts.down.grad),
     }
+
+
+def _context(num_tokens: int) -> Context:
+    """Tokens of one sequence; the experts do not look at them."""
+    tokens_BS = torch.zeros(1, num_tokens, dtype=torch.int64)
+    first_B = torch.zeros(1, dtype=torch.int64)
+    batch = Batch(tokens_BS=tokens_BS, targets_BS=tokens_BS, sequences_B=first_B)
+    return make_context(batch, range(num_tokens), 2, 10000.0)
 
 
 def layer_on_rank(mesh: Mesh, keys: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from moemesh.parallel.expert.low_latency import (
     slots_per_rank,
 )
 from moemesh.parallel.expert.payload import codec_of
+from moemesh.parallel.expert.replicas import set_replicas
 from moemesh.parallel.expert.self_test import self_test
 
 #: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
@@ -39,6 +40,10 @@ def set_experts(
     if not config.num_moe_layers:
         return notes
     name = plan.dispatcher
+    has_replicas = spreads_replicas(plan)
+    if has_replicas and name == "auto":
+        name = "all_to_all"
+        notes.append("dispatcher auto: all_to_all (spare slots)")
     if name == "auto":
         name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
         notes.append(note)
@@ -60,7 +65,15 @@ def set_experts(
         moe.num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
         balanced = tokens_per_rank * config.experts_per_token * plan.etp
         moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
+    if has_replicas:
+        codec = codec_of(plan.payload)
+        set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
     return notes
+
+
+def spreads_replicas(plan: Plan) -> bool:
+    """Whether experts get replicas: there must be another rank to hold them."""
+    return plan.spare_slots > 0 and plan.ep > 1
 
 
 def make_dispatcher(

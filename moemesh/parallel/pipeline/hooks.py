@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -13,7 +13,8 @@ from moemesh.schedule.action import Op, Schedule
 class GradientHooks:
     """Tells a reducer, at the positions that the schedule fixes, which gradients are complete.
 
-    `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages.
+    `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages. The
+    gradient of those `in_parts` comes in several parts: it is complete when the backward is over.
     """
 
     def __init__(
@@ -22,8 +23,9 @@ class GradientHooks:
         rank: int,
         parameters: Mapping[int, Sequence[nn.Parameter]],
         reducer: GradientReducer,
+        in_parts: Collection[nn.Parameter] = (),
     ) -> None:
-        self._reducer = reducer
+        self._reducer, self._in_parts = reducer, set(in_parts)
         last: dict[nn.Parameter, Op] = {}
         for op in schedule.ops(rank):
             if op.kind in ("B", "W"):
@@ -40,9 +42,13 @@ class GradientHooks:
     def starting(self, op: Op) -> None:
         """A full backward hands its gradients over one by one: sums start while it still runs."""
         if op.kind == "B" and op in self._last:
-            self._reducer.arm(self._last[op])
+            self._reducer.arm(p for p in self._last[op] if p not in self._in_parts)
 
     def finished(self, op: Op) -> None:
         """After a weight-gradient half everything of the microbatch has been added."""
-        if op.kind == "W" and op in self._last:
+        if op not in self._last:
+            return
+        if op.kind == "W":
             self._reducer.complete(self._last[op])
+        elif self._in_parts:
+            self._reducer.complete(p for p in self._last[op] if p in self._in_parts)

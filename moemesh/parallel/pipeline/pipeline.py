@@ -14,6 +14,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Part, Transformer
 from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
@@ -53,15 +54,19 @@ class Pipeline:
         self.channels = Channels.create(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
         self._program = ModelProgram
+        in_parts: list[nn.Parameter] = []
         if schedule.num_slices > 1:
             self._program = partial(SlicedProgram, lengths=slice_lengths)
         elif overlap_blocks and any(map(is_overlapped, schedule.orders[self.rank])):
             self._program = SteppedModelProgram
+            # Gradients of replicas come home in another segment than those of their homes' rows.
+            in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
         self._hooks = GradientHooks(
             schedule,
             self.rank,
             {stage: list(self._parameters(part)) for stage, part in parts.items()},
             reducer,
+            in_parts,
         )
 
     def run(

@@ -1,0 +1,118 @@
+"""Experts change their homes: which rank holds which, and moving what a rank holds of one.
+
+Legend: E experts of a layer, P ranks of ep, L = E / P experts of a rank.
+
+Places are numbered over the ranks of ep: rank p holds the places ``p L .. (p + 1) L``. The model's
+router, losses and loads, the norm and checkpoints name experts by logical id; a MoE layer turns ids
+into places right before its dispatcher, so every dispatcher works as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from moemesh.balance import schedule_transfers
+from moemesh.balance.transfers import Rounds
+from moemesh.comm.mesh import Axis
+from moemesh.comm.point_to_point import exchange
+from moemesh.model.transformer import Transformer
+from moemesh.parallel.placement import Placement
+
+#: Layer -> the logical expert in each place; layers whose experts are in order may be left out.
+Homes: TypeAlias = dict[int, tuple[int, ...]]
+
+
+def set_homes(
+    model: Transformer,
+    placements: MutableMapping[str, Placement],
+    homes: Homes,
+    layer: int,
+    places: Sequence[int],
+    device: torch.device,
+) -> None:
+    """From now on place i of `layer` holds expert ``places[i]``: for tokens and for names. All
+    ranks call, whether they hold the layer or not. The weights are the caller's matter."""
+    assert sorted(places) == list(range(len(places))), places
+    homes[layer] = tuple(places)
+    for name in stacks_of_experts(placements, layer):
+        placements[name] = replace(placements[name], places=tuple(places))
+    if (moe := model.moe_layers().get(layer)) is not None:
+        moe.place_E = torch.argsort(torch.tensor(places, device=device))
+
+
+def stacks_of_experts(placements: Mapping[str, Placement], layer: int) -> list[str]:
+    """Names of the parameters that stack the experts of `layer`."""
+    prefix = f"layers.{layer}.feed_forward.experts."
+    return [name for name in placements if name.startswith(prefix)]
+
+
+def rank_tokens(counts_LE: Tensor, layers: Sequence[int], homes: Homes, num_ranks: int) -> Tensor:
+    """Tokens of the experts at home on each rank [layers, P], from those of each expert."""
+    found = [
+        counts_E if layer not in homes else counts_E[list(homes[layer])]
+        for layer, counts_E in zip(layers, counts_LE, strict=True)
+    ]
+    if not found:
+        return counts_LE.new_zeros(0, num_ranks)
+    return torch.stack(found).view(len(found), num_ranks, -1).sum(2)
+
+
+@torch.no_grad()
+def move_experts(
+    tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int], axis: Axis
+) -> None:
+    """Bring every expert from its place `before` to its place `after`, in all `tensors` [L, ...]
+    (weights, masters, moments: whatever belongs to an expert), in place.
+
+    In rounds in which a rank talks to one peer. What arrives is staged until the last round, so
+    that cycles of places do no harm; an expert is one message.
+    """
+    # Widest numbers first: then every part of a message is aligned.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
+    num_local = len(before) // axis.size
+    first = axis.index * num_local
+    rounds = schedule_transfers(list(before), list(after), axis.size)
+    staged = _receive(tensors, rounds, first, axis)
+    old = before[first : first + num_local]
+    for place, expert in enumerate(after[first : first + num_local]):
+        if place not in staged and old[place] != expert:
+            staged[place] = _pack(tensors, old.index(expert))
+    for place, packed in staged.items():
+        _unpack(tensors, place, packed)
+
+
+def _receive(
+    tensors: Sequence[Tensor], rounds: Rounds, first: int, axis: Axis
+) -> dict[int, Tensor]:
+    """Send and receive, round by round; own place -> what came for it."""
+    staged: dict[int, Tensor] = {}
+    for transfers in rounds:
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        for transfer in transfers:
+            if transfer.source_gpu == axis.index:
+                packed = _pack(tensors, transfer.source_slot - first)
+                sends.append((packed, transfer.target_gpu))
+            if transfer.target_gpu == axis.index:
+                place = transfer.target_slot - first
+                staged[place] = torch.empty_like(_pack(tensors, place))
+                receives.append((staged[place], transfer.source_gpu))
+        for work in exchange(sends, receives, axis, phase="optimizer", caller="moe.homes"):
+            work.wait()
+    return staged
+
+
+def _pack(tensors: Sequence[Tensor], place: int) -> Tensor:
+    """All that belongs to one expert, as bytes."""
+    return torch.cat([tensor[place].flatten().view(torch.uint8) for tensor in tensors])
+
+
+def _unpack(tensors: Sequence[Tensor], place: int, packed: Tensor) -> None:
+    sizes = [tensor[place].numel() * tensor.element_size() for tensor in tensors]
+    for tensor, part in zip(tensors, packed.split(sizes), strict=True):
+        tensor[place] = part.view(tensor.dtype).view_as(tensor[place])

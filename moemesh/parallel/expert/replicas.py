@@ -1,0 +1,294 @@
+"""Transient replicas: hot experts are computed on several ranks, by a plan for each microbatch.
+
+Homes never move. After routing, all ranks of the ep*etp group share the exact counts and compute
+the identical plan (:mod:`moemesh.balance`): which experts are copied to which spare slots, and how
+many tokens each copy gets. Tokens then travel through an all-to-all dispatcher whose experts are
+the *places* of all ranks: those that each rank is the home of, then its B spare slots.
+
+Legend: T own tokens, K slots per token, E experts, L experts of a rank, B spare slots, P = ep
+ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W numbers of one expert.
+
+| step | in | out | forward comm | backward comm |
+|---|---|---|---|---|
+| plan | experts T x K | places T x K | all_gather of counts, then as all_to_all | none |
+| fetch | weights L x W | replicas x W | all_to_all over ep | all_to_all of gradients |
+| dispatch, combine | | | as all_to_all | as all_to_all |
+
+A replica is a function of its home's weights and nothing else: its gradient travels the way of the
+weights back and is added to the home's, once, inside of the same backward. So the optimizer, the
+norm, the sum over expert replicas (edp) and checkpoints know homes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
+from moemesh.comm import collectives
+from moemesh.comm.mesh import Mesh
+from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.config.plan import SparePolicy
+from moemesh.model.dispatcher import Replicas, Rows
+from moemesh.model.experts import Experts
+from moemesh.model.moe import MoE
+from moemesh.model.transformer import Transformer
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import RowMap, group_by_expert, slice_map
+from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
+
+Ints = NDArray[np.int64]
+
+#: Numbers that one replica sends (weights there, gradients back) over numbers that one row sends
+#: (there and back, forward and backward), times H / F: what a shadow costs, in rows.
+SHADOW_ROWS = 3 * 2 / 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlan:
+    """Replicas of one layer and microbatch, and the tokens of each: enough to do it again.
+
+    `quotas` on all ranks; `inner` the exchange of rows between places; `home` and `spare` the rows
+    of own experts and of replicas here; `sent` own experts to send, `sent_splits` and
+    `received_splits` experts to and from each rank of ep.
+    """
+
+    quotas: QuotaPlan
+    inner: AllToAllPlan
+    home: RowMap
+    spare: RowMap
+    sent: list[int]
+    sent_splits: list[int]
+    received_splits: list[int]
+
+
+class ReplicaDispatcher:
+    """The all-to-all dispatcher of one layer, with `spare_slots` replicas on every rank of ep."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        experts: Experts,
+        num_experts: int,
+        spare_slots: int,
+        *,
+        policy: SparePolicy = "quota",
+        codec: Codec | None = None,
+    ) -> None:
+        self.ep, self.etp, self.group = mesh["ep"], mesh["etp"], mesh["ep_etp"]
+        self.ranks_per_node = mesh["ep_node"].size
+        self.experts, self.policy = experts, policy
+        self.num_experts, self.spare_slots = num_experts, spare_slots
+        self.num_local = num_experts // self.ep.size
+        self.num_places = self.num_local + spare_slots
+        places = self.ep.size * self.num_places
+        self.inner = AllToAllDispatcher(self.ep, self.etp, places, codec=codec)
+        self._home = np.arange(num_experts, dtype=np.int64) // self.num_local
+        #: Tokens that each rank of ep computed (int64 [P]) since somebody took them.
+        self.rank_tokens = np.zeros(self.ep.size, np.int64)
+
+    def plan(self, experts_TK: Tensor) -> ReplicaPlan:
+        own = group_by_expert(experts_TK, self.num_experts)
+        counts_OE = collectives.all_gather(own[2][None], self.group, caller="moe.counts")
+        table = counts_OE.cpu().numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
+        quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
+        if torch.is_grad_enabled():
+            self.rank_tokens += quotas.rank_tokens
+        place_S = own_places(
+            quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
+        )
+        place_S = _rank_major(quotas, self.num_local)[place_S]
+        places_TK = torch.full_like(experts_TK, -1)
+        places_TK.view(-1)[own[1]] = torch.from_numpy(place_S).to(experts_TK.device)
+        inner = self.inner.plan(places_TK)
+        num_home = int(inner.counts_L[: self.num_local].sum())
+        by_expert = inner.by_expert
+        sent, sent_splits, received_splits = self._fetches(quotas)
+        return ReplicaPlan(
+            quotas=quotas,
+            inner=inner,
+            home=slice_map(by_expert, 0, num_home),
+            spare=slice_map(by_expert, num_home, by_expert.num_rows),
+            sent=sent,
+            sent_splits=sent_splits,
+            received_splits=received_splits,
+        )
+
+    def _quotas(self, counts_PE: Ints) -> QuotaPlan:
+        if self.policy == "quota":
+            return plan_quotas(counts_PE, self._home, self.spare_slots)
+        quotas = shadow_experts(
+            counts_PE,
+            self._home,
+            shadow_rows=SHADOW_ROWS * self.experts.down.shape[2] * self.etp.size,
+            max_shadows=self.spare_slots,
+        )
+        unused = ((0, 0), (0, self.spare_slots - quotas.spare_expert.shape[1]))
+        return replace(
+            quotas,
+            spare_expert=np.pad(quotas.spare_expert, unused, constant_values=-1),
+            spare_quota=np.pad(quotas.spare_quota, unused),
+        )
+
+    def _fetches(self, quotas: QuotaPlan) -> tuple[list[int], list[int], list[int]]:
+        """Own experts that go to each rank, in the order of their slots there, and how many come
+        from each. Slots are ordered by home, so what arrives is in the order of own slots."""
+        first, here = self.ep.index * self.num_local, self.ep.index
+        wanted = [[e for e in row if e >= 0] for row in quotas.spare_expert.tolist()]
+        sent = [
+            [e - first for e in row if first <= e < first + self.num_local]  # by receiver
+            for row in wanted
+        ]
+        homes = self._home[wanted[here]] if wanted[here] else np.zeros(0, np.int64)
+        received = np.bincount(homes, minlength=self.ep.size).tolist()
+        return [e for row in sent for e in row], [len(row) for row in sent], received
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ReplicaPlan) -> Pending[Rows]:
+        # Started before the rows, waited for behind the rows of own experts.
+        fetched = self._fetch(plan) if plan.quotas.num_replicas else None
+        arriving = self.inner.dispatch(x_TH, weights_TK, plan.inner)
+
+        def with_replicas(rows: Rows) -> Rows:
+            if fetched is None:
+                return rows._replace(counts_L=rows.counts_L[: self.num_local])
+            stop = self.num_local + sum(plan.received_splits)
+            found = Replicas(plan.home, plan.spare, rows.counts_L[self.num_local : stop], fetched)
+            return rows._replace(counts_L=rows.counts_L[: self.num_local], replicas=found)
+
+        return arriving.then(with_replicas)
+
+    def _fetch(self, plan: ReplicaPlan) -> Pending[tuple[Tensor, Tensor]]:
+        """Start to fetch the weights of the replicas here; backward: their gradients go home."""
+        gate_up, down = self.experts.gate_up, self.experts.down
+        started = all_to_all_start(
+            _Pack.apply(gate_up, down, plan.sent),
+            self.ep,
+            plan.sent_splits,
+            plan.received_splits,
+            caller="moe.replicas",
+        )
+
+        def unpack(flat_SW: Tensor) -> tuple[Tensor, Tensor]:
+            parts = flat_SW.split([gate_up[0].numel(), down[0].numel()], dim=1)
+            return parts[0].view(-1, *gate_up.shape[1:]), parts[1].view(-1, *down.shape[1:])
+
+        return started.then(unpack)
+
+    def combine(self, y_RH: Tensor, plan: ReplicaPlan) -> Pending[Tensor]:
+        return self.inner.combine(y_RH, plan.inner)
+
+
+def in_fetched_order(quotas: QuotaPlan) -> QuotaPlan:
+    """The same plan with each rank's spare slots ordered by (home, expert), unused ones last."""
+    expert, quota = quotas.spare_expert, quotas.spare_quota
+    home = np.where(expert < 0, len(quotas.home), quotas.home[expert])
+    order = np.lexsort((expert, home), axis=1)
+    return replace(
+        quotas,
+        spare_expert=np.take_along_axis(expert, order, axis=1),
+        spare_quota=np.take_along_axis(quota, order, axis=1),
+    )
+
+
+def own_places(
+    quotas: QuotaPlan, counts: Ints, rank: int, lane: int, *, ranks_per_node: int = 1
+) -> Ints:
+    """The place (numbered as in `QuotaPlan.place_rank`) of each of the tokens of one owner, by
+    expert and then in their own order: int64, as many as ``counts[rank, lane]`` adds up to.
+
+    `counts` [P, etp, E]. A rank's tokens of an expert are cut into runs, one a place; its lanes
+    share them in order.
+    """
+    sent = assign_tokens(quotas, counts.sum(axis=1), ranks_per_node=ranks_per_node)[rank]
+    expert = quotas.place_expert
+    order = np.argsort(expert, kind="stable")
+    order = order[expert[order] >= 0]
+    stops = np.cumsum(sent[order])  # over all experts, one after the other
+    ranks_counts = counts[rank].sum(axis=0)
+    begin = np.cumsum(ranks_counts) - ranks_counts + counts[rank, :lane].sum(axis=0)
+    end = begin + counts[rank, lane]
+    own = expert[order]
+    runs = np.clip(stops, begin[own], end[own]) - np.clip(stops - sent[order], begin[own], end[own])
+    return np.repeat(order, runs)
+
+
+def _rank_major(quotas: QuotaPlan, num_local: int) -> Ints:
+    """`QuotaPlan`'s number of a place -> its number when each rank's places follow one another."""
+    num_ranks, spares = quotas.spare_expert.shape
+    width = num_local + spares
+    expert = np.arange(len(quotas.home), dtype=np.int64)
+    spare = np.arange(num_ranks * spares, dtype=np.int64)
+    homes = expert // num_local * width + expert % num_local
+    if not spares:
+        return homes
+    return np.concatenate([homes, spare // spares * width + num_local + spare % spares])
+
+
+class _Pack(torch.autograd.Function):
+    """Chosen experts as rows [chosen, W]; backward: all gradients of an expert are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor, chosen: list[int]) -> Tensor:
+        ctx.chosen, ctx.shapes = chosen, (gate_up.shape, down.shape)
+        width = gate_up[0].numel()
+        packed = gate_up.new_empty(len(chosen), width + down[0].numel())
+        for row, expert in zip(packed, chosen, strict=True):
+            row[:width] = gate_up[expert].flatten()
+            row[width:] = down[expert].flatten()
+        return packed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_CW: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if not ctx.chosen:
+            return None, None, None
+        wide = torch.promote_types(grad_CW.dtype, torch.float32)
+        gate_up, down = (grad_CW.new_zeros(shape, dtype=wide) for shape in ctx.shapes)
+        width = gate_up[0].numel()
+        for row, expert in zip(grad_CW, ctx.chosen, strict=True):
+            gate_up[expert] += row[:width].view_as(gate_up[expert])
+            down[expert] += row[width:].view_as(down[expert])
+        return gate_up, down, None
+
+
+def set_replicas(
+    model: Transformer,
+    mesh: Mesh,
+    spare_slots: int,
+    *,
+    policy: SparePolicy,
+    codec: Codec | None,
+) -> None:
+    """Give every MoE layer a dispatcher with `spare_slots` replicas on each rank."""
+    experts = model.config.num_experts
+    # Load or compile the planner now, on all ranks: a step must not wait for it.
+    plan_quotas(np.ones((1, 1), np.int64), np.zeros(1, np.int64), 1)
+    for moe in model.moe_layers().values():
+        moe.dispatcher = ReplicaDispatcher(
+            mesh, moe.experts, experts, spare_slots, policy=policy, codec=codec
+        )
+
+
+def replicated(model: Transformer) -> list[MoE]:
+    """The MoE layers held here whose experts may have replicas."""
+    return [m for m in model.moe_layers().values() if isinstance(m.dispatcher, ReplicaDispatcher)]
+
+
+def take_rank_tokens(model: Transformer, mesh: Mesh) -> Tensor:
+    """Tokens that each rank of ep has computed in every MoE layer of the whole model since the last
+    call, int64 [layers, P]: this rank's addend to the sum over `stage` and `pp`."""
+    layers = model.config.moe_layers
+    found = torch.zeros(len(layers), mesh["ep"].size, dtype=torch.int64)
+    for layer, moe in model.moe_layers().items():
+        if isinstance(moe.dispatcher, ReplicaDispatcher):
+            # The ranks of one ep*etp group have all counted the same tokens.
+            if mesh["ep_etp"].index == 0:
+                found[layers.index(layer)] = torch.from_numpy(moe.dispatcher.rank_tokens)
+            moe.dispatcher.rank_tokens = np.zeros_like(moe.dispatcher.rank_tokens)
+    return found.to(mesh.device)

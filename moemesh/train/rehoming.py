@@ -1,0 +1,107 @@
+"""Every few steps experts move to other ranks, so that their loads of late are even again.
+
+The loads are an exponential moving average of the exact counts, which all ranks know; rank 0's plan
+(:func:`moemesh.balance.rebalance_incremental`) counts everywhere. Layers move one after the other,
+at a step boundary, with everything that belongs to an expert: weights, masters and moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from moemesh.balance import rebalance_incremental
+from moemesh.comm.collectives import gather_json
+from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
+from moemesh.parallel.parallelize import ParallelModel
+from moemesh.train.optimizer import Optimizer
+
+#: Experts stay while the hottest rank is within this much of the best that can be had.
+TOLERANCE = 0.05
+
+
+class Rehoming:
+    """Watches loads, and moves experts after every `every`-th step (0: never)."""
+
+    def __init__(self, parallel: ParallelModel, optimizer: Optimizer, every: int) -> None:
+        self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
+        config = parallel.model.config
+        self._layers, self._num_experts = list(config.moe_layers), config.num_experts
+        moves = self._mesh["ep"].size > 1 and bool(self._layers)
+        self._every = every if moves else 0
+        self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None
+
+    def after(self, step: int, counts_LE: Tensor) -> int:
+        """Look at the tokens of each expert in `step`; returns how many experts have moved since.
+
+        All ranks call, after the update of `step`.
+        """
+        if not self._every:
+            return 0
+        counts = counts_LE.cpu().numpy().astype(np.float64)
+        if self._average_LE is None:
+            self._average_LE = counts
+        else:
+            self._average_LE += (counts - self._average_LE) / self._every
+        return 0 if step % self._every else self._rebalance()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the weights, for :meth:`load_state`; JSON."""
+        if not self._every:
+            return {}
+        loads = None if self._average_LE is None else self._average_LE.tolist()
+        homes = {str(layer): places for layer, places in self._parallel.homes.items()}
+        return {"expert_homes": homes, "expert_loads": loads}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Before the weights are read: put experts where they were, under whatever layout."""
+        if not self._every:
+            return
+        for layer, places in state.get("expert_homes", {}).items():
+            self._set(int(layer), places)
+        if state.get("expert_loads") is not None:
+            self._average_LE = np.array(state["expert_loads"])
+
+    def _rebalance(self) -> int:
+        assert self._average_LE is not None
+        ordered = tuple(range(self._num_experts))
+        before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
+        plan = rebalance_incremental(
+            self._average_LE, np.array(before), TOLERANCE, num_gpus=self._mesh["ep"].size
+        )
+        # Floats may round differently on another kind of machine.
+        after = gather_json(plan.physical_to_logical.tolist(), self._mesh.control)[0]
+        num_moved = 0
+        for layer, old, new in zip(self._layers, before, after, strict=True):
+            if old != new:
+                self._move(layer, old, new)
+                num_moved += sum(a != b for a, b in zip(old, new, strict=True))
+        return num_moved
+
+    def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
+        if layer in self._parallel.model.moe_layers():
+            parameters = dict(self._parallel.model.named_parameters())
+            moments = self._optimizer.state()
+            tensors: list[Tensor] = []
+            for name in stacks_of_experts(self._parallel.placements, layer):
+                master = self._optimizer.masters[name]
+                tensors.append(master)
+                if parameters[name] is not master:
+                    tensors.append(parameters[name])
+                tensors += [found[name] for found in moments.values() if name in found]
+            move_experts(tensors, old, new, self._mesh["ep"])
+        self._set(layer, new)
+
+    def _set(self, layer: int, places: Sequence[int]) -> None:
+        parallel = self._parallel
+        set_homes(
+            parallel.model,
+            parallel.placements,
+            parallel.homes,
+            layer,
+            places,
+            self._mesh.device,
+        )

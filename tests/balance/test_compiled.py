@@ -1,0 +1,119 @@
+"""Compiled and plain loops give equal results; without numba, or a cache, all still works."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moemesh.balance import (
+    assign_tokens,
+    lower_bound,
+    plan_quotas,
+    rebalance_experts,
+    rebalance_incremental,
+    rebalance_published,
+    split_loads,
+)
+from moemesh.balance import compiled as loops
+from tests.balance.cases import shapes
+
+
+def everything(name: str, place: tuple[int, int, int, int]) -> list[Any]:
+    """A result of every solver, for one shape of loads."""
+    _, groups, nodes, gpus = place
+    loads = shapes(1, 32, seed=2)[name]
+    later = shapes(1, 32, seed=3)[name]
+    slots = rebalance_experts(loads, *place)[0]
+    again = rebalance_incremental(later, slots, num_gpus=gpus, num_groups=groups, num_nodes=nodes)
+    split = split_loads(later, slots, num_gpus=gpus)
+    counts = np.outer(np.arange(1, 9), loads[0]).astype(np.int64)
+    plan = plan_quotas(counts, np.arange(32) // 4, 2)
+    return [
+        slots,
+        rebalance_experts(loads, *place, effort="fast")[1],
+        rebalance_published(loads, *place)[0],
+        lower_bound(loads, *place),
+        again.physical_to_logical,
+        split.shares,
+        plan.spare_expert,
+        plan.spare_quota,
+        assign_tokens(plan, counts, ranks_per_node=4),
+    ]
+
+
+@pytest.mark.parametrize("place", [(48, 4, 2, 24), (48, 1, 1, 16), (40, 4, 2, 8)], ids=str)
+@pytest.mark.parametrize("name", ["uniform", "zipf-1.0", "bursty"])
+def test_compiled_equals_plain(name: str, place: tuple[int, int, int, int]) -> None:
+    pytest.importorskip("numba")
+    assert loops.is_compiled()
+    fast = everything(name, place)
+    with loops.plain_loops():
+        assert not loops.is_compiled()
+        plain = everything(name, place)
+    for one, two in zip(fast, plain, strict=True):
+        assert np.array_equal(one, two), "not one bit may differ"
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is compiled yet."""
+    monkeypatch.setattr(loops, "_compiled", {})
+    return monkeypatch
+
+
+def test_without_numba(fresh: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def refuse(name: str) -> Any:
+        if name == "numba":
+            raise ImportError(name)
+        return real(name)
+
+    fresh.setattr(importlib, "import_module", refuse)
+    assert not loops.is_compiled()
+    assert rebalance_experts([[3.0, 1.0]], 4, 1, 1, 2)[2] == [[2, 2]]
+
+
+def test_numba_that_does_not_work(fresh: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+
+    def broken(numba: Any, cache: Path | None) -> Any:
+        raise RuntimeError("no compiler")
+
+    fresh.setattr(loops, "_jit", broken)
+    with pytest.warns(UserWarning, match="numba cannot compile here .*no compiler"):
+        assert not loops.is_compiled()
+
+
+def test_a_cache_that_cannot_be_written(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next folder is taken, and in the end none."""
+    pytest.importorskip("numba")
+    file = tmp_path / "a-file"
+    file.write_text("")
+    fresh.setattr(loops, "_cache_folders", lambda numba: iter([file / "folder"]))
+    assert loops.is_compiled()
+
+
+def test_the_cache_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba looks at the file of a function only, not at those it calls: the folder must change."""
+    numba = pytest.importorskip("numba")
+    before = list(loops._cache_folders(numba))
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#")
+    after = list(loops._cache_folders(numba))
+    assert before and not set(before) & set(after)
+
+
+def test_neither_torch_nor_numba_is_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, moemesh.balance.command\n"
+        "print([name for name in ('torch', 'numba') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

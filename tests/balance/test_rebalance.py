@@ -1,0 +1,239 @@
+"""Static placement: drop-in maps, never worse than published, optimal where that can be checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moemesh.balance import (
+    BalanceError,
+    balance_of,
+    gpu_loads,
+    lower_bound,
+    rebalance_experts,
+    rebalance_published,
+)
+from tests.balance.cases import (
+    Floats,
+    check_groups,
+    check_maps,
+    hottest,
+    least_possible,
+    num_twins,
+    shapes,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
+EXAMPLE = GOLDEN["expert_balance"]
+SIZES = tuple(EXAMPLE[f"num_{name}"] for name in ("replicas", "groups", "nodes", "gpus"))
+SAME = 1 + 1e-12
+#: Replicas, groups, nodes, GPUs for 64 experts: 2 to 9 slots per GPU, both policies.
+PLACES = (
+    (96, 1, 1, 48),
+    (96, 8, 4, 32),
+    (80, 4, 2, 20),
+    (80, 4, 2, 16),
+    (72, 8, 4, 8),
+    (72, 1, 1, 8),
+)
+
+
+def test_the_example_of_the_seed() -> None:
+    """The published algorithm gives 156 / 179.5; the optimum is 151 / 179.5."""
+    loads = np.array(EXAMPLE["loads"], float)
+    maps = rebalance_experts(loads, *SIZES)
+    check_maps(maps, 12, 16)
+    check_groups(maps[0], 12, 4, 2)
+    assert hottest(loads, maps[0], 8).tolist() == [151.0, 179.5]
+    assert num_twins(maps[0], 8) == 0
+    published = rebalance_published(loads, *SIZES)
+    assert published[0].tolist() == EXAMPLE["reference_physical_to_logical"]
+    assert hottest(loads, published[0], 8).tolist() == [156.0, 179.5]
+
+
+def test_results_are_of_the_kind_that_came_in() -> None:
+    torch = pytest.importorskip("torch")
+    loads = EXAMPLE["loads"]
+    lists = rebalance_experts(loads, *SIZES)
+    arrays = rebalance_experts(np.array(loads), *SIZES)
+    for kind in (torch.tensor(loads), torch.tensor(loads, dtype=torch.bfloat16)):
+        tensors = rebalance_experts(kind, *SIZES)
+        assert all(tensor.dtype == torch.int64 for tensor in tensors)
+        assert [tensor.tolist() for tensor in tensors] == list(lists)
+        assert lower_bound(kind, *SIZES).dtype == torch.float64
+    assert all(array.dtype == np.int64 for array in arrays)
+    assert [array.tolist() for array in arrays] == list(lists)
+    assert isinstance(lower_bound(loads, *SIZES), list)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
+    """On every shape, for both efforts; bounds hold, groups stay together."""
+    replicas, groups, nodes, gpus = place
+    for name, loads in shapes(2, 64, seed=3).items():
+        published = hottest(loads, rebalance_published(loads, *place)[0], gpus)
+        bound = lower_bound(loads, *place)
+        for effort in ("fast", "quality"):
+            maps = rebalance_experts(loads, *place, effort=effort)
+            check_maps(maps, 64, replicas)
+            check_groups(maps[0], 64, groups, nodes)
+            top = hottest(loads, maps[0], gpus)
+            assert (top <= published * SAME).all(), (name, effort)
+            assert (top >= bound * (1 - 1e-9)).all(), (name, effort)
+            assert num_twins(maps[0], gpus) == 0, (name, effort)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Floats, int, int, int, int]:
+    """Loads of one or two layers and sizes: 1 to 4 slots per GPU, groups or none."""
+    nodes = draw(st.integers(1, 3))
+    node_gpus = draw(st.integers(1, 4))
+    per_gpu = draw(st.integers(1, 4))
+    groups = nodes * draw(st.integers(1, 2))
+    size = draw(st.integers(1, max(nodes * node_gpus * per_gpu // groups, 1)))
+    gpus = nodes * node_gpus
+    experts = groups * size
+    if experts > gpus * per_gpu:
+        groups, experts = 1, gpus * per_gpu
+    load = st.integers(0, 60) | st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1e-300, 1e300])
+    row = st.lists(load, min_size=experts, max_size=experts)
+    loads = draw(st.lists(row, min_size=1, max_size=2))
+    return np.array(loads, float), gpus * per_gpu, groups, nodes, gpus
+
+
+@given(problems(), st.sampled_from(["fast", "quality"]))
+@settings(max_examples=150)
+def test_invariants(problem: tuple[Floats, int, int, int, int], effort: str) -> None:
+    """Random sizes: one GPU, one slot per GPU, no redundancy, all-zero loads among them."""
+    loads, replicas, groups, nodes, gpus = problem
+    maps = rebalance_experts(loads, replicas, groups, nodes, gpus, effort=effort)
+    check_maps(maps, loads.shape[1], replicas)
+    if groups % nodes == 0 and nodes > 1:
+        check_groups(maps[0], loads.shape[1], groups, nodes)
+    scale = loads.max(axis=1, initial=1e-300)[:, None]
+    top = hottest(loads / scale, maps[0], gpus)
+    published = rebalance_published(loads, replicas, groups, nodes, gpus)[0]
+    assert (top <= hottest(loads / scale, published, gpus) * (1 + 1e-9)).all()
+    bound = np.asarray(lower_bound(loads, replicas, groups, nodes, gpus)) / scale[:, 0]
+    assert (top >= bound * (1 - 1e-6)).all()
+    again = rebalance_experts(loads, replicas, groups, nodes, gpus, effort=effort)
+    assert all(np.array_equal(one, two) for one, two in zip(maps, again, strict=True))
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_small_problems_are_solved_exactly(data: st.DataObject) -> None:
+    """Against all counts and all packings; twins only if no placement without is as good."""
+    gpus = data.draw(st.integers(1, 4))
+    per_gpu = data.draw(st.integers(1, 3 if gpus < 4 else 2))
+    experts = data.draw(st.integers(1, gpus * per_gpu))
+    loads = np.array([data.draw(st.lists(st.integers(1, 99), min_size=experts, max_size=experts))])
+    slots = rebalance_experts(loads, gpus * per_gpu, 1, 1, gpus)[0]
+    best, without_twins = least_possible(loads[0], gpus * per_gpu, gpus)
+    top = hottest(loads, slots, gpus)[0]
+    if num_twins(slots, gpus) == 0 or not without_twins:
+        assert top == pytest.approx(best, rel=1e-9)
+    else:
+        published = rebalance_published(loads, gpus * per_gpu, 1, 1, gpus)[0]
+        assert top == pytest.approx(hottest(loads, published, gpus)[0]) and top < best
+    if without_twins:
+        bound = lower_bound(loads, gpus * per_gpu, 1, 1, gpus)[0]
+        assert bound <= min(top, best) * (1 + 1e-9)
+
+
+def test_without_redundancy_it_is_a_permutation() -> None:
+    loads = shapes(3, 64)["zipf-0.8"]
+    maps = rebalance_experts(loads, 64, 1, 1, 8)
+    assert (np.sort(maps[0], axis=1) == np.arange(64)).all() and maps[2].max() == 1
+    before = loads.reshape(3, 8, 8).sum(axis=2)
+    assert (balance_of(gpu_loads(loads, maps[0], 8)) < balance_of(before)).all()
+
+
+def test_more_slots_per_gpu_than_experts() -> None:
+    """Twins are unavoidable: every GPU holds everything, and all carry the mean."""
+    maps = rebalance_experts(np.array([[5.0, 1.0, 2.0]]), 20, 1, 1, 4)
+    check_maps(maps, 3, 20)
+    assert hottest(np.array([[5.0, 1.0, 2.0]]), maps[0], 4)[0] == pytest.approx(2.0)
+    assert num_twins(maps[0], 4) == 4 * 2
+
+
+def test_loads_of_any_size() -> None:
+    """Powers of two change nothing: neither overflow nor underflow of squares."""
+    loads = shapes(1, 64, seed=5)["lognormal-1.0"]
+    maps = rebalance_experts(loads, 96, 1, 1, 32)
+    for factor in (2.0**900, 2.0**-900):
+        scaled = rebalance_experts(loads * factor, 96, 1, 1, 32)
+        assert np.array_equal(maps[0], scaled[0])
+
+
+def test_policies() -> None:
+    loads = shapes(1, 64)["bursty"]
+    auto = rebalance_experts(loads, 96, 8, 4, 16)[0]
+    assert np.array_equal(auto, rebalance_experts(loads, 96, 8, 4, 16, policy="hierarchical")[0])
+    everywhere = rebalance_experts(loads, 96, 8, 4, 16, policy="global")[0]
+    assert np.array_equal(everywhere, rebalance_experts(loads, 96, 1, 1, 16)[0])
+    # 3 nodes do not divide 8 groups: the global policy, whatever 16 GPUs say to 3 nodes.
+    assert np.array_equal(everywhere, rebalance_experts(loads, 96, 8, 3, 16)[0])
+
+
+def test_a_time_budget_is_used_well() -> None:
+    """Seconds as effort: at least as good as fast, and no slower than asked for."""
+    loads = shapes(2, 64, seed=1)["lognormal-1.5"]
+    fast = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort="fast")[0], 32)
+    spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0.3)[0], 32)
+    at_once = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0)[0], 32)
+    assert (spent <= fast * SAME).all() and spent.sum() < fast.sum()
+    assert (at_once <= fast * SAME).all()
+
+
+GOOD = [[1.0, 2.0, 3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("loads", "sizes", "message"),
+    [
+        (GOOD, (5, 1, 1, 2), r"num_gpus \(2\) must divide num_replicas \(5\): take 4 or 6"),
+        (GOOD, (7, 1, 1, 3), r"num_replicas \(7\): take 6 or 9"),
+        (GOOD, (2, 1, 1, 2), r"num_replicas \(2\) must hold every one of 4 experts: at least 4"),
+        (GOOD, (3, 1, 1, 3), r"at least 6 on 3 GPUs"),
+        (GOOD, (8, 8, 1, 2), r"num_groups \(8\) must not exceed the 4 experts"),
+        (GOOD, (8, 3, 1, 2), r"num_groups \(3\) must divide the 4 experts: take 2"),
+        (GOOD, (6, 2, 2, 3), r"num_nodes \(2\) must divide num_gpus \(3\): take 1 nodes"),
+        (GOOD, (8, 0, 1, 2), r"num_groups must be a whole number of at least 1, and is 0"),
+        (GOOD, (8, 1, 1, -2), r"num_gpus must be .* at least 1, and is -2"),
+        (GOOD, (8.5, 1, 1, 2), r"num_replicas must be a whole number .* 8.5"),
+        ([[1.0, -2.0]], (2, 1, 1, 1), r"layer 0, expert 1 is -2"),
+        (
+            [[1.0, 2.0], [float("nan"), -1.0]],
+            (2, 1, 1, 1),
+            r"layer 1, expert 0 is nan \(and 1 more",
+        ),
+        ([[float("inf")]], (2, 1, 1, 1), r"layer 0, expert 0 is inf"),
+        ([1.0, 2.0], (2, 1, 1, 1), r"layers x experts, and has 1 dims; .* \[loads\]"),
+        ([[[1.0]]], (1, 1, 1, 1), r"has 3 dims"),
+        ([], (1, 1, 1, 1), r"has 1 dims"),
+        ([[]], (1, 1, 1, 1), r"empty: 1 layers x 0 experts"),
+        ([[1.0, 2.0], [1.0]], (2, 1, 1, 1), r"rows have different lengths"),
+        ([["a"]], (1, 1, 1, 1), r"must be numbers"),
+    ],
+)
+def test_mistakes(loads: list, sizes: tuple, message: str) -> None:
+    for function in (rebalance_experts, lower_bound, rebalance_published):
+        with pytest.raises(BalanceError, match=message):
+            function(loads, *sizes)
+    assert issubclass(BalanceError, ValueError)
+
+
+def test_mistakes_in_choices() -> None:
+    with pytest.raises(BalanceError, match=r"take 1 nodes, or the global policy"):
+        rebalance_experts(GOOD, 4, 1, 2, 2, policy="hierarchical")
+    with pytest.raises(BalanceError, match="no policy 'flat'"):
+        rebalance_experts(GOOD, 4, 1, 1, 2, policy="flat")  # type: ignore[arg-type]
+    for effort in ("slow", -1.0, True, float("nan")):
+        with pytest.raises(BalanceError, match="no effort"):
+            rebalance_experts(GOOD, 4, 1, 1, 2, effort=effort)  # type: ignore[arg-type]

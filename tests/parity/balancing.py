@@ -1,0 +1,247 @@
+"""Train with skewed routing on one rank of any plan, with replicas and with moved experts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from moemesh.balance.compiled import plain_loops
+from moemesh.bench.workloads import workload
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.model.moe import MoE
+from moemesh.parallel import norm
+from moemesh.parallel.expert import replicas
+from moemesh.parallel.expert.homes import rank_tokens as home_tokens
+from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train import rehoming
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.rehoming import Rehoming
+from moemesh.train.step import gradients_of_step, update
+from tests.parity.training import Shape, microbatches
+from tests.ranks import mesh_on_ranks
+
+
+class Case(NamedTuple):
+    """What to train: keys of model, plan and train, the data, and the workload that routes it.
+
+    `mistake`: ``module:function`` that breaks one thing on each rank (it returns a context).
+    """
+
+    model: dict[str, Any]
+    plan: dict[str, Any]
+    train: dict[str, Any]
+    shape: Shape = Shape(global_batch=8, seq_len=12)
+    workload: str = "W2"
+    mistake: str = ""
+
+
+class Trained(NamedTuple):
+    """Of every step: loss and norm; at the end: logical weights (experts by id); of each rank:
+    tokens of the experts' ranks per step and layer, and the ledger; experts moved."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    counts: list[Tensor]
+    rank_tokens: list[Tensor]
+    ledgers: list[Any]
+    num_moved: int
+
+
+def routed(config: ModelConfig, batch: Batch, name: str, step: int) -> Batch:
+    """`batch` with the experts that the workload chooses for its tokens in every layer."""
+    length = batch.tokens_BS.shape[1]
+    gids = (batch.sequences_B[:, None] * length + torch.arange(length)).flatten()
+    experts = {
+        layer: workload(
+            name,
+            seed=1 + layer,
+            step=step,
+            gids=gids,
+            num_experts=config.num_experts,
+            experts_per_token=config.experts_per_token,
+            num_groups=4,
+        )
+        for layer in config.moe_layers
+    }
+    return replace(batch, experts=experts)
+
+
+def train_on_rank(mesh: Mesh, case: Case) -> dict[str, Any]:
+    """The steps of `case`; returns what this rank owns, by logical name."""
+    breaking = nullcontext()
+    if case.mistake:
+        module, _, function = case.mistake.partition(":")
+        breaking = getattr(importlib.import_module(module), function)()
+    with plain_loops(), breaking:
+        return _train(mesh, case)
+
+
+def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
+    config, plan, train = ModelConfig(**case.model), Plan(**case.plan), TrainConfig(**case.train)
+    tokens = plan.tokens_per_rank(case.shape.seq_len, case.shape.global_batch)
+    parallel = parallelize(
+        config,
+        plan,
+        mesh,
+        seed=train.seed,
+        dtype=getattr(torch, train.dtype),
+        tokens_per_rank=tokens,
+    )
+    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    mover = Rehoming(parallel, optimizer, train.rebalance_every)
+    steps, rank_tokens, counts, num_moved = [], [], [], 0
+    for step in range(1, train.steps + 1):
+        batches = [
+            routed(config, batch, case.workload, step) if case.workload else batch
+            for batch in microbatches(config, plan, case.shape, step, mesh)
+        ]
+        result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
+        update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
+        steps.append((result.loss, result.grad_norm))
+        rank_LP = result.rank_LP
+        if rank_LP is None:
+            layers, homes = config.moe_layers, parallel.homes
+            rank_LP = home_tokens(result.counts_LE, layers, homes, plan.ep)
+        rank_tokens.append(rank_LP)
+        counts.append(result.counts_LE)
+        num_moved += mover.after(step, result.counts_LE)
+    return {
+        "steps": steps,
+        "weights": owned(parallel),
+        "rank_tokens": rank_tokens,
+        "counts": counts,
+        "ledger": mesh.ledger,
+        "num_moved": num_moved,
+    }
+
+
+def owned(parallel: ParallelModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
+    """(name, logical shape, slices, tensor) of what this rank owns; each expert by itself."""
+    found = []
+    parameters = dict(parallel.model.named_parameters())
+    for name, where in parallel.placements.items():
+        if not where.is_owner(parallel.mesh):
+            continue
+        slices, tensor = where.slices(parallel.mesh), parameters[name].detach().clone()
+        if not where.is_expert:
+            found.append((name, where.shape, slices, tensor))
+            continue
+        for place, expert in enumerate(where.experts(parallel.mesh)):
+            found.append((f"{name}.{expert}", where.shape[1:], slices[1:], tensor[place]))
+    return found
+
+
+def assemble(parts: list[Any]) -> dict[str, Tensor]:
+    """Logical tensors of all ranks; every element must be owned once."""
+    whole: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for name, shape, slices, tensor in [entry for part in parts for entry in part]:
+        index = tuple(slice(piece.start, piece.stop) for piece in slices)
+        whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[index] = tensor
+        times.setdefault(name, torch.zeros(shape, dtype=torch.int64))[index] += 1
+    assert all(bool((count == 1).all()) for count in times.values())
+    return whole
+
+
+def train(case: Case) -> Trained:
+    """Train on as many ranks as the plan needs (in this process for one)."""
+    plan = Plan(**case.plan)
+    problems = plan.check(ModelConfig(**case.model))
+    assert problems == [], problems
+    if plan.world_size == 1:
+        ranks = [train_on_rank(Mesh.single("cpu"), case)]
+    else:
+        ranks = mesh_on_ranks(plan.layout, train_on_rank, case)
+    for rank in ranks:
+        assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
+    return Trained(
+        losses=[loss for loss, _ in ranks[0]["steps"]],
+        norms=[norm for _, norm in ranks[0]["steps"]],
+        weights=assemble([rank["weights"] for rank in ranks]),
+        counts=ranks[0]["counts"],
+        rank_tokens=ranks[0]["rank_tokens"],
+        ledgers=[rank["ledger"] for rank in ranks],
+        num_moved=ranks[0]["num_moved"],
+    )
+
+
+def difference(got: Trained, expected: Trained) -> float:
+    """The largest relative difference of losses, norms and weights (by a tensor's largest)."""
+    pairs = [*zip(got.losses, expected.losses, strict=True)]
+    pairs += [*zip(got.norms, expected.norms, strict=True)]
+    found = [abs(a / b - 1) for a, b in pairs]
+    assert set(got.weights) == set(expected.weights)
+    for name, weight in expected.weights.items():
+        found.append(float((got.weights[name] - weight).abs().max() / weight.abs().max()))
+    return max(found)
+
+
+# Deliberate mistakes: each is a context that breaks one line on a rank.
+
+
+def replica_gradients_averaged() -> Any:
+    """The home takes half of what its replica's gradient is."""
+    return _gradients_of_fetched(lambda gradient: gradient / 2)
+
+
+def replica_gradients_forgotten() -> Any:
+    """Nothing comes home."""
+    return _gradients_of_fetched(torch.zeros_like)
+
+
+def replica_gradients_counted_twice() -> Any:
+    """Summed into the home, and summed again."""
+    return _gradients_of_fetched(lambda gradient: gradient * 2)
+
+
+def _gradients_of_fetched(change: Callable[[Tensor], Tensor]) -> Any:
+    backward = replicas._Pack.backward
+
+    def changed(ctx: Any, grad: Tensor) -> Any:
+        return backward(ctx, change(grad))
+
+    return mock.patch.object(replicas._Pack, "backward", staticmethod(changed))
+
+
+def norm_counts_replicas() -> Any:
+    """As if replicas were parameters: the norm sees the gradients of busy experts twice."""
+    squares = norm.gradient_squares
+
+    def changed(gradients: Any, placements: Any, mesh: Mesh) -> Tensor:
+        found = squares(gradients, placements, mesh)
+        experts = {name: where for name, where in placements.items() if where.is_expert}
+        sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
+        starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
+        for name, where in experts.items():
+            found[starts[name] : starts[name] + where.shape[0]] *= 2
+        return found
+
+    return mock.patch.object(norm, "gradient_squares", changed)
+
+
+def moments_stay_behind() -> Any:
+    """Only weights move."""
+    return mock.patch.object(Optimizer, "state", lambda self: {})
+
+
+def weights_stay_behind() -> Any:
+    """Tokens follow the new plan, weights do not."""
+    return mock.patch.object(rehoming, "move_experts", lambda *arguments: None)
+
+
+def tokens_stay_behind() -> Any:
+    """Weights follow the new plan, tokens do not."""
+    return mock.patch.object(MoE, "_places", lambda self, experts_TK: experts_TK)

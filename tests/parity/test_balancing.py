@@ -1,0 +1,170 @@
+"""Replicas and moves of experts change who computes what, and no result: not by one rounding more.
+
+Routing is replayed from the skewed workloads W2 to W6, so that replicas are many and plans differ
+from microbatch to microbatch. Float64; clipping is active in every run.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from moemesh.balance import plan_quotas
+from moemesh.balance.compiled import plain_loops
+from moemesh.trace.loads import max_over_mean
+from tests.parity.balancing import Case, Trained, difference, train
+from tests.parity.test_parity import MODEL, TRAIN
+
+#: Two hot experts on one rank get half of all tokens.
+SKEWED = MODEL | {"num_experts": 16, "num_shared_experts": 0, "num_layers": 4}
+ADAM = TRAIN | {"optimizer": "adamw", "steps": 40, "lr": 3e-3, "warmup_steps": 5}
+EQUAL = 1e-12
+
+PAIR: dict[str, Any] = {"dp": 2, "ep": 2, "spare_slots": 1}
+WHOLE = pytest.mark.slow
+REPLICAS = [
+    ("W2", PAIR),
+    ("W6", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "spare_slots": 2, "microbatches": 2}),
+    (
+        "W6",
+        {"pp": 2, "dp": 2, "ep": 2, "spare_slots": 1, "schedule": "dualpipe_v", "microbatches": 4},
+    ),
+    ("W2", {"dp": 4, "ep": 4, "spare_slots": 2, "recompute": "full", "dispatch_chunks": 2}),
+    pytest.param("W3", {"tp": 4, "ep": 4, "spare_slots": 1, "dispatcher": "auto"}, marks=WHOLE),
+    pytest.param("W5", {"dp": 2, "tp": 2, "ep": 4, "spare_slots": 3}, marks=WHOLE),
+    pytest.param("", {"dp": 2, "tp": 2, "ep": 2, "spare_slots": 2}, marks=WHOLE),
+    pytest.param(
+        "W6",
+        {"pp": 2, "dp": 2, "ep": 2, "spare_slots": 1, "schedule": "zb_h1", "microbatches": 3},
+        marks=WHOLE,
+    ),
+    pytest.param(
+        "W2",
+        {"dp": 2, "tp": 2, "ep": 2, "spare_slots": 1, "recompute": "selective"},
+        marks=WHOLE,
+    ),
+]
+MOVES = [
+    ("W2", {"dp": 2, "ep": 2}),
+    ("W6p16", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}),
+    pytest.param("W2", {"dp": 4, "ep": 2, "dispatcher": "low_latency"}, marks=WHOLE),
+    pytest.param(
+        "W6",
+        {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2, "spare_slots": 0},
+        marks=WHOLE,
+    ),
+    pytest.param(
+        "W6",
+        {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4, "recompute": "full"},
+        marks=WHOLE,
+    ),
+    pytest.param("", {"pp": 2, "tp": 2, "ep": 2, "spare_slots": 1, "microbatches": 2}, marks=WHOLE),
+]
+TRAINS = {"sgd": TRAIN, "adam": ADAM, "seven": ADAM | {"steps": 7}}
+MISTAKES = {
+    "replica_gradients_averaged": 1e-4,
+    "replica_gradients_forgotten": 1e-4,
+    "replica_gradients_counted_twice": 1e-4,
+    "norm_counts_replicas": 1e-4,
+}
+
+
+@cache
+def alone(workload: str, keys: str = "sgd", width: int = 16) -> Trained:
+    """The plain run on one rank."""
+    model = SKEWED | {"expert_intermediate_size": width}
+    return train(Case(model, {}, TRAINS[keys], workload=workload))
+
+
+@pytest.mark.parametrize(("workload", "plan"), REPLICAS)
+def test_replicas_change_no_result(workload: str, plan: dict[str, Any]) -> None:
+    expected = alone(workload)
+    got = train(Case(SKEWED, plan, TRAIN, workload=workload))
+    assert difference(got, expected) <= EQUAL
+    sent = sum(
+        entry.wire_bytes
+        for ledger in got.ledgers
+        for entry in ledger.entries()
+        if entry.caller == "moe.replicas"
+    )
+    assert sent > 0, "no replica was needed: nothing was tested"
+    for counts_LE, rank_LP in zip(got.counts, got.rank_tokens, strict=True):
+        assert rank_LP.sum(1).tolist() == counts_LE.sum(1).tolist()
+
+
+def test_40_steps_of_adam_with_replicas_end_at_the_same_weights() -> None:
+    got = train(Case(SKEWED, PAIR, ADAM, workload="W6"))
+    assert difference(got, alone("W6", "adam")) <= EQUAL
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_replicas_shows(mistake: str) -> None:
+    where = f"tests.parity.balancing:{mistake}"
+    wrong = train(Case(SKEWED, PAIR, TRAIN, workload="W2", mistake=where))
+    assert difference(wrong, alone("W2")) > MISTAKES[mistake]
+
+
+def test_shadows_change_no_result() -> None:
+    """Narrow experts are cheap to send: FasterMoE's rule then copies the hot ones everywhere."""
+    model = SKEWED | {"expert_intermediate_size": 2}
+    plan = PAIR | {"spare_slots": 3, "spare_policy": "shadow"}
+    got = train(Case(model, plan, TRAIN, workload="W2"))
+    assert difference(got, alone("W2", width=2)) <= EQUAL
+    sent = sum(ledger.total(caller="moe.replicas").wire_bytes for ledger in got.ledgers)
+    assert sent > 0
+
+
+def test_exactly_the_planned_weights_travel_and_their_gradients_come_back() -> None:
+    got = train(Case(SKEWED, PAIR, TRAIN, workload="W6"))
+    bytes_of_expert = 3 * SKEWED["hidden_size"] * SKEWED["expert_intermediate_size"] * 8
+    homes = [expert // 8 for expert in range(16)]
+    sent, received = [0, 0], [0, 0]
+    for counts_LE in got.counts:  # one microbatch a step
+        for counts_E in counts_LE.tolist():
+            with plain_loops():
+                plan = plan_quotas(counts_E, homes, 1, num_ranks=2)
+            for rank, row in enumerate(plan.spare_expert.tolist()):
+                for expert in [e for e in row if e >= 0]:
+                    sent[homes[expert]] += bytes_of_expert
+                    received[rank] += bytes_of_expert
+    assert sum(sent) > 0
+    for rank, ledger in enumerate(got.ledgers):
+        there = ledger.total(caller="moe.replicas", phase="forward")
+        back = ledger.total(caller="moe.replicas", phase="backward")
+        assert (there.wire_bytes, there.received_bytes) == (sent[rank], received[rank])
+        assert (back.wire_bytes, back.received_bytes) == (received[rank], sent[rank])
+
+
+@pytest.mark.parametrize(("workload", "plan"), MOVES)
+def test_moved_experts_change_no_result(workload: str, plan: dict[str, Any]) -> None:
+    keys = ADAM | {"rebalance_every": 3, "steps": 7}
+    got = train(Case(SKEWED, plan, keys, workload=workload))
+    assert got.num_moved > 0, "no expert moved: nothing was tested"
+    assert difference(got, alone(workload, "seven")) <= EQUAL
+
+
+def test_40_steps_of_adam_with_moving_experts_and_replicas_end_at_the_same_weights() -> None:
+    got = train(Case(SKEWED, PAIR, ADAM | {"rebalance_every": 5}, workload="W6"))
+    assert got.num_moved > 0
+    assert difference(got, alone("W6", "adam")) <= EQUAL
+
+
+@pytest.mark.parametrize(
+    "mistake", ["moments_stay_behind", "weights_stay_behind", "tokens_stay_behind"]
+)
+def test_a_mistake_with_moved_experts_shows(mistake: str) -> None:
+    keys = ADAM | {"rebalance_every": 3, "steps": 7}
+    where = f"tests.parity.balancing:{mistake}"
+    wrong = train(Case(SKEWED, {"dp": 2, "ep": 2}, keys, workload="W2", mistake=where))
+    assert wrong.num_moved > 0
+    assert difference(wrong, alone("W2", "seven")) > 1e-3
+
+
+def test_moves_even_out_the_ranks() -> None:
+    """A permutation without any replica pays when the heat stays where it is."""
+    keys = TRAIN | {"rebalance_every": 1, "steps": 2}
+    got = train(Case(SKEWED, {"dp": 2, "ep": 2}, keys, workload="W2"))
+    assert got.num_moved > 0
+    before, after = (max_over_mean(tokens[0].tolist()) for tokens in got.rank_tokens)
+    assert before > 1.3
+    assert after < 1.1
