@@ -1,7 +1,7 @@
 """One box of GPUs (a node, or all): counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. For what it leaves open
-there are starts with other counts (`pack_pairs`, `pack_with_companions`) and the descent of
+`pack_box` is quick and almost always good enough from five slots per GPU on. For what it leaves
+open there are starts with other counts (`pack_pairs`, `pack_with_companions`) and the descent of
 `polish`; `search` calls them in turn.
 """
 
@@ -56,7 +56,7 @@ def pack_pairs(
     seed: int,
     slots: Ints,
 ) -> float:
-    """Fill `slots`, two per GPU, after a search over counts; returns the load of the hottest GPU."""
+    """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load."""
     counts = np.empty(len(weight), np.int64)
     unit = np.empty(len(weight))
     load = np.empty(num_gpus)

@@ -73,7 +73,8 @@ def rebalance_incremental(
     `rebalance_experts`). A layer stays as it is while its hottest GPU is within `tolerance` of the
     bound, or while less than `min_gain` of its load could be saved. Otherwise it is brought to
     `(1 - margin) x tolerance`, so that the next small drift does not move experts again
-    (hysteresis). Where no placement within `tolerance` is found, the layer gets within `tolerance`
+    (hysteresis). A layer whose groups are not on one node each (hierarchical policy) is planned
+    anew. Where no placement within `tolerance` is found, the layer gets within `tolerance`
     of what a plan from scratch reaches. Raises ValueError.
     """
     given = check_loads(loads, "loads")
@@ -90,8 +91,9 @@ def rebalance_incremental(
     bounds = bounds_of(weights, shape)
     tops = gpu_loads(weights, old, num_gpus).max(axis=1)
     slots = old.copy()
-    too_hot = (tops > bounds * (1.0 + tolerance)) & (tops - bounds > min_gain * tops)
-    for layer in np.flatnonzero(too_hot):
+    due = (tops > bounds * (1.0 + tolerance)) & (tops - bounds > min_gain * tops)
+    due |= [not _keeps_groups(row, shape) for row in old]
+    for layer in np.flatnonzero(due):
         limit = bounds[layer] * (1.0 + tolerance)
         aim = bounds[layer] * (1.0 + tolerance * (1.0 - margin))
         slots[layer] = _replan(weights[layer], old[layer], shape, limit, aim, tolerance)

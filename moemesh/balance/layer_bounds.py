@@ -14,7 +14,7 @@ MAX_DIVISIONS = 128
 
 
 def bounds_of(weights: Floats, shape: Shape) -> Floats:
-    """Loads [layers] that the hottest GPU of no placement of `weights` [layers, experts] undercuts."""
+    """Loads [layers] that no placement of `weights` [layers, experts] undercuts on all GPUs."""
     bounds = np.empty(len(weights))
     for layer, weight in enumerate(weights):
         low = fast(quick_bound)(weight, shape.num_slots, shape.num_gpus)

@@ -23,8 +23,8 @@ def pack_layers(
     """The first packing of every layer. The global policy is one group and one node.
 
     `weights` [layers, experts]. Fills `members` [layers, nodes, groups per node] (with a precision
-    of 0 they are given), `slots` [layers, slots], `floors` [layers] (the largest of the nodes' quick
-    bounds) and `tops` [layers, nodes] (the load of the hottest GPU of each node).
+    of 0 they are given), `slots` [layers, slots], `floors` [layers] (the largest of the nodes'
+    quick bounds) and `tops` [layers, nodes] (the load of the hottest GPU of each node).
     """
     num_nodes = members.shape[1]
     num_groups = num_nodes * members.shape[2]

@@ -16,6 +16,8 @@ from moemesh.balance.packing import add_up, holds, swap
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Potentials closer than this, relative to T squared, are equal.
 EQUAL = 1e-12
+#: Exchanges of two replicas for two are looked at where these are not more (GPUs x slots^4).
+MAX_DOUBLE_SWAPS = 200_000
 
 
 @inner_loop
@@ -70,14 +72,18 @@ def polish(
         kind, first, second = best_move(
             hot, weight, counts, unit, load, gain, cost, limit, swap_price, slots
         )
+        third, fourth = -1, -1
         if kind == NO_MOVE:
-            stuck[hot] = True
-            continue
+            first, second, third, fourth = best_double_swap(hot, unit, load, limit, slots)
+            if first < 0:
+                stuck[hot] = True
+                continue
+            kind = SWAP
         stuck[:] = False
         if kind == SWAP:
-            relocate(where, counts, slots[first], first // per_gpu, second // per_gpu)
-            relocate(where, counts, slots[second], second // per_gpu, first // per_gpu)
-            swap(slots, unit, load, first, second)
+            exchange(slots, unit, load, where, counts, first, second)
+            if third >= 0:
+                exchange(slots, unit, load, where, counts, third, fourth)
         else:
             before = potential(load, limit)
             loser = slots[first]
@@ -114,6 +120,17 @@ def locate(slots: Ints, num_experts: int, per_gpu: int, where: Ints) -> None:
         expert = slots[slot]
         where[expert, found[expert]] = slot // per_gpu
         found[expert] += 1
+
+
+@inner_loop
+def exchange(
+    slots: Ints, unit: Floats, load: Floats, where: Ints, counts: Ints, first: int, second: int
+) -> None:
+    """Swap two slots of different GPUs, and keep `where` right."""
+    per_gpu = len(slots) // len(load)
+    relocate(where, counts, slots[first], first // per_gpu, second // per_gpu)
+    relocate(where, counts, slots[second], second // per_gpu, first // per_gpu)
+    swap(slots, unit, load, first, second)
 
 
 @inner_loop
@@ -225,6 +242,51 @@ def best_move(
                 if change < best and not holds(slots, hot, per_gpu, partner):
                     best, kind, first, second = change, SHIFT, slot, partner
     return kind, first, second
+
+
+@inner_loop
+def best_double_swap(
+    hot: int, unit: Floats, load: Floats, limit: float, slots: Ints
+) -> tuple[int, int, int, int]:
+    """Slots of the best exchange of two replicas for two of another GPU: hot, other, hot, other.
+
+    All -1 when none lowers the potential, or there are too many to look at.
+    """
+    per_gpu = len(slots) // len(load)
+    found = (-1, -1, -1, -1)
+    # With three slots two for two is one for one, seen from the other side.
+    if per_gpu < 4 or len(load) * per_gpu**4 > MAX_DOUBLE_SWAPS:
+        return found
+    start = hot * per_gpu
+    here = over(load[hot], limit)
+    best = -EQUAL * limit * limit
+    for there in range(len(load)):
+        if load[there] >= load[hot]:
+            continue
+        base = there * per_gpu
+        rest = here + over(load[there], limit)
+        for one in range(start, start + per_gpu):
+            if holds(slots, there, per_gpu, slots[one]):
+                continue
+            for two in range(one + 1, start + per_gpu):
+                given = unit[slots[one]] + unit[slots[two]]
+                if given <= 0.0 or holds(slots, there, per_gpu, slots[two]):
+                    continue
+                for three in range(base, base + per_gpu):
+                    for four in range(three + 1, base + per_gpu):
+                        difference = given - unit[slots[three]] - unit[slots[four]]
+                        if difference <= 0.0:
+                            continue
+                        change = over(load[hot] - difference, limit) - rest
+                        change += over(load[there] + difference, limit)
+                        if (
+                            change < best
+                            and not holds(slots, hot, per_gpu, slots[three])
+                            and not holds(slots, hot, per_gpu, slots[four])
+                        ):
+                            best = change
+                            found = (one, three, two, four)
+    return found
 
 
 @inner_loop

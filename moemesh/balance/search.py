@@ -90,8 +90,8 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
 class _Layers:
     """Some layers while they are searched.
 
-    `members` [layers, nodes, groups per node], `slots` [layers, slots], `floors` [layers] and `tops`
-    [layers, nodes] are as in `pack_layers`.
+    `members` [layers, nodes, groups per node], `slots` [layers, slots], `floors` [layers] and
+    `tops` [layers, nodes] are as in `pack_layers`.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ def _keep_up(layers: _Layers) -> None:
         weight = layers.weights[layer]
         mended = _mend(weight, shape, theirs, float(limit))
         if mended is None:
-            mended = _rescue(weight, shape, layers.slots[layer], float(limit))
+            mended = _rescue(weight, shape, float(limit))
         layers.slots[layer] = theirs if mended is None else mended
 
 
@@ -295,17 +295,11 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
     return mended
 
 
-def _rescue(weight: Floats, shape: Shape, slots: Ints, limit: float) -> Ints | None:
-    """Slots without second copies and within `limit`, searched for from ours; None if not found."""
-    best = slots.copy()
+def _rescue(weight: Floats, shape: Shape, limit: float) -> Ints | None:
+    """Slots without second copies and within `limit`, searched for anew; None if not found."""
     for seed in range(NUM_RESCUES):
-        for part in best.reshape(shape.num_nodes, -1):
-            experts, local = _local(part)
-            loads = weight[experts]
-            if fast(heaviest_gpu)(loads, local, shape.node_gpus) > limit:
-                aim = 0.999 * limit
-                search_box(loads, shape.node_gpus, aim, np.inf, THOROUGH, seed, local)
-                part[:] = experts[local]
-        if fast(heaviest_gpu)(weight, best, shape.num_gpus) <= limit * (1.0 + SAME):
-            return best
+        trial = _Layers(weight[None], shape, THOROUGH)
+        trial.search(0, THOROUGH, THOROUGH.enough, seed)
+        if trial.tops.max() <= limit * (1.0 + SAME):
+            return trial.slots[0]
     return None

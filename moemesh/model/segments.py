@@ -98,7 +98,11 @@ class _Crossing:
 
 
 class SegmentTape:
-    """Cuts one forward into segments, and runs their backwards."""
+    """Cuts one forward into segments, and runs their backwards.
+
+    A weight must be used in one segment only: it would get a gradient from each, where others count
+    on one from the whole backward.
+    """
 
     def __init__(self) -> None:
         self._closed: list[list[_Crossing]] = []

@@ -8,12 +8,14 @@ at a step boundary, with everything that belongs to an expert: weights, masters 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from moemesh.balance import rebalance_incremental
+from moemesh.balance.compiled import plain_loops
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
 from moemesh.parallel.parallelize import ParallelModel
@@ -21,6 +23,8 @@ from moemesh.train.optimizer import Optimizer
 
 #: Experts stay while the hottest rank is within this much of the best that can be had.
 TOLERANCE = 0.05
+#: Up to so many experts x ranks a plan is found before its code would be compiled.
+LARGEST_UNCOMPILED = 256
 
 
 class Rehoming:
@@ -53,7 +57,7 @@ class Rehoming:
         if not self._every:
             return {}
         loads = None if self._average_LE is None else self._average_LE.tolist()
-        homes = {str(layer): places for layer, places in self._parallel.homes.items()}
+        homes = {str(layer): list(places) for layer, places in self._parallel.homes.items()}
         return {"expert_homes": homes, "expert_loads": loads}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -69,17 +73,25 @@ class Rehoming:
         assert self._average_LE is not None
         ordered = tuple(range(self._num_experts))
         before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
-        plan = rebalance_incremental(
-            self._average_LE, np.array(before), TOLERANCE, num_gpus=self._mesh["ep"].size
-        )
-        # Floats may round differently on another kind of machine.
-        after = gather_json(plan.physical_to_logical.tolist(), self._mesh.control)[0]
+        # One plan for all: floats may round differently on another kind of machine.
+        plan = self._plan(before) if self._mesh.rank == 0 else None
+        after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
         num_moved = 0
         for layer, old, new in zip(self._layers, before, after, strict=True):
             if old != new:
                 self._move(layer, old, new)
                 num_moved += sum(a != b for a, b in zip(old, new, strict=True))
         return num_moved
+
+    def _plan(self, before: list[list[int]]) -> list[list[int]]:
+        """The expert of each place, of all layers."""
+        num_ranks = self._mesh["ep"].size
+        small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
+        with plain_loops() if small else nullcontext():
+            plan = rebalance_incremental(
+                self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
+            )
+        return plan.physical_to_logical.tolist()
 
     def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
         if layer in self._parallel.model.moe_layers():

@@ -78,6 +78,7 @@ MORE_CASES = [
     Case(DUALPIPE | TENSOR | {"recompute": "selective"}, "dense_first"),
     Case(DUALPIPE_V | DATA | {"recompute": "full"}),
     Case(DUALPIPE_V | {"dp": 2}),
+    Case(DUALPIPE | DATA | {"spare_slots": 1}),
     Case(DUALPIPE | TENSOR, dtype="bfloat16"),
 ]
 

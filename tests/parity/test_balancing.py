@@ -92,6 +92,7 @@ def test_replicas_change_no_result(workload: str, plan: dict[str, Any]) -> None:
         assert rank_LP.sum(1).tolist() == counts_LE.sum(1).tolist()
 
 
+@pytest.mark.slow
 def test_40_steps_of_adam_with_replicas_end_at_the_same_weights() -> None:
     got = train(Case(SKEWED, PAIR, ADAM, workload="W6"))
     assert difference(got, alone("W6", "adam")) <= EQUAL

@@ -1,6 +1,7 @@
 """Replicas and moved experts from the command line: the losses of the plain run; clear refusals."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,15 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.train.preflight import untrainable
-from tests.train.runs import losses, train
+from tests.train.runs import losses, metrics, train
 
 KEYS: dict[str, Any] = {
     "plan__dp": 2,
     "plan__ep": 2,
     "train__steps": 6,
     "train__dtype": "float64",
-    "model__router_score": "softmax",
 }
+MOVING = KEYS | {"train__rebalance_every": 2}
 
 
 def loads(folder: Path) -> list[dict[str, Any]]:
@@ -27,34 +28,50 @@ def imbalance(rows: list[dict[str, Any]]) -> float:
     return sum(row["rank_max_over_mean"] for row in rows) / len(rows)
 
 
-def test_replicas_train_to_the_losses_of_the_plain_run(tmp_path: Path) -> None:
-    plain = losses(train(tmp_path / "plain", **KEYS))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without any balancing."""
+    out = tmp_path_factory.mktemp("balancing") / "plain"
+    train(out, **KEYS)
+    return out
+
+
+def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
     got = losses(train(tmp_path / "replicas", **KEYS, plan__spare_slots=1))
-    assert got == pytest.approx(plain, rel=1e-12)
-    before, after = loads(tmp_path / "plain"), loads(tmp_path / "replicas")
+    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
+    before, after = loads(plain), loads(tmp_path / "replicas")
     # What ranks really computed: nearly the same on all; experts keep their logical loads.
-    assert [row["tokens_per_expert"] for row in after] == [
-        row["tokens_per_expert"] for row in before
-    ]
-    assert imbalance(after) < 1.01 < imbalance(before)
+    for row, expected in zip(after, before, strict=True):
+        assert row["tokens_per_expert"] == expected["tokens_per_expert"]
+    assert imbalance(after) < 1.02 < imbalance(before)
     ledger = json.loads((tmp_path / "replicas" / "ledger.json").read_text())
     callers = {entry["caller"] for rank in ledger["ranks"] for entry in rank["entries"]}
     assert "moe.replicas" in callers
 
 
-def test_moved_experts_train_to_the_same_losses_also_after_a_resume(tmp_path: Path) -> None:
-    plain = losses(train(tmp_path / "plain", **KEYS))
-    moving = KEYS | {"train__rebalance_every": 2}
-    whole = losses(train(tmp_path / "whole", **moving))
-    assert whole == pytest.approx(plain, rel=1e-12)
-    assert loads(tmp_path / "whole")[-1]["tokens_per_rank"] != [
-        sum(loads(tmp_path / "whole")[-1]["tokens_per_expert"][half * 4 :][:4]) for half in (0, 1)
-    ]
-    # Stopped when experts have moved: the same layout goes on bit by bit, another one as it should.
-    half = tmp_path / "half"
-    train(half, **moving | {"train__checkpoint_every": 4})
-    (half / "checkpoints" / "step-6").rename(half / "away")
-    assert losses(train(half, **moving | {"train__checkpoint_every": 4})) == whole
+def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
+    got = losses(train(tmp_path / "moving", **MOVING))
+    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
+    last = loads(tmp_path / "moving")[-1]
+    experts, half = last["tokens_per_expert"], len(last["tokens_per_expert"]) // 2
+    assert sum(last["tokens_per_rank"]) == sum(experts)
+    assert last["tokens_per_rank"] != [sum(experts[:half]), sum(experts[half:])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [{}, {"plan__ep": 1}, {"plan__dp": 4, "plan__ep": 4}])
+def test_a_run_goes_on_with_experts_where_they_were(
+    tmp_path: Path, resumed: dict[str, Any]
+) -> None:
+    keys = MOVING | {"train__checkpoint_every": 4}
+    whole = losses(train(tmp_path / "run", **keys))
+    # As if it had been killed behind step 4, when experts have moved.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    again = losses(train(tmp_path / "run", **keys | resumed))
+    if resumed:
+        assert again == pytest.approx(whole, rel=1e-12)
+    else:
+        assert again == whole  # bit by bit
 
 
 CLASHES: list[tuple[list[str], str, str]] = [

@@ -21,6 +21,8 @@ norm, the sum over expert replicas (edp) and checkpoints know homes only.
 
 from __future__ import annotations
 
+import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
+from moemesh.balance.compiled import plain_loops
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import Codec, all_to_all_start
@@ -44,6 +47,9 @@ from moemesh.ops.permute import RowMap, group_by_expert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 
 Ints = NDArray[np.int64]
+
+#: Up to so many experts x ranks a plan takes less than half a millisecond in plain Python.
+LARGEST_UNCOMPILED = 64
 
 #: Numbers that one replica sends (weights there, gradients back) over numbers that one row sends
 #: (there and back, forward and backward), times H / F: what a shadow costs, in rows.
@@ -92,20 +98,25 @@ class ReplicaDispatcher:
         self._home = np.arange(num_experts, dtype=np.int64) // self.num_local
         #: Tokens that each rank of ep computed (int64 [P]) since somebody took them.
         self.rank_tokens = np.zeros(self.ep.size, np.int64)
+        #: Seconds spent on deciding: replicas, quotas and the place of each token; no exchange.
+        self.planning_seconds = 0.0
 
     def plan(self, experts_TK: Tensor) -> ReplicaPlan:
         own = group_by_expert(experts_TK, self.num_experts)
         counts_OE = collectives.all_gather(own[2][None], self.group, caller="moe.counts")
+        start = time.perf_counter()
         table = counts_OE.cpu().numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
-        quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
+        with self._loops():
+            quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
+            place_S = own_places(
+                quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
+            )
         if torch.is_grad_enabled():
             self.rank_tokens += quotas.rank_tokens
-        place_S = own_places(
-            quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
-        )
         place_S = _rank_major(quotas, self.num_local)[place_S]
         places_TK = torch.full_like(experts_TK, -1)
         places_TK.view(-1)[own[1]] = torch.from_numpy(place_S).to(experts_TK.device)
+        self.planning_seconds += time.perf_counter() - start
         inner = self.inner.plan(places_TK)
         num_home = int(inner.counts_L[: self.num_local].sum())
         by_expert = inner.by_expert
@@ -120,15 +131,31 @@ class ReplicaDispatcher:
             received_splits=received_splits,
         )
 
+    def _loops(self) -> AbstractContextManager[None]:
+        """Small plans are made before a compiler has loaded."""
+        small = self.num_experts * self.ep.size <= LARGEST_UNCOMPILED
+        return plain_loops() if small else nullcontext()
+
+    def warm_up(self) -> None:
+        """Load or compile the planner: no step shall wait for it."""
+        counts = np.ones((self.ep.size, self.num_experts), np.int64)
+        counts[:, 0] = self.num_experts  # not even: there is something to plan
+        with self._loops():
+            assign_tokens(self._quotas(counts), counts)
+
     def _quotas(self, counts_PE: Ints) -> QuotaPlan:
-        if self.policy == "quota":
-            return plan_quotas(counts_PE, self._home, self.spare_slots)
-        quotas = shadow_experts(
-            counts_PE,
-            self._home,
-            shadow_rows=SHADOW_ROWS * self.experts.down.shape[2] * self.etp.size,
-            max_shadows=self.spare_slots,
-        )
+        quotas = plan_quotas(counts_PE, self._home, 0)
+        if _is_even(quotas.rank_tokens):
+            pass
+        elif self.policy == "quota":
+            quotas = plan_quotas(counts_PE, self._home, self.spare_slots)
+        else:
+            quotas = shadow_experts(
+                counts_PE,
+                self._home,
+                shadow_rows=SHADOW_ROWS * self.experts.down.shape[2] * self.etp.size,
+                max_shadows=self.spare_slots,
+            )
         unused = ((0, 0), (0, self.spare_slots - quotas.spare_expert.shape[1]))
         return replace(
             quotas,
@@ -182,6 +209,11 @@ class ReplicaDispatcher:
 
     def combine(self, y_RH: Tensor, plan: ReplicaPlan) -> Pending[Tensor]:
         return self.inner.combine(y_RH, plan.inner)
+
+
+def _is_even(rank_tokens: Ints) -> bool:
+    """Whether the busiest rank is too near to the mean for a replica to pay: within 2 %."""
+    return int(rank_tokens.max()) * len(rank_tokens) * 50 <= int(rank_tokens.sum()) * 51
 
 
 def in_fetched_order(quotas: QuotaPlan) -> QuotaPlan:
@@ -267,12 +299,11 @@ def set_replicas(
 ) -> None:
     """Give every MoE layer a dispatcher with `spare_slots` replicas on each rank."""
     experts = model.config.num_experts
-    # Load or compile the planner now, on all ranks: a step must not wait for it.
-    plan_quotas(np.ones((1, 1), np.int64), np.zeros(1, np.int64), 1)
     for moe in model.moe_layers().values():
-        moe.dispatcher = ReplicaDispatcher(
+        moe.dispatcher = dispatcher = ReplicaDispatcher(
             mesh, moe.experts, experts, spare_slots, policy=policy, codec=codec
         )
+        dispatcher.warm_up()
 
 
 def replicated(model: Transformer) -> list[MoE]:

@@ -15,7 +15,9 @@ is the same as one after the other: so are the results, bit for bit.
 Only exchanges that a dispatcher starts and waits for later run under the other's compute: rows and
 weights of all_to_all, low_latency and hierarchical (of its two hops the one between nodes), the
 gather of all_gather. With ``combine = exact`` and with deepep, and in layers that are computed
-again as a whole (``recompute = full``), the two run one after the other as far as these go.
+again as a whole (``recompute = full``), the two run one after the other as far as these go. With
+transient replicas (``spare_slots``) the forward pauses but the backward does not: the weights of an
+expert are sent in one segment and used in the next, and a weight must have one gradient, not two.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from moemesh.model.segments import ONE_SEGMENT, SegmentTape, Steps, finish
+from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.program import (
     Context,
     Forward,
@@ -62,6 +65,7 @@ class SteppedModelProgram(ModelProgram):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        #: Microbatches on a stage whose graph is cut.
         self._cut = {
             op[1:]
             for entries in self.schedule.orders
@@ -70,16 +74,17 @@ class SteppedModelProgram(ModelProgram):
             for op in entry
             if op.kind == "B"
         }
+        if replicated(self.model):
+            self._cut.clear()
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         return finish(self.forward_steps(op, inputs))
 
     def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
         tape = SegmentTape() if op[1:] in self._cut else None
-        batch, segments = self.batch_of(op), tape or ONE_SEGMENT
-        output = yield from self.model.steps(
-            batch, self.parts[op.stage], *inputs, segments=segments
-        )
+        batch, part, segments = self.batch_of(op), self.parts[op.stage], tape or ONE_SEGMENT
+        assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
+        output = yield from self.model.steps(batch, part, *inputs, segments=segments)
         return self.result(op, batch, output)._replace(state=tape)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
@@ -90,6 +95,9 @@ class SteppedModelProgram(ModelProgram):
     def backward_steps(
         self, op: Op, context: Context, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
-        assert op.kind == "B" and isinstance(context.state, SegmentTape)
+        assert op.kind == "B"
+        if context.state is None:
+            return super().backward(op, context, gradients)
+        assert isinstance(context.state, SegmentTape)
         yield from context.state.backward(*roots_of(context, gradients))
         return input_gradients(context)

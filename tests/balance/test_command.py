@@ -1,0 +1,148 @@
+"""`moemesh balance`: files of every kind, what is printed, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from moemesh.balance.command import Settings, command, place
+from moemesh.balance.inputs import BalanceError
+from moemesh.report.balance import balance_heat_maps
+from moemesh.trace.loads import LayerLoads
+from tests.balance.cases import check_maps, hottest
+
+LOADS = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]]
+LOADS += [[20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+SIZES: dict[str, Any] = {"replicas": 16, "gpus": 8, "nodes": 2, "groups": 4}
+
+
+def write(folder: Path, name: str) -> Path:
+    """LOADS as a file of the kind that the name says."""
+    path = folder / name
+    table = np.array(LOADS)
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps({"loads": LOADS} if name == "keyed.json" else LOADS))
+        case ".csv":
+            rows = [",".join(map(str, row)) for row in LOADS]
+            path.write_text("\n".join([",".join("abcdefghijkl"), *rows, ""]))
+        case ".npy":
+            np.save(path, table)
+        case ".npz":
+            np.savez(path, other=table[:, :1], loads=table)
+        case ".jsonl":
+            steps = [
+                LayerLoads(step=step, layer=5 + layer, tokens_per_expert=tuple(row))
+                for step in (1, 2)
+                for layer, row in enumerate(LOADS)
+            ]
+            path.write_text("".join(loads.to_line() for loads in steps))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.json", "keyed.json", "a.csv", "a.npy", "a.npz", "loads.jsonl"])
+def test_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, name)
+    assert command(Settings(loads=path, **SIZES), as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = ("physical_to_logical", "logical_to_physical", "replica_count")
+    check_maps(tuple(found[key] for key in keys), 12, 16)
+    top = hottest(np.array(LOADS, float), found["physical_to_logical"], 8)
+    assert top.tolist() == [151.0, 179.5]
+    assert found["balance"] == pytest.approx(top * 8 / np.sum(LOADS, axis=1))
+    assert all(b <= a * (1 + 1e-9) for a, b in zip(found["balance"], found["bound"], strict=True))
+    if name == "loads.jsonl":  # the run's folder says the same
+        command(Settings(loads=tmp_path, **SIZES), as_json=True)
+        assert json.loads(capsys.readouterr().out) == found
+
+
+def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "a.json")
+    command(Settings(loads=path, **SIZES), as_json=True)
+    old = tmp_path / "old.json"
+    old.write_text(capsys.readouterr().out)
+    again = place(Settings(loads=path, previous=old, **SIZES))
+    assert again.to_json()["moved"] == [0, 0]
+    reversed_loads = tmp_path / "reversed.json"
+    reversed_loads.write_text(json.dumps([row[::-1] for row in LOADS]))
+    moved = place(Settings(loads=reversed_loads, previous=old, **SIZES)).to_json()
+    assert sum(moved["moved"]) > 0
+    assert [sum(map(len, rounds)) for rounds in moved["transfers"]] == moved["moved"]
+    with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas says 24"):
+        place(Settings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
+
+
+def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, svg = write(tmp_path, "a.csv"), tmp_path / "out.svg"
+    command(Settings(loads=path, **SIZES), balance_heat_maps, svg=svg)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 layers: 12 experts in 16 slots on 8 GPUs")
+    assert lines[1].split()[:5] == ["layer", "before", "after", "bound", "gap"]
+    assert lines[2].split()[:3] == ["0", "1.851", "1.169"]
+    assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
+    ElementTree.fromstring(svg.read_text())
+    with pytest.raises(BalanceError, match="No such file or directory"):
+        command(Settings(loads=path, **SIZES), balance_heat_maps, svg=tmp_path / "no" / "a.svg")
+
+
+def test_without_replicas_it_permutes(tmp_path: Path) -> None:
+    found = place(Settings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
+    assert found.replica_count.max() == 1 and found.after.mean() < found.before.mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz\)"),
+        ("a.json", "{", r"a.json: Expecting"),
+        ("a.json", "{}", r"no loads or weight or tokens_per_expert in it: it has nothing"),
+        ("a.json", "[[1, 2], [3]]", r"a.json: "),
+        ("a.json", '[["x"]]', r"holds <U1, and not numbers"),
+        ("a.json", "[[1, -1]]", r"a.json of layer 0, expert 1 is -1"),
+        ("a.json", "[]", r"a.json is empty"),
+        ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
+        ("a.npy", "nonsense", r"a.npy: "),
+        ("a.jsonl", "{}", r"line 1 holds no loads"),
+        ("a.jsonl", "", r"no loads in it"),
+        ("missing.json", None, r"missing.json: No such file or directory"),
+    ],
+)
+def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BalanceError, match=message):
+        place(Settings(loads=path, replicas=4, gpus=2))
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    """From outside: exit codes, one message on stderr, and neither torch nor numba loaded."""
+    path = write(tmp_path, "a.json")
+    code = (
+        "import sys\nfrom moemesh.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'numba') if name in sys.modules], file=sys.stderr)"
+    )
+    words = ["balance", str(path), "--replicas", "16", "--gpus", "8", "--nodes", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--groups", "4", "--json", "--svg", "a.svg"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout)["balance"][0] == pytest.approx(151 * 8 / sum(LOADS[0]))
+    assert done.stderr.strip() == "[]" and (tmp_path / "a.svg").exists()
+    words[3] = "17"
+    wrong = subprocess.run(
+        [sys.executable, "-m", "moemesh", *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert wrong.returncode == 2 and not wrong.stdout
+    assert wrong.stderr == ("moemesh: num_gpus (8) must divide num_replicas (17): take 16 or 24\n")
