@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moemesh.bench.workloads import WORKLOADS, workload
 from moemesh.comm import launch
@@ -28,11 +29,11 @@ from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan, SparePolicy
 from moemesh.model.batch import Batch
-from moemesh.parallel.expert.replicas import replicated
+from moemesh.model.transformer import Output, Part
+from moemesh.parallel.expert.replicas import replicated, take_rank_tokens
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.loads import max_over_mean
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.step import StepResult, gradients_of_step
 
 TIMEOUT_SECONDS = 600.0
 
@@ -178,11 +179,11 @@ def _compare(contenders: dict[str, ParallelModel], settings: Settings, name: str
     planning: list[float] = []
     for step in range(settings.rounds + 1):
         for key, parallel in contenders.items():
-            wall, cpu, planned, result = _step(parallel, settings, name, step)
+            wall, cpu, planned, tokens_LP = _step(parallel, settings, name, step)
             if step:
                 walls[key].append(wall)
                 busiest[key].append(cpu)
-                balances[key].append(_balance(result, parallel))
+                balances[key].append(statistics.mean(map(max_over_mean, tokens_LP)))
                 if key == "with":
                     planning.append(planned / wall)
     seconds = {key: statistics.median(values) for key, values in walls.items()}
@@ -201,8 +202,9 @@ def _compare(contenders: dict[str, ParallelModel], settings: Settings, name: str
 
 def _step(
     parallel: ParallelModel, settings: Settings, name: str, step: int
-) -> tuple[float, float, float, StepResult]:
-    """Seconds of the slowest rank, processor seconds of the busiest, most seconds of planning."""
+) -> tuple[float, float, float, list[list[int]]]:
+    """Seconds of the slowest rank, processor seconds of the busiest, most seconds of planning, and
+    the tokens that each rank computed in each layer."""
     mesh = parallel.mesh
     batch = _batch(parallel, settings, name, step)
     layers = [moe.dispatcher for moe in replicated(parallel.model)]
@@ -210,14 +212,15 @@ def _step(
         dispatcher.planning_seconds = 0.0
     barrier(mesh["world"])
     start, cpu_start = time.perf_counter(), time.process_time()
-    result = gradients_of_step(parallel, [batch], TimelineRecorder(mesh.rank))
+    parallel.pipeline.run([batch], _objective, TimelineRecorder(mesh.rank))
+    parallel.reducer.finish()
     own = [
         time.perf_counter() - start,
         time.process_time() - cpu_start,
         sum(dispatcher.planning_seconds for dispatcher in layers),
     ]
     wall, cpu, planning = map(max, zip(*gather_json(own, mesh.control), strict=True))
-    return wall, cpu, planning, result
+    return wall, cpu, planning, _rank_tokens(parallel, batch)
 
 
 def _batch(parallel: ParallelModel, settings: Settings, name: str, step: int) -> Batch:
@@ -247,13 +250,27 @@ def _batch(parallel: ParallelModel, settings: Settings, name: str, step: int) ->
     return replace(batch, experts=experts)
 
 
-def _balance(result: StepResult, parallel: ParallelModel) -> float:
-    """Tokens of the busiest rank over the mean, averaged over layers."""
-    tokens_LP = result.rank_LP
-    if tokens_LP is None:
-        num_ranks = parallel.mesh["ep"].size
-        tokens_LP = result.counts_LE.view(len(result.counts_LE), num_ranks, -1).sum(2)
-    return statistics.mean(max_over_mean(tokens) for tokens in tokens_LP.tolist())
+def _objective(part: Part, output: Output, batch: Batch) -> Tensor:
+    """The losses of this rank's tokens; a factor changes no time."""
+    assert output.losses_T is not None
+    return output.losses_T.mean()
+
+
+def _rank_tokens(parallel: ParallelModel, batch: Batch) -> list[list[int]]:
+    """Tokens that each rank computed in each layer."""
+    mesh = parallel.mesh
+    if parallel.has_replicas:
+        own_LP = take_rank_tokens(parallel.model, mesh)
+    else:
+        assert batch.experts is not None
+        num_local = parallel.model.config.num_experts // mesh["ep"].size
+        own_LP = torch.stack(
+            [
+                torch.bincount((experts_TK // num_local).flatten(), minlength=mesh["ep"].size)
+                for experts_TK in batch.experts.values()
+            ]
+        )
+    return torch.tensor(gather_json(own_LP.tolist(), mesh.control)).sum(0).tolist()
 
 
 def table(found: dict[str, Any]) -> str:

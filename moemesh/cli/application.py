@@ -1,0 +1,119 @@
+"""The command itself: its groups, the options that verbs share, and how mistakes are told."""
+
+# No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
+# be imported at the top, or `moemesh --help` becomes slow.
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemesh import __version__
+
+if TYPE_CHECKING:
+    from moemesh.config.load import Resolved
+
+#: Exit code of every mistake in what the user gave.
+USER_ERROR = 2
+
+_PLAIN = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+app = typer.Typer(
+    name="moemesh",
+    help="Train mixture-of-experts transformers over a mesh of devices.",
+    no_args_is_help=True,
+    **_PLAIN,
+)
+config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
+bench_app = typer.Typer(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG.toml", help="TOML file of the run; every key has a default."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Set one key, over the file and the environment. May be repeated.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moemesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Train mixture-of-experts transformers over a mesh of devices."""
+
+
+def main() -> None:
+    """Run the command. Mistakes of the user end in one message on stderr and exit code 2."""
+    try:
+        code = app(prog_name="moemesh", standalone_mode=False)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output left (`moemesh ... | head`): nobody is there to be told.
+        sys.stderr.close()
+        code = 1
+    except Exception as error:
+        code = _fail(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: Exception) -> int:
+    """Print a user's mistake and return its exit code; anything else is ours and goes on."""
+    if type(error).__name__ == "Abort":
+        return 130
+    # typer carries its own copy of click, whose exceptions have no public name: they are known by
+    # what they can do.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        error.show()
+        if hint := _option_hint(getattr(error, "option_name", "")):
+            print(hint, file=sys.stderr)
+        return USER_ERROR
+    from moemesh.config.errors import is_user_error
+
+    if not is_user_error(error):
+        raise error
+    # A stray byte of the command line must not turn the message into another error.
+    message = str(error).encode(errors="backslashreplace").decode()
+    print(f"moemesh: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _option_hint(option: str) -> str:
+    """For an unknown option that names a key: how keys are set."""
+    if not option:
+        return ""
+    from moemesh.config.schema import sections_with
+    from moemesh.config.suggest import FOREIGN_NAMES
+
+    name = option.lstrip("-").replace("-", "_")
+    keys = [name] if "." in name else [f"{section}.{name}" for section in sections_with(name)]
+    if name in FOREIGN_NAMES:
+        keys = [FOREIGN_NAMES[name]]
+    return f"Keys of the configuration are set with --set {keys[0]}=VALUE" if keys else ""
+
+
+def load(config: Path | None, overrides: list[str] | None) -> "Resolved":
+    """The configuration of these sources. Raises ConfigError with every problem found."""
+    from moemesh.config.load import load_run
+
+    return load_run([config] if config else [], overrides or [])

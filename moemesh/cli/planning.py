@@ -1,0 +1,148 @@
+"""Verbs of the planner: estimate, plan, validate, calibrate."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+
+
+class Precision(StrEnum):
+    """Number types of the planned matrix products."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+    FLOAT4 = "float4"
+
+
+@app.command()
+def estimate(
+    model: Annotated[
+        str, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
+    ],
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="C", help="Cluster preset or TOML file.")
+    ],
+    plan: Annotated[
+        str,
+        typer.Option("--plan", metavar="PLAN", help='"tp=8,pp=4,...", a preset or a TOML file.'),
+    ],
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", metavar="S", help="Tokens of a sequence.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", metavar="B", help="Sequences of a step.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
+
+    Example:
+
+        moemesh estimate --model qwen3-30b-a3b --cluster dgx_h100 \\
+            --plan "tp=2,dp=4,ep=8,data=zero1,microbatch=1" --seq-len 4096 --global-batch 256
+    """
+    from moemesh.planner import estimate as planner
+
+    typer.echo(planner.command(model, cluster, plan, seq_len, global_batch, as_json=as_json))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Preset, config.json or TOML file.")],
+    cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences of one step.")],
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes, in place of the cluster's own number.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many layouts to show.")] = 5,
+    precision: Annotated[
+        Precision, typer.Option(help="Of the matrix products.")
+    ] = Precision.BFLOAT16,
+    anywhere: Annotated[
+        bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best layouts of a model on a cluster, with reasons and a certificate. Example:
+
+    moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4096 --global-batch 256
+    """
+    from moemesh.planner.search import command as search_command
+
+    found = search_command.command(
+        model,
+        cluster,
+        seq_len,
+        global_batch,
+        nodes=nodes,
+        top=top,
+        precision=precision.value,
+        anywhere=anywhere,
+        as_json=as_json,
+    )
+    typer.echo(found)
+
+
+RunsTable = Annotated[
+    Path, typer.Argument(metavar="RUNS.csv", help="Table of measured runs, one row each.")
+]
+
+
+ArchsFile = Annotated[
+    Path | None,
+    typer.Option("--archs", metavar="FILE", help="Shapes; default model_archs.json beside it."),
+]
+
+
+@app.command()
+def validate(
+    runs: RunsTable,
+    archs: ArchsFile = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write rows and statistics.")
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option("--cluster", metavar="FILE", help="Cluster of its device. May be repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
+    ] = None,
+    cross: Annotated[
+        bool,
+        typer.Option("--cross-validate", help="Refit without each group of runs; minutes."),
+    ] = False,
+) -> None:
+    """Predict every row of a table of measured runs, and say how far off it is.
+
+    Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
+
+        moemesh validate runs.csv --json predictions.json
+    """
+    from moemesh.planner.accuracy import commands
+
+    text = commands.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
+    typer.echo(text)
+
+
+@app.command()
+def calibrate(
+    runs: RunsTable,
+    out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
+    archs: ArchsFile = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="NAME", help="Which cluster of the table.")
+    ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Fit all clusters and what they share.")
+    ] = False,
+) -> None:
+    """Fit the few constants of a cluster to measured runs and write its Cluster file."""
+    from moemesh.planner.accuracy import commands
+
+    typer.echo(commands.calibrate_command(runs, archs, out, cluster, shared))

@@ -1,0 +1,50 @@
+"""Verbs of a run: train, report."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moemesh.cli.application import ConfigFile, Overrides, app, load
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run.")
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-change", metavar="KEY", help="On resume, accept another value of this key."
+        ),
+    ] = None,
+) -> None:
+    """Train a model: starts the ranks itself, or joins those that torchrun started.
+
+    Without a file it trains the preset "tiny" on Python's own library sources. Example:
+
+        moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
+    """
+    # Checked first: a mistake must be told before torch, which takes seconds, is imported.
+    load(config, overrides)
+    # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
+    # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from moemesh.train import command
+
+    raise typer.Exit(command.train(config, overrides or [], out, allow_change or []))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+) -> None:
+    """Write report.html into the folder of a run and print its path."""
+    from moemesh.report import page
+
+    typer.echo(str(page.write(run)))
