@@ -202,7 +202,8 @@ def test_bench_passes_on_what_it_was_told(
     assert run(capsys, monkeypatch, "bench", "layer", *arguments)[0] == 0
     (given,) = calls
     assert callable(given.pop("make_dispatcher")) and given.pop("out") is None
-    told = {"shape": "A", "ranks": "4", "dtype": "bfloat16", "rounds": 7, "json": True, "workload": ""}
+    told = {"shape": "A", "ranks": "4", "dtype": "bfloat16", "rounds": 7, "json": True}
+    assert given.pop("workload") == ""
     assert given == told
 
 

@@ -1,7 +1,6 @@
 """`moemesh bench partition`: baselines against the exact division into stages, as a table.
 
-The comparison comes from above (`moemesh.planner.stages.partition_cases.compare`): benchmarks and planner
-stand side by side and do not import one another.
+The comparison is `moemesh.planner.stages.partition_cases.compare`, passed in.
 """
 
 from __future__ import annotations

@@ -193,3 +193,30 @@ def bench_balance(
         seed=seed,
     )
     raise typer.Exit(bench.command(settings, as_json=as_json))
+
+
+@bench_app.command("replicas")
+def bench_replicas(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    workload: Annotated[str, typer.Option(help="W0 to W7, several with commas.")] = "W2,W6",
+    spare_slots: Annotated[int, typer.Option(min=1, help="Spare slots of each rank.")] = 2,
+    policy: Annotated[str, typer.Option(help="quota or shadow.")] = "quota",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 7,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON object there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time training steps with spare slots and without, in turns, under skewed routing."""
+    from moemesh.bench import replicas
+
+    code = replicas.command(
+        ranks=ranks,
+        workload=workload,
+        spare_slots=spare_slots,
+        policy=policy,
+        rounds=rounds,
+        as_json=as_json,
+        out=out,
+    )
+    raise typer.Exit(code)

@@ -95,8 +95,8 @@ class Plan(Section):
     data: DataStrategy = "replicate"
     recompute: Recompute = "none"
     spare_slots: int = 0
-    #: What fills spare slots: few replicas with token quotas that even out all ranks, or the hottest
-    #: experts, on every rank (FasterMoE's shadows).
+    #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
+    #: hottest experts, on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
     ranks_per_node: int | None = None
@@ -417,8 +417,8 @@ class Plan(Section):
             self._problem(
                 "stages",
                 "layers_per_stage",
-                f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} positive "
-                f"numbers that add up to num_layers ({layers})",
+                f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} "
+                f"positive numbers that add up to num_layers ({layers})",
                 fix,
                 "plan.pp",
                 "plan.stages_per_rank",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -50,7 +50,7 @@ _watcher: list[UnderWay] | None = None
 
 
 @contextmanager
-def exchanges_started() -> Iterator[list[UnderWay]]:
+def exchanges_started() -> Generator[list[UnderWay]]:
     """The exchanges that start inside of the context, in order; not nested."""
     global _watcher
     assert _watcher is None, "exchanges are already being watched"

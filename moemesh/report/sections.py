@@ -247,9 +247,7 @@ def _beside(simulated: Timeline | None, last: Timeline) -> str:
     if simulated is None:
         return ""
     records = tuple(
-        record
-        for record in last.records
-        if record.rank in simulated.ranks and record.kind in KINDS
+        record for record in last.records if record.rank in simulated.ranks and record.kind in KINDS
     )
     measured = replace(last, ranks=simulated.ranks, records=records)
     return timeline.timelines_stacked(
