@@ -42,6 +42,7 @@ _PRELOAD = [
     "safetensors.torch",
     "moemesh.comm.collectives",
     "moemesh.comm.mesh",
+    "moemesh.ops.swiglu_kernels",  # numba: a second in every rank that runs experts
     "tests.ranks",
 ]
 _context = multiprocessing.get_context("forkserver")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
-from moemesh.balance.counts import counts_by_quotient, total
+from moemesh.balance.counts import counts_by_quotient, slots_at, total
 
 HEAVY, EXCESS, STEPS = 0, 1, 2
 #: Values of x that are tried: in equal and in shrinking distances, and loads that occur.
@@ -32,9 +32,11 @@ SLACK = 1e-9
 @entry
 def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     """max(mean load of a GPU, smallest possible largest replica)."""
+    bound = total(weight) / num_gpus
+    if bound <= 0.0 or slots_at(weight, bound) <= num_slots:
+        return bound * (1.0 - SLACK)  # no replica needs to be heavier than the mean
     counts = np.empty(len(weight), np.int64)
     counts_by_quotient(weight, num_slots, num_slots, counts)
-    bound = total(weight) / num_gpus
     for expert in range(len(weight)):
         bound = max(bound, weight[expert] / counts[expert])
     return bound * (1.0 - SLACK)

@@ -57,9 +57,10 @@ def sift_down(heap: Ints, key: Floats, place: int) -> None:
 @inner_loop
 def slots_at(weight: Floats, threshold: float) -> int:
     """Slots that are needed if no replica may be heavier than `threshold`."""
-    used = 0
+    used = len(weight)
     for expert in range(len(weight)):
-        used += max(1, int(np.ceil(weight[expert] / threshold - 1e-9)))
+        if weight[expert] > threshold:
+            used += int(np.ceil(weight[expert] / threshold - 1e-9)) - 1
     return used
 
 
@@ -87,16 +88,6 @@ def counts_with_companions(
             counts[expert] += 1
             num_free -= 1
         step += 1
-
-
-@inner_loop
-def expand(counts: Ints, replicas: Ints) -> None:
-    """Fill `replicas` [slots] with each expert as often as `counts` says, ascending."""
-    slot = 0
-    for expert in range(len(counts)):
-        for _ in range(counts[expert]):
-            replicas[slot] = expert
-            slot += 1
 
 
 @inner_loop

@@ -35,7 +35,7 @@ def divide_groups(
     if per_node == 1 or num_nodes == 1:
         members[:] = slots.reshape(num_nodes, per_node)
         return nodes_bound(weight, num_slots, num_gpus, num_groups, members)
-    fold(slots, sums, num_nodes, load)
+    fold(np.ones(num_groups, np.int64), sums, num_nodes, slots, load)
     if per_node > 2:
         swap_opposite(slots, sums, load, 0.0)
         swap_hottest(slots, sums, load, 0.0)

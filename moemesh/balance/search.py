@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,7 +31,8 @@ class Effort:
 
     `kept` numbers of slots are kept for light experts, from `places` places on; `polished` packings
     are polished, with `moves` moves each; `pair_steps` is the length of a search over counts, with
-    two slots per GPU; `divisions` of groups onto nodes are tried beside the first.
+    two slots per GPU; `divisions` of groups onto nodes are tried beside the first. After `patience`
+    failures in a row of a kind no more of it are tried.
     """
 
     tolerance: float
@@ -42,10 +43,19 @@ class Effort:
     moves: int
     pair_steps: int
     divisions: int
+    patience: int
 
 
 FAST = Effort(
-    tolerance=1e-3, enough=1e-2, kept=2, places=1, polished=0, moves=0, pair_steps=300, divisions=0
+    tolerance=1e-3,
+    enough=1e-2,
+    kept=2,
+    places=1,
+    polished=0,
+    moves=0,
+    pair_steps=300,
+    divisions=0,
+    patience=1,
 )
 QUALITY = Effort(
     tolerance=5e-4,
@@ -56,6 +66,7 @@ QUALITY = Effort(
     moves=400,
     pair_steps=2000,
     divisions=6,
+    patience=4,
 )
 THOROUGH = Effort(
     tolerance=1e-5,
@@ -66,6 +77,7 @@ THOROUGH = Effort(
     moves=1000,
     pair_steps=4000,
     divisions=40,
+    patience=100,
 )
 
 
@@ -75,6 +87,8 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
     A number as effort is a time budget in seconds: as good as `fast` at once, then ever better.
     """
     started = time.perf_counter()
+    # Without any load everything is balanced; equal loads give equally many replicas.
+    weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
     chosen = QUALITY if effort == "quality" else FAST
     layers = _Layers(weights, shape, chosen)
     if not shape.is_easy:
@@ -103,7 +117,7 @@ class _Layers:
         self.slots: Ints = np.empty((count, shape.num_slots), np.int64)
         self.floors: Floats = np.empty(count)
         self.tops: Floats = np.empty((count, shape.num_nodes))
-        precision = 1e-2 if effort is FAST else effort.tolerance
+        precision = 1e-2 if effort is FAST else max(effort.tolerance, 1e-6)
         if members is None:
             members = np.empty((count, shape.num_nodes, shape.node_groups), np.int64)
         else:
@@ -127,12 +141,14 @@ class _Layers:
         if shape.num_nodes == 1 or not effort.divisions or top <= floor * (1.0 + enough):
             return
         others, bounds, _ = find_divisions(weight, shape, top * (1.0 - effort.tolerance))
+        failures = 0
         for index in np.argsort(bounds, kind="stable")[: effort.divisions]:
-            if bounds[index] >= top * (1.0 - effort.tolerance):
+            if bounds[index] >= top * (1.0 - effort.tolerance) or failures == effort.patience:
                 break
             other = _Layers(weight[None], shape, effort, others[index][None])
             other._search_nodes(0, effort, enough, top, seed)
             reached = float(other.tops.max())
+            failures = 0 if reached < top else failures + 1
             if reached < top:
                 top = reached
                 self.slots[layer], self.tops[layer] = other.slots[0], other.tops[0]
@@ -203,17 +219,19 @@ def search_box(
     else:
         rows = fast(pack_with_companions)(*box, effort.kept, effort.places, seed, starts, tops)
     order = np.argsort(tops[:rows], kind="stable")
-    # The most promising starts are polished, until one is good enough.
+    # The most promising starts are polished, until one is good enough or nothing gets better.
+    failures = 0
     for row in order[: max(effort.polished, 1)]:
         reached = float(tops[row])
         if effort.polished and reached > goal:
             reached = fast(polish_box)(
                 weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row]
             )
+        failures = 0 if reached < top else failures + 1
         if reached < top:
             top = reached
             slots[:] = starts[row]
-        if top <= goal:
+        if top <= goal or failures == effort.patience:
             break
     return top
 
@@ -270,6 +288,12 @@ def _keep_up(layers: _Layers) -> None:
         if limit >= tops[layer] * (1.0 - SAME):
             continue
         weight = layers.weights[layer]
+        # Mostly both are near the bound, and ours stopped swapping a little too early.
+        closer = replace(FAST, tolerance=max(float(limit / layers.floors[layer]) - 1.0, 0.0) / 2.0)
+        again = _Layers(weight[None], shape, closer)
+        if again.tops.max() <= limit * (1.0 + SAME):
+            layers.slots[layer] = again.slots[0]
+            continue
         mended = _mend(weight, shape, theirs, float(limit))
         if mended is None:
             mended = _rescue(weight, shape, float(limit))
@@ -298,8 +322,9 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
 def _rescue(weight: Floats, shape: Shape, limit: float) -> Ints | None:
     """Slots without second copies and within `limit`, searched for anew; None if not found."""
     for seed in range(NUM_RESCUES):
-        trial = _Layers(weight[None], shape, THOROUGH)
-        trial.search(0, THOROUGH, THOROUGH.enough, seed)
+        effort = THOROUGH if seed else QUALITY
+        trial = _Layers(weight[None], shape, effort)
+        trial.search(0, effort, THOROUGH.enough, seed)
         if trial.tops.max() <= limit * (1.0 + SAME):
             return trial.slots[0]
     return None

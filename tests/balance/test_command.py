@@ -126,8 +126,8 @@ def test_the_verb(tmp_path: Path) -> None:
     """From outside: exit codes, one message on stderr, and neither torch nor numba loaded."""
     path = write(tmp_path, "a.json")
     code = (
-        "import sys\nfrom moemesh.cli import app\n"
-        "app(sys.argv[1:], standalone_mode=False)\n"
+        "import sys\nfrom moemesh.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print([name for name in ('torch', 'numba') if name in sys.modules], file=sys.stderr)"
     )
     words = ["balance", str(path), "--replicas", "16", "--gpus", "8", "--nodes", "2"]

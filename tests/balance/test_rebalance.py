@@ -146,6 +146,21 @@ def test_small_problems_are_solved_exactly(data: st.DataObject) -> None:
         assert bound <= min(top, best) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("loads", "replicas", "gpus", "best"),
+    [
+        ([121, 103, 85, 111, 148], 8, 4, 153.5),
+        ([135, 28, 230, 333, 189, 175], 9, 3, 369.0),
+        ([16, 7, 18], 8, 4, 10.75),
+        ([137, 172, 269, 512], 9, 3, 365.0),
+    ],
+)
+def test_complete_search(loads: list[int], replicas: int, gpus: int, best: float) -> None:
+    """Small boxes where counts and swaps alone end above the optimum."""
+    slots = rebalance_experts([loads], replicas, 1, 1, gpus)[0]
+    assert hottest(np.array([loads]), np.array(slots), gpus)[0] == pytest.approx(best)
+
+
 def test_without_redundancy_it_is_a_permutation() -> None:
     loads = shapes(3, 64)["zipf-0.8"]
     maps = rebalance_experts(loads, 64, 1, 1, 8)
@@ -160,6 +175,15 @@ def test_more_slots_per_gpu_than_experts() -> None:
     check_maps(maps, 3, 20)
     assert hottest(np.array([[5.0, 1.0, 2.0]]), maps[0], 4)[0] == pytest.approx(2.0)
     assert num_twins(maps[0], 4) == 4 * 2
+
+
+def test_layers_without_load() -> None:
+    """All-zero loads are legal: every expert equally often, beside a layer with loads."""
+    loads = np.stack([np.zeros(6), np.arange(6.0)])
+    maps = rebalance_experts(loads, 12, 1, 1, 4)
+    check_maps(maps, 6, 12)
+    assert maps[2][0].tolist() == [2] * 6 and num_twins(maps[0], 4) == 0
+    assert balance_of(gpu_loads(loads, maps[0], 4))[0] == 1.0
 
 
 def test_loads_of_any_size() -> None:
