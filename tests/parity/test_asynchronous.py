@@ -241,6 +241,7 @@ def recorded_losses(rows: list[dict[str, Any]]) -> list[float]:
 COMMAND = {"train__dtype": "float64", "plan__microbatches": 3, "model__num_layers": 4}
 
 
+@pytest.mark.slow
 def test_the_command_trains_as_the_oracle(tmp_path: Path) -> None:
     keys = COMMAND | {"plan__schedule": "pipedream", "plan__pp": 2}
     rows = runs.train(tmp_path / "run", **keys)

@@ -144,6 +144,7 @@ def test_moved_experts_change_no_result(workload: str, plan: dict[str, Any]) -> 
     assert difference(got, alone(workload, "seven")) <= EQUAL
 
 
+@pytest.mark.slow
 def test_40_steps_of_adam_with_moving_experts_and_replicas_end_at_the_same_weights() -> None:
     got = train(Case(SKEWED, PAIR, ADAM | {"rebalance_every": 5}, workload="W6"))
     assert got.num_moved > 0

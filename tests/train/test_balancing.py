@@ -49,6 +49,7 @@ def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Pa
     assert "moe.replicas" in callers
 
 
+@pytest.mark.slow
 def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
     got = losses(train(tmp_path / "moving", **MOVING))
     assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)

@@ -31,6 +31,7 @@ def assert_same_losses(got: list[dict[str, Any]], expected: list[dict[str, Any]]
     assert got[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_resumed_as_another_one_and_as_none(
     tmp_path: Path, one_device: list[dict[str, Any]]
 ) -> None:

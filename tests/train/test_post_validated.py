@@ -86,6 +86,7 @@ def test_a_step_taken_back_leaves_no_trace(
             optimizer.step(_gradients(optimizer, step), 0.01)
 
 
+@pytest.mark.slow
 def test_a_run_has_the_metrics_of_one_that_validates_before(tmp_path: Path) -> None:
     """Losses, norms, loads, validations, in order; also when it goes on from a checkpoint."""
     before = runs.train(tmp_path / "before", **KEYS)
