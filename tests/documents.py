@@ -23,6 +23,7 @@ from moemesh.config.toml import format_value
 from moemesh.parallel.expert.choose import expected_distinct
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import TRAINABLE, untrainable
+from tests.balance import pictures as balance_pictures
 from tests.schedule import documents as schedule_documents
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,8 @@ DOCUMENTS = (
     "docs/contracts.md",
     "docs/dispatchers.md",
     "docs/schedules.md",
+    "docs/planner.md",
+    "docs/balancing.md",
     "docs/log.md",
 )
 #: Every default of a training run that costs time, cut down; --set in a snippet is stronger.
@@ -231,7 +234,11 @@ def dispatcher_rows() -> str:
 
 
 #: File -> what draws it.
-PICTURES = {"docs/dispatchers.svg": dispatcher_rows, **schedule_documents.PICTURES}
+PICTURES = {
+    "docs/dispatchers.svg": dispatcher_rows,
+    **schedule_documents.PICTURES,
+    **balance_pictures.PICTURES,
+}
 
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -8,10 +8,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous_problems
+from moemesh.config.asynchronous import asynchronous_problems
 from moemesh.config.errors import Problem, independent
-from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
+from moemesh.config.pipeline import V_SCHEDULES, pipeline_problems
 from moemesh.config.section import COUNT, SIZE, Range, Section, as_tuple, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
@@ -39,12 +40,6 @@ AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
-
-#: Schedules whose ranks hold two stages each, at both arms of a V.
-V_SCHEDULES = ("zb_v", "dualpipe_v")
-
-#: Schedules of two pipes: two ranks hold every stage, and sum its gradients.
-MIRRORED_SCHEDULES = ("chimera", "dualpipe")
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
@@ -173,11 +168,9 @@ class Plan(Section):
             # The other rules divide by degrees or multiply them: they would only echo this.
             return ranges
         rules = self._mesh_rules(model) + self._batch_rules(seq_len, global_batch)
-        rules += asynchronous_problems(self, model) + self._slice_rules(seq_len)
-        rules += self._validation_rules()
+        rules += asynchronous_problems(self, model) + pipeline_problems(self, model, seq_len)
         if model is not None:
             rules += self._tensor_rules(model) + self._expert_rules(model)
-            rules += self._stage_rules(model)
         return ranges + independent(rules, {problem.key for problem in ranges})
 
     def _mesh_rules(self, model: ModelConfig | None) -> list[Problem]:
@@ -337,94 +330,6 @@ class Plan(Section):
                 )
             )
         return problems
-
-    def _validation_rules(self) -> list[Problem]:
-        """Stepping early needs stages that wait for each other, and nothing else between them."""
-        if self.optimizer_validation == "before":
-            return []
-        fix = "optimizer_validation = before"
-        if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            message = f"{self.schedule} updates every stage by itself: no step is taken together"
-        elif self.schedule in MIRRORED_SCHEDULES:
-            message = (
-                f"{self.schedule} keeps two replicas of every stage, whose gradients and loads are "
-                f"summed between both ends of pp ({self.pp}) before a step"
-            )
-            fix += f", or schedule = {'zb_v' if self.schedule == 'chimera' else 'dualpipe_v'}"
-        elif self.pp < 2:
-            message = f"pp ({self.pp}) is one stage: its step waits for no other"
-            fix += ", or pp = 2"
-        else:
-            return []
-        keys = ("plan.schedule", "plan.pp")
-        return [self._problem("conflict", "optimizer_validation", message, fix, *keys)]
-
-    def _slice_rules(self, seq_len: int | None) -> list[Problem]:
-        """Only one schedule cuts sequences, and no slice may be empty."""
-        if self.schedule != "terapipe":
-            if self.slices is None:
-                return []
-            message = f"slices belongs to schedule = terapipe, not {self.schedule}"
-            fix = "leave slices out, or schedule = terapipe"
-            return [self._problem("conflict", "slices", message, fix, "plan.schedule")]
-        if seq_len is None or not 0 < seq_len < self.num_slices:
-            return []
-        said = f"slices ({self.slices})" if self.slices else f"pp ({self.pp}, slices by default)"
-        message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
-        keys = ("plan.pp", "plan.schedule", "data.seq_len")
-        return [self._problem("too-large", "slices", message, f"slices = {seq_len}", *keys)]
-
-    def _stage_rules(self, model: ModelConfig) -> list[Problem]:
-        """Every stage needs a layer."""
-        stages, layers = self.num_stages, model.num_layers
-        if layers < 1:
-            return []
-        if self.layers_per_stage is not None:
-            return self._layers_per_stage_rules(layers)
-        if stages <= layers:
-            return []
-        chunks = stages // self.pp
-        product = f"pp*stages_per_rank ({self.pp}*{chunks} = {stages})"
-        if self.schedule in V_SCHEDULES:
-            product = f"{self.schedule} puts two stages on a rank: pp*2 ({self.pp}*2 = {stages})"
-        if self.pp <= layers and self.schedule not in V_SCHEDULES:
-            key, fix = "stages_per_rank", f"stages_per_rank = {layers // self.pp}"
-        else:
-            key, fix = "pp", f"pp = {max(layers // chunks, 1)}"
-            if chunks > layers and self.schedule not in V_SCHEDULES:
-                fix += ", stages_per_rank = 1"
-        return [
-            self._problem(
-                "too-large",
-                key,
-                f"{product} stages need at least as many layers; num_layers is {layers}",
-                fix,
-                "plan.pp",
-                "plan.stages_per_rank",
-                "plan.schedule",
-                "model.num_layers",
-            )
-        ]
-
-    def _layers_per_stage_rules(self, layers: int) -> list[Problem]:
-        """Explicit cuts: one positive number a stage, all layers used."""
-        sizes, stages = self.layers_per_stage or (), self.num_stages
-        if len(sizes) == stages and sum(sizes) == layers and min(sizes) >= 1:
-            return []
-        equal = shard_sizes(layers, stages)
-        fix = f"layers_per_stage = {list(equal)}" if min(equal) else f"pp = {layers}"
-        return [
-            self._problem(
-                "stages",
-                "layers_per_stage",
-                f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} "
-                f"positive numbers that add up to num_layers ({layers})",
-                fix,
-                "plan.pp",
-                "plan.stages_per_rank",
-                "model.num_layers",
-            )
-        ]
 
     def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
         return Problem(

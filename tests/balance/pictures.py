@@ -1,12 +1,11 @@
 """The pictures of docs/balancing.md, drawn from results of the solvers.
 
-`python -m tests.balance.pictures` writes them again. Loads are whole numbers from Python's own
+`python -m tests.documents` writes them again. Loads are whole numbers from Python's own
 generator, so that the pictures are the same everywhere.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -26,8 +25,6 @@ from moemesh.balance import (
 from moemesh.report.balance import balance_heat_maps
 from moemesh.report.curves import Series, line_chart
 from tests.balance.cases import Floats, Ints
-
-ROOT = Path(__file__).parents[2]
 
 
 def zipf(num_layers: int, num_experts: int, tenths: int, seed: int) -> Floats:
@@ -149,7 +146,3 @@ PICTURES = {
     "docs/balancing-drift.svg": drift,
     "docs/balancing-quotas.svg": exact_loads,
 }
-
-if __name__ == "__main__":
-    for name, draw in PICTURES.items():
-        (ROOT / name).write_text(draw(), encoding="utf-8")
