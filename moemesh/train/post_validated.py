@@ -30,7 +30,6 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.norm import gradient_squares, norm_of
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
@@ -41,7 +40,13 @@ from moemesh.train.artifacts import Artifacts
 from moemesh.train.asynchronous import Hooks
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
-from moemesh.train.step import StepResult, StepSums, count_over_step, update
+from moemesh.train.step import (
+    StepResult,
+    StepSums,
+    count_over_step,
+    forget_rank_tokens,
+    update,
+)
 
 #: Steps in a row without a clip or a skip after which ranks step early. Where most steps are
 #: clipped (the start of a run, say) stepping early would mean to run most warm-ups twice.
@@ -60,15 +65,9 @@ class Step:
     num_tokens: int
     num_scopes: int
     sums: StepSums
-    rank_LP: Tensor | None = None
     seconds: float = 0.0
     result: StepResult | None = None
     undo: _Undo | None = None
-
-    def loads(self) -> list[Tensor]:
-        """What is counted, int64; see :class:`StepResult`."""
-        found = [self.sums.counts_LE, self.sums.dropped_L]
-        return found if self.rank_LP is None else [*found, self.rank_LP]
 
 
 class _Undo:
@@ -127,7 +126,7 @@ class PostValidation:
         )
 
         def begin() -> Objective:
-            self._take_rank_tokens()  # those of a warm-up that was taken back
+            forget_rank_tokens(parallel)
             step.sums = StepSums(parallel, *counts)
             return step.sums.objective
 
@@ -157,7 +156,6 @@ class PostValidation:
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            step.rank_LP = self._take_rank_tokens()
             own = self._report(step)
             all_reduce_(own, parallel.mesh["stage"], caller="step.report", phase="optimizer")
             so_far = self._read(step, self._pipeline.chain.pass_on(own.cpu()))
@@ -196,24 +194,18 @@ class PostValidation:
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 
-    def _take_rank_tokens(self) -> Tensor | None:
-        """Only replicas of experts make them differ from what the loads say."""
-        if not self.parallel.has_replicas:
-            return None
-        return take_rank_tokens(self.parallel.model, self.parallel.mesh)
-
     def _report(self, step: Step) -> Tensor:
         """What this rank adds to the vector of the step, float64: a wish to stop, the two losses,
         the loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel = self.parallel
         squares = gradient_squares(parallel.reducer.gradients, parallel.placements, parallel.mesh)
         stop = torch.tensor([float(self._stop_requested())], device=squares.device)
-        parts = [stop, step.sums.losses, *step.loads(), squares]
+        parts = [stop, step.sums.losses, *step.sums.loads, squares]
         return torch.cat([part.flatten().double() for part in parts])
 
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """What a report says, be it of some ranks or of all."""
-        loads = step.loads()
+        loads = step.sums.loads
         sizes = [3, *(part.numel() for part in loads)]
         head, *parts, squares = report.split([*sizes, report.numel() - sum(sizes)])
         counts_LE, dropped_L, *rank_LP = (

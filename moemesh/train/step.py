@@ -75,12 +75,14 @@ class StepSums:
     """What the microbatches of a step add up to, whichever stage computes which part of it.
 
     ``losses``: sums of token losses and of auxiliary losses; the loads of every MoE layer of the
-    model, ``counts_LE``, ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks.
+    model, ``counts_LE``, ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks;
+    ``rank_LP``, likewise, where replicas of experts make it differ from what the loads say.
     """
 
     def __init__(self, parallel: ParallelModel, num_tokens: int, num_scopes: int) -> None:
         self._num_tokens, self._num_scopes = max(num_tokens, 1), max(num_scopes, 1)
-        self._mesh, config = parallel.mesh, parallel.model.config
+        self._model, self._mesh = parallel.model, parallel.mesh
+        config = parallel.model.config
         layers = config.moe_layers
         self._first = config.num_dense_layers
         self._has_capacity = bool(config.capacity_factor)
@@ -93,6 +95,16 @@ class StepSums:
         )
         self.dropped_L = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self.fault_L = torch.full_like(self.dropped_L, NO_FAULT)
+        ranks = self._mesh["ep"].size
+        self.rank_LP = (
+            self.counts_LE.new_zeros(len(layers), ranks) if parallel.has_replicas else None
+        )
+
+    @property
+    def loads(self) -> list[Tensor]:
+        """What is counted, int64: ``counts_LE``, ``dropped_L`` and ``rank_LP`` if there is one."""
+        found = [self.counts_LE, self.dropped_L]
+        return found if self.rank_LP is None else [*found, self.rank_LP]
 
     def objective(self, part: Part, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; what it reports is added to the sums."""
@@ -102,6 +114,8 @@ class StepSums:
             self.counts_LE[own] += output.counts_LE
             self.dropped_L[own] += output.dropped_L
             self.fault_L[own] = torch.minimum(self.fault_L[own], output.fault_L)
+        if self.rank_LP is not None:
+            self.rank_LP += take_rank_tokens(self._model, self._mesh)
         self.losses[1] += output.aux.detach()
         share = output.aux / self._num_scopes
         if output.losses_T is None:
@@ -117,9 +131,17 @@ class StepSums:
             named.append(("step.loads", self.counts_LE))
         if self._has_capacity:
             named.append(("step.dropped", self.dropped_L))
+        if self.rank_LP is not None:
+            named.append(("step.loads", self.rank_LP))
         for caller, tensor in named:
             for axis in ("stage", "pp"):
                 all_reduce_(tensor, self._mesh[axis], caller=caller, phase="optimizer")
+
+
+def forget_rank_tokens(parallel: ParallelModel) -> None:
+    """Tokens that replicas computed outside of a step: in validation, or a warm-up taken back."""
+    if parallel.has_replicas:
+        take_rank_tokens(parallel.model, parallel.mesh)
 
 
 def gradients_of_step(
@@ -127,19 +149,14 @@ def gradients_of_step(
 ) -> StepResult:
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``."""
     reducer, mesh = parallel.reducer, parallel.mesh
-    rank_LP = None
     refuse_replayed(parallel, microbatches)
     num_tokens, num_scopes = count_over_step(parallel, microbatches)
     sums = StepSums(parallel, num_tokens, num_scopes)
+    forget_rank_tokens(parallel)
     parallel.pipeline.run(microbatches, sums.objective, recorder)
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        if parallel.has_replicas:
-            rank_LP = take_rank_tokens(parallel.model, mesh)
-            for axis in ("stage", "pp"):
-                all_reduce_(rank_LP, mesh[axis], caller="step.loads", phase="optimizer")
-            rank_LP = rank_LP.cpu()
         norm = gradient_norm(reducer.gradients, parallel.placements, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
@@ -152,7 +169,7 @@ def gradients_of_step(
         counts_LE=sums.counts_LE.cpu(),
         dropped_L=sums.dropped_L.cpu(),
         skipped=not norm.is_finite,
-        rank_LP=rank_LP,
+        rank_LP=None if sums.rank_LP is None else sums.rank_LP.cpu(),
     )
 
 

@@ -33,7 +33,7 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.trace.timeline import Record, TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.step import StepResult, StepSums, count_over_step
+from moemesh.train.step import StepResult, StepSums, count_over_step, forget_rank_tokens
 
 #: Steps whose operations a timeline of the stream keeps.
 KEPT_STEPS = 4
@@ -59,8 +59,7 @@ class _Step:
     squares: float = 0.0
     num_skipped: int = 0
     losses: Tensor | None = None
-    counts_LE: Tensor | None = None
-    dropped_L: Tensor | None = None
+    loads: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +112,7 @@ class TrainingStream:
         self._reports: dict[int, _Report] = {}
         self._num_read = self._num_finished = 0
         self._read_at = time.perf_counter()
+        forget_rank_tokens(parallel)
         pp = parallel.mesh["pp"].index
         self._own = {name: w for name, w in parallel.placements.items() if pp in w.holders}
 
@@ -200,13 +200,11 @@ class TrainingStream:
         step.num_skipped += not is_finite
         step.squares += norm * norm
         sums = window.sums
-        step.losses = sums.losses if step.losses is None else step.losses + sums.losses
-        step.counts_LE = (
-            sums.counts_LE if step.counts_LE is None else step.counts_LE + sums.counts_LE
-        )
-        step.dropped_L = (
-            sums.dropped_L if step.dropped_L is None else step.dropped_L + sums.dropped_L
-        )
+        if step.losses is None or step.loads is None:
+            step.losses, step.loads = sums.losses, sums.loads
+        else:
+            step.losses = step.losses + sums.losses
+            step.loads = [a + b for a, b in zip(step.loads, sums.loads, strict=True)]
         if self.fault_L is None:
             self.fault_L = torch.full_like(sums.fault_L, NO_FAULT)
         self.fault_L = torch.minimum(self.fault_L, sums.fault_L)
@@ -214,8 +212,7 @@ class TrainingStream:
     def _report(self, index: int) -> None:
         """Start the sum over all ranks; counts are exact in float64."""
         step, mesh = self._steps.pop(index), self.parallel.mesh
-        assert step.losses is not None
-        assert step.counts_LE is not None and step.dropped_L is not None
+        assert step.losses is not None and step.loads is not None
         # All ranks of a stage know its norm and its skips: the first of them tells.
         tells = float(mesh["stage"].index == 0)
         scalars = [float(self._stop_requested()), tells * step.num_skipped, tells * step.squares]
@@ -223,8 +220,7 @@ class TrainingStream:
             [
                 torch.tensor(scalars, dtype=torch.float64),
                 step.losses.cpu(),
-                step.counts_LE.flatten().double().cpu(),
-                step.dropped_L.double().cpu(),
+                *(part.flatten().double().cpu() for part in step.loads),
             ]
         )
         work = all_reduce_(
@@ -246,18 +242,21 @@ class TrainingStream:
         stop, skipped, squares, loss, aux, *_ = report.total.tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
-        assert step.counts_LE is not None and step.dropped_L is not None
-        loads = report.total[5:].round().long()
-        num_counts = step.counts_LE.numel()
+        assert step.loads is not None
+        parts = report.total[5:].round().long().split([part.numel() for part in step.loads])
+        counts_LE, dropped_L, *rank_LP = (
+            part.view(like.shape) for part, like in zip(parts, step.loads, strict=True)
+        )
         updates = self.num_microbatches // self.window
         result = StepResult(
             loss=loss / max(step.num_tokens, 1),
             aux_loss=aux / max(step.num_scopes, 1),
             grad_norm=math.sqrt(squares / updates) if squares >= 0 else math.nan,
             num_tokens=step.num_tokens,
-            counts_LE=loads[:num_counts].view_as(step.counts_LE),
-            dropped_L=loads[num_counts:],
+            counts_LE=counts_LE,
+            dropped_L=dropped_L,
             skipped=skipped > 0,
+            rank_LP=rank_LP[0] if rank_LP else None,
         )
         return self.first + index, result, seconds
 

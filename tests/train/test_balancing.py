@@ -49,6 +49,18 @@ def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Pa
     assert "moe.replicas" in callers
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "ampnet"])
+def test_a_run_that_never_drains_counts_what_replicas_computed(
+    tmp_path: Path, schedule: str
+) -> None:
+    keys = KEYS | {"plan__pp": 2, "plan__schedule": schedule, "plan__microbatches": 4}
+    train(tmp_path, **keys, plan__spare_slots=1, train__validate_every=2)
+    rows = loads(tmp_path)
+    for row in rows:
+        assert sum(row["tokens_per_rank"]) == sum(row["tokens_per_expert"])
+    assert imbalance(rows) < 1.02
+
+
 @pytest.mark.slow
 def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
     got = losses(train(tmp_path / "moving", **MOVING))

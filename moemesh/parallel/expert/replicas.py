@@ -111,8 +111,7 @@ class ReplicaDispatcher:
             place_S = own_places(
                 quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
             )
-        if torch.is_grad_enabled():
-            self.rank_tokens += quotas.rank_tokens
+        self.rank_tokens += quotas.rank_tokens
         place_S = _rank_major(quotas, self.num_local)[place_S]
         places_TK = torch.full_like(experts_TK, -1)
         places_TK.view(-1)[own[1]] = torch.from_numpy(place_S).to(experts_TK.device)
