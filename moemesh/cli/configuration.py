@@ -33,8 +33,14 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Check a configuration; exit code 2 and every problem when it is wrong."""
-    plan = load(config, overrides).config.plan
+    """Check a configuration as train would, without starting it; exit code 2 and every problem."""
+    from moemesh.config.errors import ConfigError
+    from moemesh.train.preflight import untrainable
+
+    resolved = load(config, overrides)
+    if problems := untrainable(resolved):
+        raise ConfigError(problems)
+    plan = resolved.config.plan
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     typer.echo(f"ok: {ranks} ({degrees}, ep={plan.ep} etp={plan.etp} edp={plan.edp})")

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -167,13 +167,15 @@ def launch(
     log_folder: Path | None = None,
     grace_seconds: int = 120,
     entry: Sequence[str] = ("-m", "moemesh"),
+    on_kill: Callable[[int, str], None] | None = None,
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in
     `log_folder` (None: shown only when that rank fails). When a rank fails the others are stopped,
     and one message on stderr names the first that failed and why; the exit code is that rank's own
-    (128 + signal if one killed it). The tracebacks of the others stay in the logs.
+    (128 + signal if one killed it). The tracebacks of the others stay in the logs. A rank that was
+    killed could tell nobody: ``on_kill(rank, message)`` is called for the first one.
 
     The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to this process is passed on to every rank, once:
     ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as well. They
@@ -205,7 +207,10 @@ def launch(
         except ChildFailedError as error:
             _write_untold(error.failures, logs)
             rank, failure = _first_cause(error.failures)
-            print(_describe(rank, failure, logs, log_folder is not None), file=sys.stderr)
+            message = _describe(rank, failure, logs, log_folder is not None)
+            if failure.exitcode < 0 and on_kill is not None:
+                on_kill(rank, message.splitlines()[0].removeprefix("moemesh: "))
+            print(message, file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as error:
             print(f"moemesh: stopped by {error.sigval.name}", file=sys.stderr)

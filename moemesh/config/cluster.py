@@ -1,18 +1,51 @@
-"""The machine a plan is made for: nodes, memory, arithmetic, links."""
+"""The machine a plan is made for: nodes, memory, arithmetic, links and their measured times."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section
+from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
+from moemesh.config.toml import format_key, format_value
+
+LinkOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+class LinkCurve(Section):
+    """Measured times of one operation in one shape of group: ``seconds[i]`` for ``bytes[i]``.
+
+    Bytes are those of the full tensor (of an all-to-all: what each rank holds), ascending. All
+    groups of the shape were at work at once; `members_per_node` ranks of a group share a node.
+    """
+
+    section: ClassVar[str] = "cluster.links"
+
+    operation: LinkOperation
+    ranks: int
+    members_per_node: int
+    bytes: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
+    seconds: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
+
+    def problem(self) -> str:
+        """What is wrong with the curve; "" for nothing."""
+        if self.ranks < 2:
+            return f"a group has at least 2 ranks, not {self.ranks}"
+        if not 1 <= self.members_per_node <= self.ranks:
+            return f"members_per_node ({self.members_per_node}) must lie between 1 and ranks"
+        if not self.bytes or len(self.bytes) != len(self.seconds):
+            return f"{len(self.bytes)} bytes and {len(self.seconds)} seconds: one of each a size"
+        if min(self.bytes) <= 0 or min(self.seconds) <= 0:
+            return "bytes and seconds must be above 0"
+        if any(b <= a for a, b in zip(self.bytes, self.bytes[1:], strict=False)):
+            return "bytes must ascend"
+        return ""
 
 
 class Cluster(Section):
@@ -37,6 +70,8 @@ class Cluster(Section):
     accelerator: str = ""
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
+    #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
+    links: Annotated[tuple[LinkCurve, ...], BeforeValidator(as_tuple)] = ()
 
     ranges: ClassVar[Mapping[str, Range]] = {
         "nodes": SIZE,
@@ -72,7 +107,41 @@ class Cluster(Section):
                 problems.append(
                     Problem(code="out-of-range", key=key, value=value, message=message, fix=fix)
                 )
+        for number, curve in enumerate(self.links, start=1):
+            if message := curve.problem():
+                where = f"{curve.operation} of {curve.ranks} ranks"
+                key = f"cluster.links.{number}"
+                message = f"the measured {where}: {message}"
+                fix = "measure again with `moemesh bench links`, or leave it out"
+                problems.append(Problem(code="out-of-range", key=key, message=message, fix=fix))
         return problems
+
+    def to_toml(self, heading: str) -> str:
+        """The file that :func:`load_cluster` reads; `heading` becomes a comment."""
+        lines = [f"# {line}".rstrip() for line in heading.splitlines()]
+        tables = ("peak_flops", "constants")
+        for name, value in self.model_dump(exclude={*tables, "links"}).items():
+            if value != "":
+                lines.append(f"{name} = {_shown(value)}")
+        for name in tables:
+            if values := getattr(self, name):
+                lines += ["", f"[{name}]"]
+                lines += [f"{format_key(key)} = {_shown(value)}" for key, value in values.items()]
+        for curve in self.links:
+            lines += ["", "[[links]]"]
+            lines += [f"{name} = {_shown(value)}" for name, value in curve.model_dump().items()]
+        return "\n".join(lines) + "\n"
+
+
+def _shown(value: object) -> str:
+    """Six significant digits for a measured number, everything else as it is."""
+    if isinstance(value, tuple):
+        items = cast("tuple[object, ...]", value)
+        return "[" + ", ".join(_shown(item) for item in items) + "]"
+    if isinstance(value, float) and not value.is_integer():
+        text = f"{value:.6g}"
+        return text if "." in text or "e" in text else f"{text}.0"
+    return format_value(value)
 
 
 def load_cluster(source: str) -> Cluster:

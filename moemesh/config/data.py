@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from moemesh.config.errors import Problem
 from moemesh.config.section import SHARE, SIZE, Range, Section
 
-DataFormat = Literal["text", "jsonl"]
+DataFormat = Literal["auto", "text", "jsonl"]
 
 #: Ids that the tokenizer "bytes" produces.
 NUM_BYTES = 256
@@ -21,7 +21,8 @@ class DataConfig(Section):
 
     #: A file, folder or glob; None reads the running Python's own standard library sources.
     path: str | None = None
-    format: DataFormat = "text"
+    #: auto: jsonl where the path ends so, else text.
+    format: DataFormat = "auto"
     #: "bytes", or the folder of a tokenizer.
     tokenizer: str = "bytes"
     #: Tokens of one sequence.

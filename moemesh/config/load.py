@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,6 +219,10 @@ def _rewritten(field: str, value: object, reason: str) -> str:
     if reason == "bool_type":
         is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
         return f"{field} = {'false' if is_off else 'true'}"
+    if reason == "tuple_type" and re.fullmatch(r"\d+( *, *\d+)*", str(value)):
+        return f"{field} = [{value}]"
+    if reason == "finite_number":
+        return f"leave {field} out to take the default"
     if reason in ("int_type", "float_type") and isinstance(value, (str, float)):
         try:
             number = float(value)

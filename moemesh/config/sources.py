@@ -75,6 +75,8 @@ def read_environment(environ: Mapping[str, str]) -> Source:
     problems: list[Problem] = []
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
+            if problem := _nearly_ours(variable, environ[variable]):
+                problems.append(problem)
             continue
         key = variable.removeprefix(ENVIRONMENT_PREFIX).replace("__", ".")
         origin = f"environment {variable}"
@@ -85,6 +87,23 @@ def read_environment(environ: Mapping[str, str]) -> Source:
         else:
             leaves[key] = Leaf(value=value, origin=origin)
     return Source(leaves=leaves, problems=tuple(problems))
+
+
+def _nearly_ours(variable: str, value: str) -> Problem | None:
+    """``MOEMESH_plan_ep``: it would be ignored without a word."""
+    prefix, _, rest = variable.partition("_")
+    section, _, key = rest.lstrip("_").partition("_")
+    if prefix.lower() != "moemesh" or section.lower() not in SECTIONS or not key.strip("_"):
+        return None
+    name = f"{section.lower()}.{key.strip('_').lower()}"
+    return Problem(
+        code="syntax",
+        key=name,
+        value=value,
+        origin=f"environment {variable}",
+        message="parts of a variable's name are joined by two underscores, and case counts",
+        fix=f"{ENVIRONMENT_PREFIX}{name.replace('.', '__')}={value}",
+    )
 
 
 def read_overrides(overrides: Sequence[str]) -> Source:

@@ -196,6 +196,10 @@ FOREIGN_NAMES: dict[str, str] = {
 }
 
 
+#: Values that other trainers call otherwise.
+FOREIGN_VALUES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
 def explain_unknown_key(key: str) -> tuple[str, str]:
     """(what is wrong, what was probably meant) for a dotted key that no section has.
 
@@ -235,6 +239,8 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
     Case and hyphens do not count as differences.
     """
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
+    if FOREIGN_VALUES.get(folded) in choices:
+        folded = FOREIGN_VALUES[folded]
     near = [folded] if folded in choices else _close(folded, choices, 0.5)
     listed = ", ".join(choices)
     return f"did you mean {near[0]}? (choices: {listed})" if near else f"choices: {listed}"

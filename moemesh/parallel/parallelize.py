@@ -26,13 +26,14 @@ from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.expert.homes import Homes
-from moemesh.parallel.pipeline.parts import build_schedule, holders, parts_of, stage_parts
+from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
 from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
+from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
 
 
@@ -75,7 +76,7 @@ def parallelize(
     known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. Raises
     ValueError when the plan's schedule cannot be made, with the numbers.
     """
-    schedule = build_schedule(plan)
+    schedule = build_step(plan)
     parts = stage_parts(config, plan, schedule)
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))

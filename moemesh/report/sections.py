@@ -58,9 +58,11 @@ def _training(run: Run) -> Section:
         ("Throughput", curves.throughput_curve(run.metrics)),
         ("Gradient norm", curves.gradient_norm_curve(run.metrics)),
     ]
-    shown = [run.metrics[index] for index in _spread(len(run.metrics), 12)]
+    validated = [i for i, row in enumerate(run.metrics) if row.validation_loss is not None]
+    indices = {validated[i] for i in _spread(len(validated), 8)}
+    shown = [run.metrics[i] for i in sorted(indices.union(_spread(len(run.metrics), 12)))]
     table = Table(
-        caption="Some steps, evenly spread",
+        caption="Some steps, evenly spread, and those with a validation",
         header=(
             "Step",
             "Loss",
@@ -115,9 +117,7 @@ def _traffic(run: Run) -> Section:
                 format_bytes(row.max_wire_bytes),
                 format_bytes(row.max_received_bytes),
                 format_bytes(row.sum_wire_bytes),
-                f"{row.sum_wire_bytes:,.20g}"
-                if run.ledger_steps == 1
-                else f"{row.sum_wire_bytes:,.1f}",
+                f"{row.sum_wire_bytes:,.0f}",
             )
             for row in rows[:MAX_TABLE_ROWS]
         ],
@@ -157,7 +157,7 @@ def _loads(run: Run) -> Section:
         header=(
             "Layer",
             "Experts",
-            "Fullest expert / mean, over the run",
+            "Fullest expert / mean, average of the steps",
             "Fullest expert / mean, last step",
             "Fullest rank / mean, last step",
             "Entropy, last step",
@@ -199,7 +199,8 @@ def _memory(run: Run) -> Section:
         title="Memory",
         figures=_figures([("Memory by what it holds", memory.memory_bars(run.memory))]),
         tables=[table],
-        note=f"Highest peak {format_bytes(run.memory.peak)}." + _left_out(len(ranks), "ranks"),
+        note=f"Highest peak {format_bytes(run.memory.peak)}: on a CPU of the whole process, torch "
+        "included; with CUDA of its tensors." + _left_out(len(ranks), "ranks"),
     )
 
 

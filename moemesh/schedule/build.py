@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemesh.config.errors import UserError
+from moemesh.config.plan import Plan
 from moemesh.schedule import (
     ampnet,
     chimera,
@@ -124,14 +125,28 @@ def build(
     chunks = stages_per_rank if not recipe.stages_per_rank else max(recipe.stages_per_rank)
     largest = num_ranks * num_microbatches * chunks * 3 * (num_slices or 1)
     if largest > LARGEST_NUM_OPERATIONS:
+        fewer = num_microbatches * LARGEST_NUM_OPERATIONS // largest
+        # More ranks than operations: no number of microbatches is small enough.
+        most_ranks = num_ranks * num_microbatches * LARGEST_NUM_OPERATIONS // largest
+        nearest = f"microbatches {fewer}" if fewer else f"microbatches 1, ranks {most_ranks}"
         raise conditions.ScheduleConditionError(
             f"{name} with ranks {num_ranks}, microbatches {num_microbatches} would have up to "
-            f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: microbatches "
-            f"{num_microbatches * LARGEST_NUM_OPERATIONS // largest})"
+            f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: {nearest})"
         )
     if "stages_per_rank" in recipe.options:
         options["stages_per_rank"] = stages_per_rank
     return recipe.make(num_ranks, num_microbatches, **options)
+
+
+def build_step(plan: Plan) -> Schedule:
+    """The schedule of one step of a plan. Raises ValueError, with the numbers, if there is none."""
+    return build(
+        plan.schedule,
+        plan.pp,
+        plan.microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        num_slices=plan.num_slices if plan.schedule == "terapipe" else None,
+    )
 
 
 def recipe_of(name: str) -> Recipe:

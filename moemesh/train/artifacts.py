@@ -25,11 +25,17 @@ from moemesh.trace.memory import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train.alarms import LoadAlarms
-from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
 from moemesh.train.foreseen import simulated
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepResult
+
+#: So many steps in a row without a finite gradient end a run: the weights cannot recover.
+SKIPPED_STEPS = 5
+
+
+class Diverged(RuntimeError):
+    """Training has broken down; the message says what to change."""
 
 
 class Artifacts:
@@ -50,7 +56,7 @@ class Artifacts:
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
-        self._steps = 0
+        self._steps = self._skipped = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
         self._unigram = 0.0
@@ -75,6 +81,7 @@ class Artifacts:
         self._steps += 1
         if row.validation_loss is not None:
             self._validation = row.validation_loss
+        self._stop_diverged(row, result)
         if not self._writes:
             return
         self.folder.append("metrics.jsonl", row.to_json())
@@ -96,6 +103,16 @@ class Artifacts:
             )
             self.folder.append("loads.jsonl", loads.to_json())
             self._alarms.look(loads)
+
+    def _stop_diverged(self, row: MetricsRow, result: StepResult) -> None:
+        """Raise on all ranks, at the same step, when no step updates anything any more."""
+        self._skipped = self._skipped + 1 if result.skipped else 0
+        if self._skipped == SKIPPED_STEPS:
+            train = self.config.train
+            raise Diverged(
+                f"no gradient of the last {SKIPPED_STEPS} steps (to step {row.step}) was finite: "
+                f"lower train.lr ({train.lr:g}), or clip harder (train.clip = {train.clip:g})"
+            )
 
     @contextmanager
     def first_step_memory(self, step: int) -> Iterator[None]:
@@ -157,31 +174,6 @@ class Artifacts:
 
     def _num_parameters(self) -> int:
         return sum(where.num_elements for where in self.parallel.placements.values())
-
-    def banner(self, samples: Samples) -> str:
-        """What runs, in four lines."""
-        config, plan = self.config, self.config.plan
-        size, ranks = f"{self._num_parameters():,} parameters", f"{plan.world_size} rank(s)"
-        degrees = "  ".join(
-            f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp", "ep", "etp")
-        )
-        model = config.model
-        experts = (
-            f"{model.num_experts} experts, top {model.experts_per_token}"
-            if model.num_experts
-            else "dense"
-        )
-        return "\n".join(
-            [
-                f"model    {size}, {model.num_layers} layers, {experts}",
-                f"plan     {ranks}  {degrees}  edp={plan.edp}"
-                f"  exit={plan.attention_exit}  dispatcher={plan.dispatcher}",
-                f"data     {samples.corpus.source}: {len(samples.corpus.tokens):,} tokens, "
-                f"{config.data.global_batch} x {config.data.seq_len} a step",
-                f"run      {self.folder.path}  {config.train.dtype}  {config.train.optimizer}  "
-                f"on {self.mesh.device.type}",
-            ]
-        )
 
     def summary(self) -> str:
         """The losses that say whether it worked."""

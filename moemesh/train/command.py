@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
 from moemesh.comm.collectives import gather_json
@@ -17,9 +19,10 @@ from moemesh.config.run import RunConfig
 from moemesh.train.console import Console
 from moemesh.train.corpus import Corpus
 from moemesh.train.data import Samples
-from moemesh.train.failure import describe, write_failure
+from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
+from moemesh.train.remarks import refuse_too_large
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import Job
 from moemesh.train.trainer import train as train_rank
@@ -51,6 +54,8 @@ def train(
     if launch.joined():
         return _rank(config, None, path, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        refuse_too_large(config)
     samples = open_samples(config)  # a mistake in the data is told before any process starts
     folder = _open_folder(config, path, allowed_changes)
     try:
@@ -61,7 +66,15 @@ def train(
         for override in overrides:
             arguments += ["--set", override]
         arguments += ["--out", str(path)]
-        return launch.launch(config.plan.world_size, arguments, log_folder=path / "logs")
+        code = launch.launch(
+            config.plan.world_size,
+            arguments,
+            log_folder=path / "logs",
+            on_kill=lambda rank, message: write_kill(path, rank, message),
+        )
+        if (path / "failure.json").exists():
+            print(where_to_look(path), file=sys.stderr)
+        return code
     finally:
         folder.release()
 
@@ -93,7 +106,7 @@ def _open_folder(config: RunConfig, path: Path, allowed_changes: Sequence[str]) 
         changes = compare(earlier.read_text(encoding="utf-8"), resolved_toml(config))
         refuse_changes(changes, frozenset(allowed_changes))
         for change in changes:
-            print(f"changed since the run began: {change}", flush=True)
+            print(f"changed since the last call: {change}", flush=True)
     return folder
 
 
@@ -157,7 +170,8 @@ def _fail(error: Exception, rank: int, path: Path) -> int:
     launch.report_failure(error)
     if path.is_dir():
         write_failure(path, error, rank)
-    print(describe(error, rank, path), file=sys.stderr, flush=True)
+    if rank > 0 or not launch.launched():  # a launcher tells the first cause, and who knows it
+        print(describe(error, rank, path), file=sys.stderr, flush=True)
     return 1
 
 

@@ -5,11 +5,44 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moemesh.config.run import RunConfig
+from moemesh.planner.parameters import count_parameters
+from moemesh.planner.shapes.shape import from_model_config
 from moemesh.trace.run import MetricsRow
+from moemesh.train.data import Samples
+
+#: Plan keys of the first line of a plan; what else differs from its default fills a second one.
+DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
+
+
+def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
+    """What runs, a line each for model, plan, data and run."""
+    plan, model = config.plan, config.model
+    size = count_parameters(from_model_config(model)).total
+    degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
+    kind = f"{model.num_experts} experts, top {model.experts_per_token}"
+    chosen = [
+        f"{name}={value}"
+        for name, value in plan
+        if name not in DEGREES and value != type(plan).model_fields[name].default
+    ]
+    return "\n".join(
+        [
+            f"model    {size:,} parameters, {model.num_layers} layers, "
+            f"{kind if model.num_experts else 'dense'}",
+            f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
+            *(["         " + "  ".join(chosen)] if chosen else []),
+            f"data     {samples.corpus.source}: {len(samples.corpus.tokens):,} tokens, "
+            f"{config.data.global_batch} x {config.data.seq_len} a step",
+            f"run      {folder}  {config.train.dtype}  {config.train.optimizer}  on {device.type}",
+        ]
+    )
 
 
 class Console:
@@ -62,5 +95,5 @@ class Console:
             self._progress.update(self._task, completed=row.step, state=text)
         elif row.step in (1, total) or row.step % max(total // 20, 1) == 0:
             self.say(f"step {row.step}/{total}  {text}  lr {row.lr:.2e}")
-        if row.validation_loss is not None:
+        if row.validation_loss is not None and row.step < total:  # the summary tells the last
             self.say(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")

@@ -1,6 +1,7 @@
 """Files into one stream of token ids.
 
-A document is a whole file (format "text") or the "text" of one line ("jsonl"). Empty documents
+A document is a whole file (format "text") or the "text" of one line ("jsonl"); format "auto" is
+jsonl where the path ends in .jsonl, or names a folder of nothing else. Empty documents
 are dropped and the rest are joined by one newline: one newline byte, or the tokenizer's ids of it.
 
 Every rank opens the corpus for itself. One large text file is memory-mapped, so that the ranks of a
@@ -49,7 +50,7 @@ class Corpus:
     @staticmethod
     def open(
         path: str | None = None,
-        format: str = "text",
+        format: str = "auto",
         tokenizer: str = "bytes",
         vocab_size: int = 256,
     ) -> Corpus:
@@ -60,8 +61,10 @@ class Corpus:
         tokenizer.json. Raises DataError for anything that cannot be read or does not fit
         `vocab_size`, naming the file and the place.
         """
-        if format not in ("text", "jsonl"):
-            raise DataError(f'data.format is "{format}"; it must be "text" or "jsonl"')
+        if format not in ("auto", "text", "jsonl"):
+            raise DataError(f'data.format is "{format}"; it must be "auto", "text" or "jsonl"')
+        if format == "auto":
+            format = _format_of(path)
         files = _standard_library() if path is None else _find(path, format)
         source = "standard library" if path is None else path
         num_bytes = sum(file.stat().st_size for file in files)
@@ -77,7 +80,7 @@ class Corpus:
                 _check_ids(ids, vocab_size, where, tokenizer)
                 parts += [newline, ids] if parts else [ids]
         if not parts:
-            raise DataError(f"data.path {source}: the {len(files)} files hold no text")
+            raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         if len(parts) > 1:
             _check_ids(newline, vocab_size, "the newline between documents", tokenizer)
         return Corpus(
@@ -88,6 +91,17 @@ class Corpus:
             tokenizer=digest,
             source=source,
         )
+
+
+def _format_of(path: str | None) -> str:
+    """ "jsonl" or "text", by the names of the files."""
+    if path is None:
+        return "text"
+    root = Path(path).expanduser()
+    names = [path]
+    if root.is_dir():
+        names = [file for _, _, files in os.walk(root) for file in files if file[0] != "."]
+    return "jsonl" if names and all(name.endswith(".jsonl") for name in names) else "text"
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, where: str, tokenizer: str) -> None:

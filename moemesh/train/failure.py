@@ -11,26 +11,38 @@ from pathlib import Path
 
 def write_failure(folder: Path, error: BaseException, rank: int) -> None:
     """Write ``failure.json``; of several failing ranks the first one stays."""
-    content = {
-        "rank": rank,
-        "kind": type(error).__name__,
-        "message": str(error),
-        "frames": traceback.format_exception(error)[-8:],
-    }
-    temporary = folder / f".failure-{rank}-{os.getpid()}.tmp"
-    # The message on the console must come out even where nothing can be written any more.
-    with suppress(OSError):
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(temporary, folder / "failure.json")
+    frames = traceback.format_exception(error)[-8:]
+    temporary = _write(folder, rank, type(error).__name__, str(error), frames)
+    with suppress(FileExistsError, OSError):
+        os.link(temporary, folder / "failure.json")
     with suppress(OSError):
         temporary.unlink()
 
 
+def write_kill(folder: Path, rank: int, message: str) -> None:
+    """Write ``failure.json`` for a rank that was killed. Others have only lost contact with it:
+    what they may have written gives way."""
+    with suppress(OSError):
+        os.replace(_write(folder, rank, "Killed", message, []), folder / "failure.json")
+
+
+def _write(folder: Path, rank: int, kind: str, message: str, frames: list[str]) -> Path:
+    content = {"rank": rank, "kind": kind, "message": message, "frames": frames}
+    temporary = folder / f".failure-{rank}-{os.getpid()}.tmp"
+    # The message on the console must come out even where nothing can be written any more.
+    with suppress(OSError):
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return temporary
+
+
 def describe(error: BaseException, rank: int, folder: Path) -> str:
     """One message: what failed, where, and what is safe."""
+    return f"moemesh: rank {rank} failed: {type(error).__name__}: {error}\n{where_to_look(folder)}"
+
+
+def where_to_look(folder: Path) -> str:
+    """What every message about a failure ends in."""
     return (
-        f"moemesh: rank {rank} failed: {type(error).__name__}: {error}\n"
         f"details in {folder / 'failure.json'}; checkpoints are untouched, the same command goes "
         "on from the newest"
     )

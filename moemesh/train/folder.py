@@ -25,20 +25,7 @@ from typing import Literal
 from moemesh.config.errors import UserError
 from moemesh.config.toml import format_value
 
-LEASE, CHECKPOINTS = "lease", "checkpoints"
-#: Files of a run; a folder that holds one of them without being a run belongs to somebody else.
-FILES = (
-    "config.toml",
-    "plan.json",
-    "metrics.jsonl",
-    "loads.jsonl",
-    "ledger.json",
-    "timeline.json",
-    "memory.json",
-    "summary.json",
-    "report.html",
-    "failure.json",
-)
+LEASE, CHECKPOINTS, LOGS = "lease", "checkpoints", "logs"
 #: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
 MARKS = (LEASE, "plan.json", "metrics.jsonl")
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -76,10 +63,12 @@ class RunFolder:
                 f'{path} holds no checkpoint and train.resume is "must": check the folder, or set '
                 'train.resume = "auto" to start a run'
             )
-        if not has_run and (foreign := sorted(names & set(FILES))):
+        foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
+        if not has_run and foreign:
+            held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunFolderError(
-                f"{path} holds {', '.join(foreign)} but no run; a run would overwrite them: choose "
-                "another folder"
+                f"{path} holds {held} but no run; a run would write among them: choose a folder of "
+                f"its own, such as {path / 'run'}"
             )
         try:
             (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -250,8 +239,9 @@ def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset())
     lines = ["this is not the configuration that the run in this folder was started with:"]
     lines += [f"  {change}" for change in model + training]
     if model:
-        lines.append("the model cannot change on resume: choose another folder for it")
+        lines.append("the model cannot change on resume: choose another folder for it, --out")
     if training:
+        lines.append("to train it beside the other: another folder, --out")
         keys = " ".join(f"--allow-change {change.key}" for change in training)
         lines.append(f"to go on with another course of training: {keys}")
     raise RunFolderError("\n".join(lines))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
-from moemesh.parallel.expert.deepep import available, refusals
-from moemesh.parallel.pipeline.parts import build_schedule
+from moemesh.schedule.build import build_step
 from moemesh.train.balancing_rules import balancing_problems
 
 #: Values of plan keys that this version carries out; the others are planned, not trained.
@@ -39,7 +36,7 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
                 fix=f"{name} = {names}",
             )
     try:
-        build_schedule(config.plan)
+        build_step(config.plan)
     except UserError as error:
         yield Problem(
             code="schedule",
@@ -114,6 +111,10 @@ def _slice_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Prob
 
 def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
     """The package, its hardware, and what it cannot do."""
+    import torch  # only here: a configuration is checked without it
+
+    from moemesh.parallel.expert.deepep import available, refusals
+
     reasons = refusals(
         etp=config.plan.etp,
         exact=config.plan.combine == "exact",

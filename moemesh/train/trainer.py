@@ -20,11 +20,12 @@ from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import asynchronous, post_validated, saving
 from moemesh.train.artifacts import Artifacts
-from moemesh.train.console import Console
+from moemesh.train.console import Console, banner
 from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
+from moemesh.train.remarks import remarks
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import StepResult, evaluate, gradients_of_step, update
 from moemesh.train.stream import KEPT_STEPS
@@ -45,6 +46,9 @@ class Job:
 def train(job: Job) -> int:
     """Train to the last step, or until asked to stop. Returns the process's exit code."""
     config, mesh, console = job.config, job.mesh, job.console
+    console.say(banner(config, job.folder.path, job.samples, mesh.device))
+    for remark in remarks(config):
+        console.say(f"note: {remark}")
     parallel = parallelize(
         config.model,
         config.plan,
@@ -61,10 +65,14 @@ def train(job: Job) -> int:
     rehoming = Rehoming(parallel, optimizer, config.train.rebalance_every)
     done, position = _resume(job, parallel, optimizer, rehoming, checkpoint)
     if done >= config.train.steps:
-        console.say(f"already trained to step {done} of {config.train.steps}")
+        report = job.folder.path / "report.html"
+        console.say(
+            f"report   {report}\nto train longer: --set train.steps={2 * config.train.steps}; to "
+            "start anew: another folder, --out\n"
+            f"already trained to step {done} of {config.train.steps}"
+        )
         return 0
     artifacts.begin(done, unigram_loss=job.samples.unigram_loss())
-    console.say(artifacts.banner(job.samples))
     for note in parallel.notes:
         console.say(note)
     if warning := config.model.layout_warning:

@@ -23,8 +23,9 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Output, Part, Transformer
-from moemesh.parallel.pipeline.parts import build_schedule, stage_parts
+from moemesh.parallel.pipeline.parts import stage_parts
 from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.build import build_step
 from moemesh.train.optimizer import Optimizer, learning_rate
 from tests.parity.asynchronous import Streamed
 from tests.parity.training import Shape, microbatches
@@ -49,7 +50,7 @@ class Reference:
         self.model = Transformer(self.config)
         dtype = getattr(torch, self.train.dtype)
         initialize(self.model, seed=self.train.seed, dtype=dtype)
-        self.parts = stage_parts(self.config, self.plan, build_schedule(self.plan))
+        self.parts = stage_parts(self.config, self.plan, build_step(self.plan))
         self.names = [self._names(part) for part in self.parts]
         parameters = dict(self.model.named_parameters())
         #: What the optimizers step; the model's own weights are set from it.

@@ -81,6 +81,17 @@ def test_jsonl(tmp_path: Path) -> None:
     assert bytes_of(Corpus.open(str(tmp_path), format="jsonl")) == "é1\n2\n3".encode()
 
 
+def test_the_format_follows_from_the_names(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "one"}')
+    assert bytes_of(Corpus.open(str(file))) == b"one"
+    assert bytes_of(Corpus.open(str(tmp_path / "*.jsonl"))) == b"one"
+    assert bytes_of(Corpus.open(str(tmp_path))) == b"one"
+    assert bytes_of(Corpus.open(str(file), format="text")) == b'{"text": "one"}'
+    (tmp_path / "note.txt").write_text("mixed")
+    assert bytes_of(Corpus.open(str(tmp_path))) == b'{"text": "one"}\nmixed'
+
+
 @pytest.mark.parametrize(
     "line", ['{"text": ', "[1]", '{"tekst": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "\xff"]
 )
@@ -117,7 +128,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pattern matches no file"):
         Corpus.open(str(tmp_path / "*.txt"))
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(DataError, match="hold no text"):
+    with pytest.raises(DataError, match="no text in them"):
         Corpus.open(str(tmp_path / "empty"))
     with pytest.raises(DataError, match=r"holds no \.jsonl file"):
         Corpus.open(str(tmp_path), format="jsonl")

@@ -65,6 +65,10 @@ def test_the_users_own_files_are_not_overwritten(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
+    with pytest.raises(RunFolderError, match=r"holds notes\.txt but no run.*such as .*run"):
+        RunFolder.open(tmp_path)
+    (tmp_path / "notes.txt").rename(tmp_path / ".notes")
+    (tmp_path / "logs").mkdir()
     assert not RunFolder.open(tmp_path).has_run
 
 

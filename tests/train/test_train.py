@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +140,42 @@ def test_the_same_command_after_the_end_does_nothing(two_ranks: Path) -> None:
     done = moemesh(*arguments(two_ranks, **TWO_RANKS))
     assert done.returncode == 0 and "already trained" in done.stdout
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
+
+
+def process_of_rank(rank: int, out: Path) -> int:
+    """The process of the run in `out` whose environment has that rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            told = (folder / "cmdline").read_bytes().decode().split("\0")
+            variables = (folder / "environ").read_bytes().decode().split("\0")
+            if str(out) in told and f"RANK={rank}" in variables:
+                return int(folder.name)
+    raise AssertionError(f"no process is rank {rank}")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
+def test_a_killed_rank_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """The others only lose contact with it."""
+    out = tmp_path / "run"
+    process = start(*arguments(out, **TWO_RANKS, train__steps=5000))
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process_of_rank(1, out), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert err.startswith("moemesh: rank 1 was killed by SIGKILL\n")
+    assert "rank 0 failed" not in err and "details in" in err
+    failure = json.loads((out / "failure.json").read_text())
+    assert (failure["rank"], failure["kind"]) == (1, "Killed")
+
+
+def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"train__lr": 1e30, "train__clip": 0, "train__steps": 50}
+    done = moemesh(*arguments(tmp_path / "run", **keys))
+    assert done.returncode == 1
+    assert "gradient of the last 5 steps" in done.stderr and "lower train.lr" in done.stderr
+    assert len(metrics(tmp_path / "run")) < 20
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,6 @@ from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
 from moemesh.model.transformer import Part, Transformer
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build
-
-
-def build_schedule(plan: Plan) -> Schedule:
-    """The schedule of one step. Raises ValueError, with the numbers, when there is none."""
-    return build(
-        plan.schedule,
-        plan.pp,
-        plan.microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        num_slices=plan.num_slices if plan.schedule == "terapipe" else None,
-    )
 
 
 def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Part, ...]:

@@ -1,0 +1,93 @@
+"""What to hear before a run starts: it cannot fit, ranks would wait, a key does nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from moemesh.config.errors import UserError
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.schedule.build import build_step
+from moemesh.schedule.simulate import simulate
+from moemesh.trace.memory import format_bytes
+
+#: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
+RANKS_PER_CORE = 4
+#: Above this share of waiting in a step a pipeline deserves a word.
+LARGE_BUBBLE = 0.5
+
+
+class TooLargeError(UserError):
+    """The model's weights, gradients and optimizer exceed the memory of the machine."""
+
+
+def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None:
+    """Raise TooLargeError where all ranks of a run on this machine's CPU together need more for
+    weights, gradients and optimizer alone than it has; `memory_bytes` None asks the machine."""
+    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    plan, model = config.plan, config.model
+    needed = 0
+    for rank in range(plan.world_size):
+        profile = predict_memory(
+            model,
+            plan,
+            seq_len=config.data.seq_len,
+            global_batch=config.data.global_batch,
+            dtype=config.train.dtype,
+            optimizer=config.train.optimizer,
+            rank=rank,
+        )
+        needed += profile.peak - profile.activations
+        if needed > available:
+            break
+    else:
+        return
+    raise TooLargeError(
+        f"{'more than ' if rank + 1 < plan.world_size else ''}{format_bytes(needed)} for weights, "
+        f"gradients and optimizer of {plan.world_size} rank(s), this machine has "
+        f"{format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
+        "machines for it; `moemesh estimate` and `moemesh plan` say which"
+    )
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """Settings that are legal and probably not what was meant, a sentence each."""
+    plan = config.plan
+    yield from _idle_keys(plan)
+    if plan.pp > 1:
+        yield from _bubble(plan)
+    cores = os.cpu_count() or 1
+    if config.train.device == "cpu" and plan.world_size > RANKS_PER_CORE * cores:
+        yield f"{plan.world_size} ranks share {cores} cores: right results, but no speed to measure"
+
+
+def _idle_keys(plan: Plan) -> Iterator[str]:
+    defaults = type(plan)()
+    if plan.pp == 1:
+        for name in ("schedule", "stages_per_rank"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
+    if plan.ep == 1:
+        for name in ("spare_slots", "dispatcher", "payload"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
+
+
+def _bubble(plan: Plan) -> Iterator[str]:
+    """How much of a step ranks wait, where that is much: more microbatches would help."""
+    schedule = build_step(plan)
+    if schedule.update is not None:  # it never drains
+        return
+    simulation = simulate(schedule)
+    rate = simulation.rank_idle / simulation.makespan
+    if rate > LARGE_BUBBLE:
+        yield (
+            f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks waiting for "
+            f"{rate:.0%} of a step: more microbatches wait less"
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
