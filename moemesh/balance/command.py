@@ -107,7 +107,9 @@ def place(settings: Settings) -> Result:
     loads = check_loads(load_table(settings.loads), str(settings.loads))
     previous = load_placement(settings.previous) if settings.previous else None
     effort = _effort(settings.effort)
-    replicas = settings.replicas or (previous.shape[-1] if previous is not None else loads.shape[1])
+    replicas = settings.replicas
+    if replicas is None:
+        replicas = previous.shape[-1] if previous is not None else loads.shape[1]
     if previous is not None and previous.shape[-1] != replicas:
         raise BalanceError(
             f"{settings.previous} has {previous.shape[-1]} slots a layer, "
@@ -197,13 +199,15 @@ def _headline(result: Result, settings: Settings) -> str:
     layers, slots = result.physical_to_logical.shape
     experts = result.replica_count.shape[1]
     head = (
-        f"{layers} layer{'s' * (layers > 1)}: {experts} experts in {slots} slots on "
-        f"{settings.gpus} GPUs; hottest GPU / mean {result.before.mean():.3f} -> "
-        f"{result.after.mean():.3f} (no placement below {result.bound.mean():.3f})"
+        f"{layers} layer{'s' * (layers > 1)}: {experts} expert{'s' * (experts > 1)} in {slots} "
+        f"slot{'s' * (slots > 1)} on "
+        f"{settings.gpus} GPU{'s' * (settings.gpus > 1)}\nhottest GPU / mean "
+        f"{result.before.mean():.3f} -> {result.after.mean():.3f} "
+        f"(no placement below {result.bound.mean():.3f})"
     )
     if result.replan:
         rounds = max(len(steps) for steps in result.replan.transfers)
-        head += f"; {sum(result.replan.moved)} replicas move, in at most {rounds} rounds a layer"
+        head += f"\n{sum(result.replan.moved)} replicas move, in at most {rounds} rounds a layer"
     return head
 
 

@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -45,16 +45,35 @@ def _read(path: Path, keys: tuple[str, ...]) -> np.ndarray[Any, Any]:
     if reader is None:
         raise BalanceError(f"{path}: not a file of a known kind ({', '.join(readers)})")
     try:
-        table = np.asarray(reader(path, keys))
+        found = reader(path, keys)
+        _check_rows(path, found)
+        table = np.asarray(found)
     except BalanceError:
         raise
     except OSError as error:
         raise BalanceError(f"{path}: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise BalanceError(f"{path}: lists within lists, too deep for layers x experts") from error
     except (ValueError, KeyError, TypeError) as error:
         raise BalanceError(f"{path}: {error}") from error
     if table.dtype.kind not in "iufb":
         raise BalanceError(f"{path}: holds {table.dtype}, and not numbers")
     return table[None] if table.ndim == 1 else table
+
+
+def _check_rows(path: Path, table: Any) -> None:
+    """Lists in a list must be equally long. Raises BalanceError with the first that is not."""
+    if not isinstance(table, list) or not table:
+        return
+    rows = cast("list[object]", table)
+    lengths = [len(cast("list[object]", row)) if isinstance(row, list) else None for row in rows]
+    for number, length in enumerate(lengths):
+        if length != lengths[0]:
+            names = ["one number" if size is None else f"{size} numbers" for size in lengths]
+            raise BalanceError(
+                f"{path}: row {number} has {names[number]}, row 0 has {names[0]}: every row is a "
+                "layer with a load for each expert"
+            )
 
 
 def _read_json(path: Path, keys: tuple[str, ...]) -> Any:
@@ -76,6 +95,8 @@ def _read_csv(path: Path, keys: tuple[str, ...]) -> Any:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     if rows and not _is_number(rows[0][0]):
         rows = rows[1:]  # a header
+    if not rows:
+        raise BalanceError(f"{path}: no row of numbers with commas between them")
     table: list[list[float]] = []
     for number, row in enumerate(rows):
         wrong = [cell for cell in row if not _is_number(cell)]
@@ -94,7 +115,10 @@ def _is_number(cell: str) -> bool:
 
 
 def _read_numpy(path: Path, keys: tuple[str, ...]) -> Any:
-    loaded: Any = np.load(path, allow_pickle=False)
+    try:
+        loaded: Any = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BalanceError(f"{path}: no NumPy file of numbers") from error
     if isinstance(loaded, np.ndarray):
         return loaded  # pyright: ignore[reportUnknownVariableType]
     with loaded:

@@ -14,6 +14,9 @@ from moemesh.config.errors import UserError
 
 Policy = Literal["hierarchical", "global"]
 Effort = Literal["fast", "quality"] | float
+#: More slots of a layer than any machine has: a slip of the hand must not fill the memory.
+MOST_SLOTS = 2**20
+MOST_SECONDS = 86_400
 
 
 class BalanceError(UserError):
@@ -105,6 +108,8 @@ def check_shape(
     num_groups = check_count(num_groups, "num_groups")
     num_nodes = check_count(num_nodes, "num_nodes")
     num_gpus = check_count(num_gpus, "num_gpus")
+    if num_replicas > MOST_SLOTS:
+        raise BalanceError(f"num_replicas ({num_replicas}) exceeds {MOST_SLOTS}")
     if policy not in (None, "hierarchical", "global"):
         raise BalanceError(f"no policy {policy!r}: choose hierarchical or global")
     if num_replicas < num_experts:
@@ -158,6 +163,10 @@ def check_effort(effort: Any) -> Effort:
         return effort
     if isinstance(effort, bool) or not isinstance(effort, (int, float)) or not effort >= 0:
         raise BalanceError(f"no effort {effort!r}: choose fast, quality or a number of seconds")
+    if effort > MOST_SECONDS:
+        raise BalanceError(
+            f"an effort of {effort:g} seconds exceeds {MOST_SECONDS}, which is a day"
+        )
     return float(effort)
 
 

@@ -80,6 +80,9 @@ THOROUGH = Effort(
     patience=100,
 )
 
+#: Layers with so few slots try every division of their groups that may be better.
+FEW_SLOTS_IN_ALL = 12
+
 
 def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | float) -> Ints:
     """Slots [layers, slots] of logical experts for loads [layers, experts].
@@ -142,8 +145,10 @@ class _Layers:
             return
         others, bounds, _ = find_divisions(weight, shape, top * (1.0 - effort.tolerance))
         failures = 0
-        for index in np.argsort(bounds, kind="stable")[: effort.divisions]:
-            if bounds[index] >= top * (1.0 - effort.tolerance) or failures == effort.patience:
+        few = shape.num_slots <= FEW_SLOTS_IN_ALL
+        most, patience = (len(bounds),) * 2 if few else (effort.divisions, effort.patience)
+        for index in np.argsort(bounds, kind="stable")[:most]:
+            if bounds[index] >= top * (1.0 - effort.tolerance) or failures == patience:
                 break
             other = _Layers(weight[None], shape, effort, others[index][None])
             other._search_nodes(0, effort, enough, top, seed)

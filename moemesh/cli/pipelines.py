@@ -76,7 +76,9 @@ def show_schedule(
         drawn = found.simulation.timeline
         timeline_files.write(drawn, svg=svg, trace=trace, title=found.title, held=found.held)
     if save is not None:
-        command.save(found.schedule, save)
+        from moemesh.schedule import files
+
+        files.save(found.schedule, save)
     if as_json:
         import json
 

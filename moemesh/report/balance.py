@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
+from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
 from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, short, text
 
 #: Colours of a GPU's load over its layer's mean, up to each limit. Lightness falls with load. Finer
 #: around 1 than for experts: every percent of the hottest GPU is a percent of the layer's time.
-CLASSES: tuple[tuple[float, str, str], ...] = (
+CLASSES: tuple[HeatClass, ...] = (
     (0.5, "#ffffd0", "below 0.5"),
     (0.95, "#d5eeb3", "0.5 to 0.95"),
     (1.02, "#8ed1bd", "0.95 to 1.02 (balanced)"),
@@ -23,12 +23,10 @@ _MAX_ROWS = 96
 _MAX_COLUMNS = 256
 _LEFT = 64.0
 
-Matrix = list[list[float]]
-
 
 def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> str:
     """A figure of loads [layers][GPUs] before and after; both in the same unit."""
-    key, used = legend([(name, colour) for _, colour, name in CLASSES], left=0, top=4)
+    key, used = legend(legend_entries(CLASSES), left=0, top=4)
     body, top = [key], used + 26
     worst: list[float] = []
     for name, loads in (("before", before), ("after", after)):
@@ -49,7 +47,7 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
 
 def colour_of(ratio: float) -> str:
     """The colour of load over mean."""
-    return next(colour for limit, colour, _ in CLASSES if ratio <= limit)
+    return class_colour(CLASSES, ratio)
 
 
 def _relative(row: Sequence[float]) -> list[float]:
@@ -80,7 +78,7 @@ def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpu
     parts = [
         text(_LEFT, top - 6, title, weight="bold"),
         f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        _cells(matrix),
+        cells(matrix, colour_of),
         "</g>",
         f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',
@@ -92,16 +90,3 @@ def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpu
         last = text(_LEFT - 4, top + height, str(layers - 1), anchor="end", fill=MUTED, size=10)
         parts.append(last)
     return "".join(parts)
-
-
-def _cells(matrix: Matrix) -> str:
-    """One path a colour: runs of equal colour in a row are one box."""
-    boxes: defaultdict[str, list[str]] = defaultdict(list)
-    for y, row in enumerate(matrix):
-        colours = [colour_of(value) for value in row]
-        start = 0
-        for x in range(1, len(row) + 1):
-            if x == len(row) or colours[x] != colours[start]:
-                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
-                start = x
-    return "".join(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes))

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from moemesh.report.curves import Series, line_chart
+from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
 from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
 from moemesh.trace.loads import LayerLoads, max_over_mean
 
 #: Colours of load over mean load, up to each limit. Lightness falls with load; a dead expert is
 # red.
 DEAD = "#b3261e"
-CLASSES: tuple[tuple[float, str, str], ...] = (
+CLASSES: tuple[HeatClass, ...] = (
     (0.5, "#ffffd0", "below 0.5"),
     (0.8, "#c7e9b4", "0.5 to 0.8"),
     (1.25, "#7fcdbb", "0.8 to 1.25 (balanced)"),
@@ -26,8 +27,6 @@ _MAX_CELLS = 20_000
 _MAX_PANELS = 12
 _MAX_ROWS = 64
 _MAX_COLUMNS = 120
-
-Matrix = list[list[float]]
 
 
 def by_layer(loads: Sequence[LayerLoads]) -> dict[int, list[LayerLoads]]:
@@ -146,7 +145,7 @@ def _most_unbalanced(layers: Mapping[int, Sequence[LayerLoads]]) -> list[int]:
 
 
 def _legend_entries() -> list[tuple[str, str]]:
-    return [("no token", DEAD), *((name, colour) for _, colour, name in CLASSES)]
+    return [("no token", DEAD), *legend_entries(CLASSES)]
 
 
 def _relative(values: Sequence[float]) -> list[float]:
@@ -202,7 +201,7 @@ def _panel(
     parts = [
         text(left, top - 6, name, weight="bold"),
         f'<g transform="translate({left} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        _cells(matrix),
+        cells(matrix, colour_of),
         "</g>",
         f'<rect x="{left}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',
@@ -214,21 +213,8 @@ def _panel(
     return "".join(parts)
 
 
-def _cells(matrix: Matrix) -> str:
-    """One path a colour: runs of equal colour in a row are one box. Small, whatever the size."""
-    boxes: defaultdict[str, list[str]] = defaultdict(list)
-    for y, row in enumerate(matrix):
-        colours = [colour_of(value) for value in row]
-        start = 0
-        for x in range(1, len(row) + 1):
-            if x == len(row) or colours[x] != colours[start]:
-                boxes[colours[start]].append(f"M{start} {y}h{x - start}v1h{start - x}z")
-                start = x
-    return "".join(f'<path fill="{c}" d="{"".join(boxes[c])}"/>' for c in sorted(boxes))
-
-
 def colour_of(ratio: float) -> str:
     """The heat map's colour of load over mean."""
     if ratio <= 0:
         return DEAD
-    return next(colour for limit, colour, _ in CLASSES if ratio <= limit)
+    return class_colour(CLASSES, ratio)

@@ -109,7 +109,11 @@ def _interleaved_peak(n: Numbers, rank: int) -> float:
 
 
 def _dualpipe_holds(n: Numbers) -> bool:
-    return n.times.forward == n.times.dgrad and n.times.wgrad <= n.times.dgrad
+    """Overlap saves time and no more than the shorter of the two."""
+    times = n.times
+    parts = (times.forward, times.backward)
+    overlaps = max(parts) <= times.overlapped <= sum(parts)
+    return times.forward == times.dgrad and times.wgrad <= times.dgrad and overlaps
 
 
 def _dualpipe_gap(n: Numbers) -> float:
@@ -215,7 +219,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "dualpipe": Form(
         bubble_text="(p/2-1)(tFB+tB-3tW)",
-        where_text="tF = tI, tW <= tI",
+        where_text="tF = tI, tW <= tI, tB <= tFB <= tF+tB",
         peak_text="p+1",
         copies_text="2, gradients summed",
         bubble=lambda n: (n.ranks / 2 - 1) * _dualpipe_gap(n),
@@ -226,7 +230,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "dualpipe_v": Form(
         bubble_text="(p-1)/2 (tFB+tB-3tW)",
-        where_text="tF = tI, tW <= tI",
+        where_text="tF = tI, tW <= tI, tB <= tFB <= tF+tB",
         peak_text="p + 1/2",
         copies_text="1",
         bubble=lambda n: (n.ranks - 1) / 2 * _dualpipe_gap(n),

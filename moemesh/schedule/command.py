@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,15 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
+from moemesh.schedule.files import load
 from moemesh.schedule.one_f_one_b import one_f_one_b
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.versions import versions
 
 #: A cost on the command line: one number for all stages, or one for each with commas.
 Cost = float | tuple[float, ...]
-#: Sizes from which on a file is no schedule that a person wrote.
-_LARGEST_FILE = 100_000_000
+#: Characters of a line of text.
+LINE = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +131,6 @@ def answer(request: Request) -> Answer:
     )
 
 
-def save(schedule: Schedule, path: Path) -> None:
-    """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
-    and given to the command again. Raises UserError when the file cannot be written."""
-    content = text.to_csv(schedule) if path.suffix == ".csv" else text.to_text(schedule)
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def weight_copies(schedule: Schedule) -> tuple[int, ...]:
     """Copies of the weights of each rank's stages: one a pipe, or versions that are alive."""
     if schedule.update is None:
@@ -240,19 +232,7 @@ def read(path: Path, request: Request) -> Schedule:
     wrong, or differs from what the request says of it."""
     from moemesh.schedule.check import check
 
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_FILE}")
-        content = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from error
-    try:
-        reader = text.from_csv if path.suffix == ".csv" else text.from_text
-        schedule = reader(content)
-    except text.TextError as error:
-        raise UserError(f"{path}: {error}") from error
+    schedule = load(path)
     known = {
         "ranks": (request.ranks, schedule.num_ranks),
         "microbatches": (request.microbatches, schedule.total_microbatches),
@@ -355,13 +335,27 @@ def table(found: Answer, picture: str = "", *, width: int = 160) -> str:
     ]
     if found.bound is not None:
         rows.append(("lower bound of the span", short(found.bound), ""))
-    lines = [f"{schedule.name}: {', '.join(parts)}", f"costs: {found.costs}", *found.notes, ""]
+    lines = [
+        f"{schedule.name}: {', '.join(parts)}",
+        f"costs: {found.costs}",
+        *_wrapped(found.notes),
+        "",
+    ]
     if picture and max(map(len, picture.splitlines())) <= width:
         lines += [picture, ""]
     column = max(len(name) for name, _, _ in rows)
-    lines += [f"{name:{column}}  {value:>10}  {formula}".rstrip() for name, value, formula in rows]
+    for name, value, formula in rows:
+        line = f"{name:{column}}  {value:>10}  {formula}".rstrip()
+        # A formula with its conditions may be too long to stand behind its value.
+        lines += (
+            [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
+        )
     lines += ["", *_rank_rows(found)]
     return "\n".join(lines)
+
+
+def _wrapped(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in textwrap.wrap(note, LINE, subsequent_indent="    ")]
 
 
 def _formula(closed: ClosedForm | None, metric: closed_forms.Metric) -> str:

@@ -25,9 +25,9 @@ DUALPIPE_V = (*ALWAYS, at_least("microbatches", 2, "ranks"))
 def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Stage s of pipe 0 on rank s, of pipe 1 on rank p-1-s; half of the microbatches through each.
 
-    Rank idle (p/2-1)(tFB+tB-3tW) where tF = tI, tW <= tI; every rank holds p+1 microbatches and
-    two copies of weights, whose gradients are summed. Raises ValueError unless p and m are even and
-    m >= 2p. Pipe 1 is drawn in small letters:
+    Rank idle (p/2-1)(tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds p+1
+    microbatches and two copies of weights, whose gradients are summed. Raises ValueError unless p
+    and m are even and m >= 2p. Pipe 1 is drawn in small letters:
 
     >>> from moemesh.report.timeline_text import draw
     >>> from moemesh.schedule.simulate import simulate
@@ -56,8 +56,8 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last layers meet on rank 0.
 
-    Rank idle (p-1)/2 (tFB+tB-3tW) where tF = tI, tW <= tI; every rank holds p + 1/2 microbatches.
-    Raises ValueError unless m >= 2p. Chunk 1 is drawn in small letters:
+    Rank idle (p-1)/2 (tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds
+    p + 1/2 microbatches. Raises ValueError unless m >= 2p. Chunk 1 is drawn in small letters:
 
     >>> from moemesh.report.timeline_text import draw
     >>> from moemesh.schedule.simulate import simulate

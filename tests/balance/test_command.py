@@ -84,8 +84,10 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     command(Settings(loads=path, **SIZES), balance_heat_maps, svg=svg)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 layers: 12 experts in 16 slots on 8 GPUs")
-    assert lines[1].split()[:5] == ["layer", "before", "after", "bound", "gap"]
-    assert lines[2].split()[:3] == ["0", "1.851", "1.169"]
+    assert lines[1].startswith("hottest GPU / mean ")
+    assert max(map(len, lines[:2])) <= 80
+    assert lines[2].split()[:5] == ["layer", "before", "after", "bound", "gap"]
+    assert lines[3].split()[:3] == ["0", "1.851", "1.169"]
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())
     with pytest.raises(BalanceError, match="No such file or directory"):
@@ -103,12 +105,15 @@ def test_without_replicas_it_permutes(tmp_path: Path) -> None:
         ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz\)"),
         ("a.json", "{", r"a.json: Expecting"),
         ("a.json", "{}", r"no loads or weight or tokens_per_expert in it: it has nothing"),
-        ("a.json", "[[1, 2], [3]]", r"a.json: "),
+        ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
+        ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
+        ("a.json", "[" * 100_000, r"a.json: lists within lists"),
         ("a.json", '[["x"]]', r"holds <U1, and not numbers"),
         ("a.json", "[[1, -1]]", r"a.json of layer 0, expert 1 is -1"),
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
-        ("a.npy", "nonsense", r"a.npy: "),
+        ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),
+        ("a.npy", "nonsense", r"a.npy: no NumPy file of numbers"),
         ("a.jsonl", "{}", r"line 1 holds no loads"),
         ("a.jsonl", "", r"no loads in it"),
         ("missing.json", None, r"missing.json: No such file or directory"),
@@ -120,6 +125,19 @@ def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> 
         path.write_text(text)
     with pytest.raises(BalanceError, match=message):
         place(Settings(loads=path, replicas=4, gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"replicas": 0}, r"num_replicas must be a whole number of at least 1, and is 0"),
+        ({"replicas": 8 * 10**12}, r"num_replicas \(8000000000000\) exceeds 1048576"),
+        ({"effort": "1e9"}, r"an effort of 1e\+09 seconds exceeds 86400"),
+    ],
+)
+def test_sizes_that_make_no_sense(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BalanceError, match=message):
+        place(Settings(loads=write(tmp_path, "a.json"), **SIZES | change))
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -261,3 +261,11 @@ def test_mistakes_in_choices() -> None:
     for effort in ("slow", -1.0, True, float("nan")):
         with pytest.raises(BalanceError, match="no effort"):
             rebalance_experts(GOOD, 4, 1, 1, 2, effort=effort)  # type: ignore[arg-type]
+
+
+def test_few_groups_are_divided_in_every_way() -> None:
+    """Of the ten divisions of six groups onto two nodes the fifth in line is the best one."""
+    loads = np.array([[1.0, 5.0, 1.0, 4.0, 2.0, 2.0]])
+    slots, _, _ = rebalance_experts(loads, 8, 6, 2, 4)
+    assert gpu_loads(loads, slots, 4).max() == 4.0
+    assert lower_bound(loads, 8, 6, 2, 4)[0] == pytest.approx(4.0)

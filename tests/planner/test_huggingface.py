@@ -12,21 +12,8 @@ from moemesh.config.errors import ConfigError
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.huggingface import read_huggingface
 from moemesh.planner.shapes.load import load_model
-
-
-def common(
-    family: str, layers: int, hidden: int, heads: int, kv: int, width: int, vocab: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": family,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": width,
-        "vocab_size": vocab,
-    } | more
-
+from tests.planner.published_configs import DENSE, WITH_EXPERTS, Released
+from tests.planner.small_configs import SWITCHES, common, small
 
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DEEPSEEK_V3 = common(
@@ -77,6 +64,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         common(
             "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, num_experts=128, num_experts_per_tok=8,
             moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[],
+            head_dim=128,
         ),
         "30.5321",
     ),
@@ -185,6 +173,32 @@ def test_released_models(config: dict[str, Any], billions: str) -> None:
     assert f"{count_parameters(read_huggingface(config)).total / 1e9:.4f}" == billions
 
 
+RELEASED = DENSE | WITH_EXPERTS
+
+
+@pytest.mark.parametrize("released", RELEASED.values(), ids=RELEASED)
+def test_whole_configurations_to_the_last_parameter(released: Released) -> None:
+    assert count_parameters(read_huggingface(released.config)).total == released.total
+
+
+ACTIVE = {name: released for name, released in WITH_EXPERTS.items() if released.active}
+
+
+@pytest.mark.parametrize("released", ACTIVE.values(), ids=ACTIVE)
+def test_active_parameters_as_printed(released: Released) -> None:
+    """Makers count embedding and head, one of them or neither, and do not say which."""
+    found = count_parameters(read_huggingface(released.config))
+    ways = (found.active, found.active - found.embedding, found.active_without_embeddings)
+    printed = str(released.active)
+    digits = len(printed.partition(".")[2])
+    assert printed in {f"{way / 1e9:.{digits}f}" for way in ways}, ways
+
+
+@pytest.mark.parametrize(("config", "total"), SWITCHES)
+def test_switches_add_what_the_published_code_builds(config: dict[str, Any], total: int) -> None:
+    assert count_parameters(read_huggingface(config)).total == total
+
+
 def test_a_file_and_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "DeepSeek-V3"
     folder.mkdir()
@@ -208,6 +222,18 @@ def test_attention_windows() -> None:
     assert listed.windows[:4] == (0, 128, 0, 128)
     qwen = MODELS["Qwen2.5-7B"][0] | {"sliding_window": 4096, "use_sliding_window": False}
     assert read_huggingface(qwen).windows == ()
+    del qwen["use_sliding_window"]  # Off when it is left out.
+    assert read_huggingface(qwen).windows == ()
+    switched = qwen | {"use_sliding_window": True, "max_window_layers": 21}
+    assert read_huggingface(switched).windows == (0,) * 21 + (4096,) * 7
+    for family, period in (("olmo3", 4), ("cohere2", 4), ("gemma2", 2)):
+        cut = small(family, sliding_window=8)
+        whole = [index for index, tokens in enumerate(read_huggingface(cut).windows) if not tokens]
+        assert whole == list(range(period - 1, 6, period))
+    dots = MODELS["dots.llm1"][0] | {"sliding_window": 4096, "max_window_layers": 62}
+    assert read_huggingface(dots).windows == (0,) * 62
+    letters = small("exaone4", sliding_window=8, sliding_window_pattern="LLLG")
+    assert read_huggingface(letters).windows == (8, 8, 8, 0, 8, 0)
     gemma = common("gemma3_text", 6, 64, 4, 4, 128, 100, sliding_window=8, sliding_window_pattern=3)
     assert read_huggingface(gemma).windows == (8, 8, 0, 8, 8, 0)
 
@@ -222,7 +248,7 @@ def test_of_a_multimodal_model_the_text_counts() -> None:
 LLAMA = MODELS["Llama-3.1-8B"][0]
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (LLAMA | {"model_type": "mixtrall"}, ("model_type", "did you mean mixtral")),
-    (LLAMA | {"model_type": "mamba2"}, ("model_type", "does not know the layers")),
+    (LLAMA | {"model_type": "unheard"}, ("model_type", "does not know the layers")),
     ({k: v for k, v in LLAMA.items() if k != "model_type"}, ("model_type",)),
     (LLAMA | {"layer_types": ["linear_attention"] * 32}, ("layer_types", "linear_attention")),
     (LLAMA | {"hybrid_override_pattern": "M-M*"}, ("hybrid_override_pattern", "state-space")),
@@ -234,8 +260,56 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("moe_topk", "differs between layers"),
     ),
     (LLAMA | {"num_hidden_layers": "many"}, ("num_hidden_layers", "whole number")),
-    (LLAMA | {"num_attention_heads": 0}, ("num_heads",)),
-]
+    (LLAMA | {"num_attention_heads": 0}, ("num_attention_heads (0)",)),
+    # Families of which it is known what is not known.
+    (LLAMA | {"model_type": "jamba"}, ("jamba has state-space (Mamba) layers", "no formula")),
+    (LLAMA | {"model_type": "qwen3_next"}, ("qwen3_next has linear attention",)),
+    (LLAMA | {"model_type": "minimax_m1"}, ("minimax_m1 has linear attention",)),
+    (LLAMA | {"model_type": "deepseek_v32"}, ("attention with an indexer",)),
+    (LLAMA | {"model_type": "t5"}, ("t5 has an encoder",)),
+    # Parameters that a family's code has no place for.
+    (LLAMA | {"num_local_experts": 8}, ("num_local_experts = 8", "no experts of a llama model")),
+    (LLAMA | {"kv_lora_rank": 512}, ("kv_lora_rank", "no latent attention of a llama model")),
+    (LLAMA | {"use_qk_norm": True}, ("use_qk_norm", "no such switch of a llama model")),
+    (LLAMA | {"add_cross_attention": True}, ("add_cross_attention",)),
+    (MODELS["Mixtral-8x7B"][0] | {"n_shared_experts": 1}, ("n_shared_experts",)),
+    (DEEPSEEK_V3 | {"mlp_bias": True}, ("mlp_bias",)),
+    (DEEPSEEK_V3 | {"index_n_heads": 64}, ("index_n_heads", "indexer")),
+    # What is left out is asked for, not made up.
+    *(
+        ({k: v for k, v in DEEPSEEK_V3.items() if k != key}, (f"needs {words}",))
+        for key, words in {
+            "n_routed_experts": "num_local_experts or", "n_shared_experts": "n_shared_experts",
+            "num_experts_per_tok": "num_experts_per_tok", "q_lora_rank": "q_lora_rank",
+            "moe_intermediate_size": "moe_intermediate_size", "v_head_dim": "v_head_dim",
+            "first_k_dense_replace": "first_k_dense_replace",
+            "intermediate_size": "intermediate_size",
+        }.items()
+    ),
+    ({k: v for k, v in LLAMA.items() if k != "intermediate_size"}, ("needs intermediate_size",)),
+    (
+        {k: v for k, v in MODELS["Qwen3-8B"][0].items() if k != "num_key_value_heads"},
+        ("needs num_key_value_heads",),
+    ),
+    # Numbers that are none.
+    (LLAMA | {"hidden_size": float("nan")}, ("hidden_size", "whole number")),
+    (LLAMA | {"hidden_size": float("inf")}, ("hidden_size", "whole number")),
+    (LLAMA | {"hidden_size": -64}, ("hidden_size must be at least 0",)),
+    (LLAMA | {"num_hidden_layers": 10**12}, ("num_hidden_layers (1000000000000) exceeds 100000",)),
+    (LLAMA | {"num_attention_heads": 30}, ("(30) must divide the hidden size (4096)",)),
+    (DEEPSEEK_V3 | {"kv_lora_rank": "512"}, ("kv_lora_rank", "whole number")),
+    (DEEPSEEK_V3 | {"moe_layer_freq": 0}, ("moe_layer_freq must be at least 1",)),
+    (DEEPSEEK_V3 | {"moe_layer_freq": [0, 1]}, ("2 entries for 61 layers",)),
+    (DEEPSEEK_V3 | {"mlp_layer_types": ["dense"] * 3}, ("3 entries for 61 layers",)),
+    (DEEPSEEK_V3 | {"mlp_layer_types": ["dense", "odd"] * 30 + ["odd"]}, ("`odd`",)),
+    (LLAMA | {"layer_types": "full_attention"}, ("layer_types must be a list",)),
+    (LLAMA | {"text_config": 3}, ("text_config must be an object",)),
+    (MODELS["DBRX"][0] | {"ffn_config": [1]}, ("ffn_config must be an object",)),
+    (
+        MODELS["Mistral-7B"][0] | {"layer_types": ["sliding_attention"] * 3},
+        ("layer_types has 3 entries for 32 layers",),
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "words"), BAD)

@@ -73,6 +73,31 @@ def test_relaxed_is_labelled_and_shorter() -> None:
         answer(Request(name="zb_v", ranks=4, microbatches=8, relaxed=True))
 
 
+@pytest.mark.parametrize("name", [*RECIPES, "search"])
+def test_lines_behind_the_picture_fit_80_characters(name: str) -> None:
+    asked = Request(name=name, ranks=4, microbatches=8)
+    assert max(map(len, table(answer(asked)).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("block", ["0", "2.5", "9"])
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v"])
+def test_a_block_that_no_overlap_explains_has_no_formula(name: str, block: str) -> None:
+    """Shorter than the longer of its two passes, or longer than both."""
+    asked = Request(name=name, ranks=4, microbatches=8, forward="1.5", dgrad="1.5", block=block)
+    closed = answer(asked).closed
+    assert closed is not None
+    assert (closed.bubble is None) == (block != "2.5")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "nearest"),
+    [(4, 10**20, "microbatches 166666"), (10**6, 10**6, "microbatches 1, ranks 666666")],
+)
+def test_too_many_operations(ranks: int, microbatches: int, nearest: str) -> None:
+    with pytest.raises(ValueError, match=nearest):
+        build("gpipe", ranks, microbatches)
+
+
 def test_the_table_shows_formula_beside_simulation() -> None:
     shown = table(answer(Request(name="zb_h1", ranks=4, microbatches=8, wgrad="0.5")))
     assert re.search(

@@ -1,37 +1,27 @@
 """The shape of a model from a Hugging Face ``config.json``, by model family, without torch.
 
 A configuration names most sizes and leaves the rest to its family's code: which projections have
-biases, which norms exist, whether the table is tied. Those facts are written down here per family,
-from the published model code. What would change the counts and is not understood (a layer kind, a
-family) is an error that names the key, never a guess.
+biases, which norms exist, whether the table is tied. Those facts are written down per family, from
+the published model code. What would change the counts and is not understood (a layer kind, a
+family, a switch, a size that is missing) is an error that names the key, never a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.shapes.families import FAMILIES, SAME, Config, Family, first
+from moemesh.planner.shapes.families import FAMILIES, SAME, Family
+from moemesh.planner.shapes.keys import Config, Record, first, num_layers, wrong
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.shapes.unknown import REFUSED_FAMILIES, unknown_layers, unread_parameters
+from moemesh.planner.shapes.windows import attention_windows
 
-#: Keys that say: there are layers here that the planner has no formula for.
-_UNKNOWN_LAYERS: dict[str, str] = {
-    "hybrid_override_pattern": "state-space layers",
-    "layers_block_type": "state-space layers",
-    "attn_layer_period": "state-space layers",
-    "mamba_d_state": "state-space layers",
-    "ssm_cfg": "state-space layers",
-    "linear_attn_config": "linear attention",
-    "linear_num_value_heads": "linear attention",
-    "index_n_heads": "attention with an indexer",
-    "block_types": "recurrent blocks",
-    "conv_L_cache": "convolution layers",
-    "encoder_layers": "an encoder",
-}
-_FULL_LAYERS = ("full_attention", "attention", "global", "full")
-_WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attention")
+#: Where multimodal configurations keep their text model.
+_TEXT_KEYS = ("text_config", "language_config", "llm_config")
+_EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
 
 
 def read_huggingface(config: Config, name: str = "model") -> ModelShape:
@@ -40,125 +30,120 @@ def read_huggingface(config: Config, name: str = "model") -> ModelShape:
     Of a multimodal model the text part, which `notes` say. Raises ConfigError naming every key
     that is missing or stands for layers without a formula.
     """
-    notes: tuple[str, ...] = ()
-    if isinstance(config.get("text_config"), Mapping):
-        text = cast("Config", config["text_config"])
-        config = {"model_type": config.get("model_type", ""), **text}
-        notes = ("only the text model is counted",)
-    kind = str(config.get("model_type", ""))
+    config, notes = _text_model(config)
+    kind = str(config.get("model_type") or "")
     family = FAMILIES.get(SAME.get(kind, kind))
     if family is None:
         raise ConfigError([_unknown_family(kind)])
-    config = {
-        **family.defaults,
-        **{key: value for key, value in config.items() if value is not None},
-    }
-    problems = _unknown_layers(config, kind)
-    if problems:
+    values = {key: family.defaults.get(key) for key in {*family.defaults} - {*config}}
+    for key, value in config.items():
+        values[key] = family.defaults.get(key) if value is None else value
+    if problems := unknown_layers(values, kind):
         raise ConfigError(problems)
+    record = Record(values)
     try:
-        sizes = _sizes(config, family)
+        sizes = _sizes(record, family, SAME.get(kind, kind))
     except KeyError as error:
         raise ConfigError([_missing(str(error.args[0]), kind)]) from None
+    has_norm = sizes.get("qk_norm", "none") != "none"
+    if problems := unread_parameters(record, kind, has_norm=has_norm):
+        raise ConfigError(problems)
     return ModelShape(name=name, notes=notes, **sizes)
 
 
-def _sizes(config: Config, family: Family) -> dict[str, Any]:
-    hidden, heads = first(config, "hidden_size"), first(config, "num_heads")
-    found: dict[str, Any] = {
-        "num_layers": first(config, "num_layers"),
+def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The configuration of the text model, and what to say about the rest."""
+    for key in _TEXT_KEYS:
+        text = config.get(key)
+        if isinstance(text, Mapping):
+            outer = {
+                name: config[name]
+                for name in ("model_type", "tie_word_embeddings")
+                if config.get(name) is not None
+            }
+            inner = {name: value for name, value in cast("Config", text).items() if value != ""}
+            return outer | inner, ("only the text model is counted",)
+        if text is not None:
+            raise wrong("wrong-type", key, cast("object", text), f"{key} must be an object")
+    if config.get("vision_config") or config.get("audio_config"):
+        return config, ("only the text model is counted",)
+    return config, ()
+
+
+def _sizes(config: Config, family: Family, kind: str) -> dict[str, Any]:
+    hidden, heads, layers = first(config, "hidden_size"), first(config, "num_heads"), 0
+    found: dict[str, Any] = dict(family.details)
+    for read in family.read:
+        found |= read(config)
+    layers = num_layers(config)
+    found |= {
+        "num_layers": layers,
         "hidden_size": hidden,
         "vocab_size": first(config, "vocab_size"),
         "num_heads": heads,
-        "num_kv_heads": first(config, "num_kv_heads", heads),
-        "head_dim": first(config, "head_dim", hidden // max(heads, 1)),
-        "intermediate_size": first(config, "intermediate_size", 4 * hidden),
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tied_embeddings": bool(config.get("tie_word_embeddings")),
         "num_mtp_layers": first(config, "num_mtp_layers", 0),
-        "num_experts": first(config, "num_experts", 0),
-        "experts_per_token": first(config, "experts_per_token", 0),
-        "expert_intermediate_size": first(config, "expert_intermediate_size", 0),
+        "windows": attention_windows(config, kind),
     }
-    found["windows"] = _windows(config, found["num_layers"])
-    found["shared_intermediate_size"] = (
-        first(config, "num_shared", 0) * found["expert_intermediate_size"]
-    )
-    found |= family.details
-    for read in family.read:
-        found |= read(config)
-    if not found["num_experts"] or not found.get("moe_layers"):
-        for key in ("num_experts", "experts_per_token", "expert_intermediate_size"):
-            found[key] = 0
-        found |= {"shared_intermediate_size": 0, "moe_layers": ()}
-    if len(found["moe_layers"]) == found["num_layers"]:
-        found["intermediate_size"] = 0
-    return found
+    if "num_kv_heads" not in found:
+        found["num_kv_heads"] = first(config, "num_kv_heads")
+    if "head_dim" not in found:
+        found["head_dim"] = _head_dim(config, hidden, heads)
+    return found | _experts(config, found, layers)
 
 
-def _windows(config: Config, num_layers: int) -> tuple[int, ...]:
-    """The attention window of every layer; empty when none has one."""
-    window = config.get("sliding_window") or config.get("attention_chunk_size")
-    if not window or config.get("use_sliding_window") is False:
-        return ()
-    window = int(window)
-    if types := cast("Sequence[str]", config.get("layer_types") or ()):
-        return tuple(window if kind in _WINDOW_LAYERS else 0 for kind in types)
-    if "sliding_window_pattern" in config:
-        step = int(config["sliding_window_pattern"])
-        return tuple(0 if index % step == step - 1 else window for index in range(num_layers))
-    kind = config.get("model_type")
-    if kind in ("gemma2", "gpt_oss"):
-        return tuple(window if index % 2 == 0 else 0 for index in range(num_layers))
-    if config.get("use_sliding_window"):
-        first = int(config.get("max_window_layers", 0))
-        return tuple(window if index >= first else 0 for index in range(num_layers))
-    if kind in ("llama4_text", "llama4", "gemma3", "gemma3_text"):
-        step = 4 if "llama4" in str(kind) else 6
-        return tuple(0 if index % step == step - 1 else window for index in range(num_layers))
-    return (window,) * num_layers
+def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The sizes of the experts, none in a family without them; the dense width where it is used."""
+    sizes: dict[str, Any] = {"moe_layers": (), "shared_intermediate_size": 0}
+    sizes |= dict.fromkeys(_EXPERT_SIZES, 0)
+    moe = found.get("moe_layers", ())
+    if "moe_layers" in found and (found.get("num_experts") or first(config, "num_experts")):
+        sizes["moe_layers"] = moe
+        sizes["shared_intermediate_size"] = found.get("shared_intermediate_size", 0)
+        for size in _EXPERT_SIZES:
+            sizes[size] = found[size] if size in found else first(config, size)
+    if not sizes["moe_layers"]:
+        sizes |= dict.fromkeys(_EXPERT_SIZES, 0) | {"shared_intermediate_size": 0}
+        sizes |= {"router_selection_bias": False, "router_groups": 1, "router_groups_kept": 1}
+    if len(sizes["moe_layers"]) == layers:
+        sizes["intermediate_size"] = 0
+    elif not found.get("intermediate_size"):
+        sizes["intermediate_size"] = first(config, "intermediate_size")
+    return sizes
 
 
-def _unknown_layers(config: Config, kind: str) -> list[Problem]:
-    problems: list[Problem] = []
-    for key, what in _UNKNOWN_LAYERS.items():
-        if config.get(key):
-            message = f"{what} are not known; known are attention (GQA, MLA), MLPs and experts"
-            problems.append(_problem("unknown-layer", key, config[key], message))
-    known = (*_FULL_LAYERS, *_WINDOW_LAYERS)
-    layers = cast("Sequence[object]", config.get("layer_types") or ())
-    for layer in sorted({str(item) for item in layers} - set(known)):
-        fix = nearest_choice(layer, known)
-        message = f"`{layer}` is no layer kind that the planner has a formula for"
-        problems.append(_problem("unknown-layer", "layer_types", layer, message, fix))
-    patterns = cast("Sequence[object]", config.get("attn_type_list") or ())
-    if any(item != 1 for item in patterns):
-        message = "0 stands for linear attention, which is not known; known: 1 (softmax attention)"
-        problems.append(_problem("unknown-layer", "attn_type_list", list(patterns), message))
-    if config.get("use_cla"):
-        message = "attention that shares keys and values between layers is not known"
-        problems.append(_problem("unknown-layer", "use_cla", True, message))
-    projection = config.get("word_embed_proj_dim")
-    if projection and projection != config.get("hidden_size"):
-        message = "an embedding narrower than the model is not known"
-        problems.append(_problem("unknown-layer", "word_embed_proj_dim", projection, message))
-    if kind == "minimax" and not patterns:
-        message = "without it the layers of this family alternate with linear attention"
-        problems.append(_problem("unknown-layer", "attn_type_list", None, message))
-    return problems
-
-
-def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)
+def _head_dim(config: Config, hidden: int, heads: int) -> int:
+    """The key of the head size, else the hidden size cut into heads."""
+    size = first(config, "head_dim", 0)
+    if size:
+        return size
+    if heads < 1 or hidden % heads:
+        key = next(
+            name
+            for name in ("num_attention_heads", "n_head", "n_heads", "num_heads")
+            if name in config
+        )
+        message = f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
+        raise wrong("not-divisible", key, heads, message)
+    return hidden // heads
 
 
 def _unknown_family(kind: str) -> Problem:
+    if what := REFUSED_FAMILIES.get(kind):
+        message = f"{kind} has {what}, which the planner has no formula for"
+        fix = "a TOML file of its sizes when a transformer of the same size is a fair stand-in"
+        return Problem(code="unknown-layer", key="model_type", value=kind, message=message, fix=fix)
     known = tuple(sorted({*FAMILIES, *SAME}))
     message = "the planner does not know the layers of this model family"
-    return _problem(
-        "unknown-model", "model_type", kind or None, message, nearest_choice(kind, known)
+    return Problem(
+        code="unknown-model",
+        key="model_type",
+        value=kind or None,
+        message=message,
+        fix=nearest_choice(kind, known),
     )
 
 
 def _missing(names: str, kind: str) -> Problem:
     message = f"the configuration of a {kind} model needs {names}"
-    return _problem("missing", names.partition(" or ")[0], None, message)
+    return Problem(code="missing", key=names.partition(" or ")[0], message=message)

@@ -1,0 +1,206 @@
+"""What the keys of a family say about its experts: which layers have them, how wide they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moemesh.planner.shapes.keys import (
+    NAMES,
+    Config,
+    Reader,
+    first,
+    indices,
+    num_layers,
+    scalar,
+    table,
+    whole,
+    words,
+    wrong,
+)
+
+#: What published configurations call a layer with and without experts.
+_MLP_KINDS = {"sparse": True, "moe": True, "dense": False, "mlp": False}
+
+
+def router_groups(config: Config) -> dict[str, Any]:
+    """Groups of experts and how many of them a token may choose from."""
+    kept = whole(config, "topk_group", 1)
+    return {"router_groups": whole(config, "n_group", 1) or 1, "router_groups_kept": kept or 1}
+
+
+def _last_of(count: int, step: int) -> tuple[int, ...]:
+    """Layers whose number, from 1, is a multiple of `step`."""
+    return tuple(range(step - 1, count, step))
+
+
+def _step(config: Config, key: str) -> int:
+    step = whole(config, key, 1)
+    if step < 1:
+        raise wrong("too-small", key, step, f"{key} must be at least 1", f"{key} = 1")
+    return step
+
+
+def _listed(config: Config) -> tuple[int, ...] | None:
+    """The layers with experts when the configuration lists the kind of every layer's MLP."""
+    kinds = words(config, "mlp_layer_types")
+    if not kinds:
+        return None
+    layers = num_layers(config)
+    if len(kinds) != layers:
+        message = f"mlp_layer_types has {len(kinds)} entries for {layers} layers"
+        raise wrong("shape", "mlp_layer_types", list(kinds), message)
+    for kind in kinds:
+        if kind not in _MLP_KINDS:
+            message = f"`{kind}` is no kind of MLP that the planner knows"
+            fix = "known: " + ", ".join(_MLP_KINDS)
+            raise wrong("unknown-layer", "mlp_layer_types", kind, message, fix)
+    return tuple(index for index, kind in enumerate(kinds) if _MLP_KINDS[kind])
+
+
+def first_dense(*, key: str = "first_k_dense_replace", default: int | None = None) -> Reader:
+    """The first layers are dense, as many as `key` says; of the others one in `moe_layer_freq` has
+    experts, or the list in that key says which."""
+
+    def read(config: Config) -> dict[str, Any]:
+        if (listed := _listed(config)) is not None:
+            return {"moe_layers": listed}
+        layers, often = num_layers(config), config.get("moe_layer_freq")
+        if isinstance(often, (list, tuple)):
+            flags = indices(config, "moe_layer_freq")
+            if len(flags) != layers:
+                message = f"moe_layer_freq has {len(flags)} entries for {layers} layers"
+                raise wrong("shape", "moe_layer_freq", list(flags), message)
+            return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
+        dense, step = whole(config, key, default), _step(config, "moe_layer_freq")
+        return {"moe_layers": tuple(i for i in range(dense, layers) if i % step == 0)}
+
+    return read
+
+
+def sparse_step(config: Config) -> dict[str, Any]:
+    """One layer in `decoder_sparse_step` has experts, and those of `mlp_only_layers` have none."""
+    step, dense = _step(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    return {"moe_layers": tuple(i for i in _last_of(num_layers(config), step) if i not in dense)}
+
+
+def every_layer(config: Config) -> dict[str, Any]:
+    """Every layer has experts."""
+    return {"moe_layers": tuple(range(num_layers(config)))}
+
+
+def experts_in_mlp_key(config: Config) -> dict[str, Any]:
+    """`intermediate_size` is the width of one expert and every layer has experts."""
+    width = first(config, "intermediate_size")
+    return every_layer(config) | {"expert_intermediate_size": width, "intermediate_size": 0}
+
+
+def aria(config: Config) -> dict[str, Any]:
+    """Shared experts are as wide as the others, whose width is in the key of dense MLPs."""
+    found = experts_in_mlp_key(config)
+    shared = first(config, "num_shared") * found["expert_intermediate_size"]
+    return found | {"shared_intermediate_size": shared}
+
+
+def gated_shared(config: Config) -> dict[str, Any]:
+    """Qwen2-MoE: one shared expert of its own width behind a learned gate."""
+    width = whole(config, "shared_expert_intermediate_size")
+    return {"shared_intermediate_size": width, "shared_gate": width > 0}
+
+
+def shared_width(config: Config) -> dict[str, Any]:
+    """The width of all shared experts has its own key, in channels."""
+    return {"shared_intermediate_size": whole(config, "shared_intermediate_size", 0)}
+
+
+def ling_shared(config: Config) -> dict[str, Any]:
+    """The width of one shared expert may have its own key; else it is that of the others."""
+    width = whole(
+        config, "moe_shared_expert_intermediate_size", first(config, "expert_intermediate_size")
+    )
+    return {"shared_intermediate_size": width * first(config, "num_shared", 0)}
+
+
+def llama4(config: Config) -> dict[str, Any]:
+    """One shared expert as wide as the others; dense layers have a width of their own."""
+    layers = num_layers(config)
+    moe = indices(config, "moe_layers") or _last_of(
+        layers, _step(config, "interleave_moe_layer_step")
+    )
+    width = whole(config, "intermediate_size")
+    return {
+        "moe_layers": moe,
+        "expert_intermediate_size": width,
+        "shared_intermediate_size": width,
+        "intermediate_size": whole(config, "intermediate_size_mlp"),
+    }
+
+
+def ernie(config: Config) -> dict[str, Any]:
+    """Experts from one layer to another, the last included, in steps."""
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    layers, step = num_layers(config), _step(config, "moe_layer_interval")
+    start, end = whole(config, "moe_layer_start_index"), config.get("moe_layer_end_index", -1)
+    end = layers - 1 if end in (-1, None) else scalar("moe_layer_end_index", end)
+    chosen = range(start, min(end, layers - 1) + 1)
+    return {"moe_layers": tuple(index for index in chosen if (index + 1) % step == 0)}
+
+
+def hunyuan(config: Config) -> dict[str, Any]:
+    """Experts behind the layers that skip them; shared experts as wide as a dense MLP."""
+    width = first(config, "intermediate_size")
+    shared = first(config, "num_shared", 1) if config.get("use_mixed_mlp_moe", True) else 0
+    skipped = whole(config, "moe_layer_num_skipped", 0)
+    return {
+        "moe_layers": tuple(range(skipped, num_layers(config))),
+        "expert_intermediate_size": first(config, "expert_intermediate_size", width),
+        "shared_intermediate_size": width * shared,
+    }
+
+
+def minimax_m2(config: Config) -> dict[str, Any]:
+    """MiniMax-M2: the norm of queries and keys is over all heads."""
+    per_layer = config.get("qk_norm_type", "per_layer") == "per_layer"
+    norm = "full" if per_layer else "head"
+    return experts_in_mlp_key(config) | {
+        "qk_norm": norm if config.get("use_qk_norm", True) else "none",
+        "shared_intermediate_size": whole(config, "shared_intermediate_size", 0),
+    }
+
+
+def dbrx(config: Config) -> dict[str, Any]:
+    """DBRX: sizes in two nested tables, which may leave out what is usual."""
+    attention, experts = table(config, "attn_config"), table(config, "ffn_config")
+    return every_layer(config) | {
+        "num_kv_heads": whole(attention, "kv_n_heads", 1),
+        "num_experts": whole(experts, "moe_num_experts", 4),
+        "experts_per_token": whole(experts, "moe_top_k", 1),
+        "expert_intermediate_size": whole(experts, "ffn_hidden_size", 3584),
+        "intermediate_size": 0,
+    }
+
+
+def arctic(config: Config) -> dict[str, Any]:
+    """Arctic: beside the experts of every layer a dense MLP of the hidden size with a norm of its
+    own (arXiv:2201.05596 calls it a residual MoE)."""
+    if (step := _step(config, "moe_layer_frequency")) != 1:
+        message = "layers of this family with and without experts differ in their norms"
+        raise wrong(
+            "unknown-layer", "moe_layer_frequency", step, message, "moe_layer_frequency = 1"
+        )
+    residual = bool(config.get("use_residual", True))
+    return experts_in_mlp_key(config) | {
+        "shared_intermediate_size": first(config, "hidden_size") if residual else 0,
+        "norms_per_layer": 3 if residual else 2,
+    }
+
+
+def shared_experts(config: Config) -> dict[str, Any]:
+    """So many shared experts, each as wide as one of the others; null is none."""
+    if not any(name in config for name in NAMES["num_shared"]):
+        raise KeyError(" or ".join(NAMES["num_shared"]))
+    shared = first(config, "num_shared", 0)
+    width = first(config, "expert_intermediate_size") if shared else 0
+    return {"shared_intermediate_size": shared * width}

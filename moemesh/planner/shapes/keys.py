@@ -1,0 +1,155 @@
+"""A size by any of the names that published configurations give it, read with care.
+
+What is read is remembered, so that a key that stands for parameters and that nobody read can be
+named instead of dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from moemesh.config.errors import ConfigError, Problem
+
+Config = Mapping[str, Any]
+Reader = Callable[[Config], dict[str, Any]]
+
+#: Our size -> the names it goes by; the first that is there counts.
+NAMES: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "vocab_size": ("vocab_size",),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
+    "head_dim": ("head_dim", "attention_head_dim"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts": (
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+    ),
+    "experts_per_token": (
+        "num_experts_per_tok",
+        "experts_per_token",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "moe_top_k",
+    ),
+    "expert_intermediate_size": ("moe_intermediate_size", "expert_intermediate_size"),
+    "num_shared": (
+        "n_shared_experts",
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "num_shared_expert",
+    ),
+    "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers"),
+}
+#: More layers than any model has: a slip of the hand must not fill the memory with them.
+MOST_LAYERS = 100_000
+
+
+class Record(Mapping[str, Any]):
+    """A configuration that remembers which of its keys were asked for."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+
+def first(config: Config, size: str, default: int | None = None) -> int:
+    """The first of a size's names that the configuration has. Raises KeyError with them."""
+    found: int | None = None
+    for name in NAMES[size]:
+        # All are asked for: two names of one size are one size.
+        if config.get(name) is not None and found is None:
+            found = scalar(name, config[name])
+    if found is not None:
+        return found
+    if default is None:
+        raise KeyError(" or ".join(NAMES[size]))
+    return default
+
+
+def whole(config: Config, key: str, default: int | None = None) -> int:
+    """One whole number. Raises KeyError without key and default, ConfigError for anything else."""
+    value = config.get(key)
+    if value is not None:
+        return scalar(key, value)
+    if default is None:
+        raise KeyError(key)
+    return default
+
+
+def scalar(name: str, value: Any) -> int:
+    """One number of at least 0; a list must hold the same for every layer."""
+    if isinstance(value, (list, tuple)):
+        values = cast("Sequence[Any]", value)
+        if not values or any(item != values[0] for item in values):
+            message = f"{name} differs between layers; known are models with the same for all"
+            raise wrong("unknown-layer", name, cast("object", value), message)
+        value = values[0]
+    bad = isinstance(value, bool) or not isinstance(value, (int, float))
+    if bad or not math.isfinite(value) or value != int(value):
+        message = f"{name} must be a whole number"
+        raise wrong("wrong-type", name, cast("object", value), message)
+    if value < 0:
+        raise wrong("too-small", name, cast("object", value), f"{name} must be at least 0")
+    return int(value)
+
+
+def indices(config: Config, key: str) -> tuple[int, ...]:
+    """A list of layer numbers; () when there is none."""
+    value: object = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise wrong("wrong-type", key, value, f"{key} must be a list of layer numbers")
+    return tuple(scalar(key, item) for item in cast("Sequence[object]", value))
+
+
+def words(config: Config, key: str) -> tuple[str, ...]:
+    """A list with one word a layer; () when there is none."""
+    value: object = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise wrong("wrong-type", key, value, f"{key} must be a list with one word a layer")
+    return tuple(str(item) for item in cast("Sequence[object]", value))
+
+
+def table(config: Config, key: str) -> Config:
+    """A nested object; empty when there is none."""
+    value: object = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise wrong("wrong-type", key, value, f"{key} must be an object")
+    return cast("Config", value)
+
+
+def num_layers(config: Config) -> int:
+    """The number of layers, at most MOST_LAYERS."""
+    found = first(config, "num_layers")
+    if found > MOST_LAYERS:
+        key = next(name for name in NAMES["num_layers"] if name in config)
+        message = f"{key} ({found}) exceeds {MOST_LAYERS}"
+        raise wrong("too-large", key, found, message, f"{key} = {MOST_LAYERS}")
+    return found
+
+
+def wrong(code: str, key: str, value: object, message: str, fix: str = "") -> ConfigError:
+    """One problem with one key, ready to be raised."""
+    return ConfigError([Problem(code=code, key=key, value=value, message=message, fix=fix)])
