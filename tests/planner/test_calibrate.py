@@ -10,7 +10,7 @@ import pytest
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.planner.accuracy.calibrate import fit
+from moemesh.planner.accuracy.calibrate import cross_validate, fit
 from moemesh.planner.accuracy.calibration import (
     Calibration,
     prior_calibration,
@@ -151,3 +151,37 @@ def test_contradictory_cluster_files(tmp_path):
     with pytest.raises(UserError, match="speed"):
         use_cluster([parse_run(llama(1, 1, 1, 1, 1), ARCHS)], shipped_calibration(),
                     load_cluster(str(out)))  # fmt: skip
+
+
+def test_releases_multiply_and_unknown_ones_take_after_the_last():
+    plain = prior_calibration()
+    known = replace(
+        plain,
+        releases={
+            "one 26.02": {"expert_overhead_us": 2.0},
+            "one 26.06": {"expert_overhead_us": 0.5},
+        },
+    )
+    base = plain.constants("one/B200").expert_overhead_us
+    for release, factor in (
+        ("one 26.02", 2.0), ("one 26.04", 2.0), ("one 27.01", 0.5), ("one 25.09", 2.0),
+        ("other 26.02", 1.0), ("", 1.0),
+    ):  # fmt: skip
+        found = known.constants("one/B200", release).expert_overhead_us
+        assert found == pytest.approx(base * factor), release
+
+
+def test_a_group_left_out_does_not_know_its_own_times():
+    """Times of the left-out runs ten times as long: their predictions stay as they are."""
+    others = [
+        llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)
+    ]
+    hidden = [llama(50, 1, 1, 1, 26.5, model="Hidden"), llama(51, 2, 1, 2, 29.7, model="Hidden")]
+    slower = [one | {"step_time_s": "265"} for one in hidden]
+
+    def predicted(rows):
+        runs = [parse_run(one, ARCHS) for one in rows]
+        found = cross_validate(runs, prior_calibration())
+        return [one.seconds for one in found if one.run.row["model"] == "Hidden"]
+
+    assert predicted(others + hidden) == pytest.approx(predicted(others + slower), rel=1e-9)

@@ -63,7 +63,7 @@ def test_notes_become_software():
 
 def test_reasons_name_what_is_missing():
     assert "gbs" in parse(gbs="").reason
-    assert "no device known" in parse(hardware="TPUv4").reason
+    assert "no device known" in parse(hardware="X9000").reason
     assert "no entry" in parse(arch="nemotron").reason
     assert "= 16, but the row has 8 gpus" in parse(dp=16).reason
     for run in (parse(gbs=""), parse(arch="nemotron")):
@@ -124,3 +124,62 @@ def write_table_only(folder):
     table = write_table(folder)
     (folder / "model_archs.json").write_text("[]")
     return table
+
+
+def test_other_spellings_are_the_same_row():
+    plain = truncated_llama(1, 1, 2, 16, 0.843, 66.55)
+    other = plain | {"zero": "ZeRO-1", "status": "OK", "seq": "4k", "sp": "False"}
+    first, second = parse_run(plain, ARCHS), parse_run(other | {"arch": "LLAMA3-70B#L12"}, ARCHS)
+    assert second.layout == first.layout
+    assert second.shape == first.shape
+    assert second.seconds == first.seconds
+
+
+def test_column_names_may_be_padded_and_capital(tmp_path):
+    table = write_table(tmp_path)
+    names, rest = table.read_text(encoding="utf-8").split("\n", 1)
+    table.write_text("\ufeff" + names.upper().replace(",", ", ") + "\r\n" + rest, encoding="utf-8")
+    assert all(run.layout for run in read_runs(table))
+
+
+def test_architectures_are_known_without_a_table_beside(tmp_path):
+    table = write_table(tmp_path, [truncated_llama(1, 1, 2, 16, 0.843, 66.55)])
+    (tmp_path / "model_archs.json").unlink()
+    (run,) = read_runs(table)
+    assert run.shape is not None
+    assert (run.shape.num_layers, run.shape.hidden_size) == (12, 8192)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"tp": 0, "dp": ""}, "zero"),
+        ({"tp": 0}, "at least 1"),
+        ({"vpp": 1000000000, "pp": 2, "dp": 4}, "40 layers"),
+        ({"gpus": "8x8"}, "8x8"),
+    ],
+)
+def test_impossible_degrees_are_reasons(values, reason):
+    run = parse(**values)
+    assert run.layout is None
+    assert reason in run.reason
+
+
+def test_recomputation_in_unknown_words_counts_as_not_published():
+    run = parse(recompute="uniform, 1 layer")
+    assert run.layout is not None
+    assert not run.recompute_printed
+
+
+def test_releases_are_read_at_the_head_of_the_notes():
+    found = parse(src="megatron_bridge", notes="26.02.01 NeMo Container; Pre-Training")
+    assert found.release == "megatron_bridge 26.02.01"
+    assert parse(notes="grad-accum 26.02").release == ""
+
+
+def test_capacity_needs_the_plain_exchange():
+    """Dispatchers that deduplicate are dropless."""
+    bridge = {"src": "megatron_bridge", "arch": "moe-30B", "ep": 8}
+    assert parse(**bridge).software.deduplicated
+    dropping = parse(**bridge, notes="25.09 NeMo Container; Qwen3_30B_a3B (tokendrop)").software
+    assert (dropping.token_drop, dropping.deduplicated) == (True, False)

@@ -30,6 +30,7 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.constants import Constants
 from moemesh.planner.timing.hardware import ACCELERATORS
+from moemesh.planner.timing.layer_time import longer
 from moemesh.planner.timing.overlap import overlapped
 from moemesh.planner.timing.step_time import StepTime, balanced_layers, compute_floor, step_time
 from tests.planner.published_rows import ARCHS
@@ -243,3 +244,9 @@ def test_constants_of_a_cluster_file_win():
     wrong = cluster.model_copy(update={"constants": {"speed": 0.2}})
     with pytest.raises(UserError, match="speed"):
         price_layouts(DENSE, layouts, wrong)
+
+
+def test_small_moe_layers_wait_for_the_host_large_ones_hide_it():
+    assert longer(1.0, 0.0) == 1.0
+    assert longer(3.0, 4.0) == pytest.approx(5.0)
+    assert longer(10.0, 1.0) < 10.1

@@ -1,60 +1,39 @@
 """Fitting the constants of the time model to measured runs: shared ones and each cluster's own.
 
 All constants are positive, so their logarithms are fitted. The loss of a run is that of its
-log-ratio, predicted over measured, in units of 3 %, square near zero and linear beyond (pseudo-
-Huber): a mislabelled row pulls no harder than a 3 % error. Each shared constant is held at its
-prior, each deviation at zero, by a normal prior of its own width: a cluster with three rows moves
-little, one with a hundred finds its values. A cluster deviates as its software stack does and, half
-as widely, by itself: what one table shows on one device helps to predict its other devices.
-Levenberg-Marquardt with iterated weights; a deviation moves its rows exactly as the shared constant
-does, so one evaluation per constant gives the whole Jacobian.
+log-ratio, predicted over measured, in units of 2 %, square near zero and linear beyond (pseudo-
+Huber): a mislabelled row pulls no harder than a 2 % error. Each shared constant is held at its
+prior, each deviation (see `unknowns`) at zero, by a normal prior of its own width: a cluster with
+three rows moves little, one with a hundred finds its values. Levenberg-Marquardt with iterated
+weights, always from the priors: a start at the fit of all runs would know those that are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moemesh.config.errors import UserError
-from moemesh.planner.accuracy.calibration import Calibration
-from moemesh.planner.accuracy.predict import Prediction, fill_in, predict, run_columns
+from moemesh.planner.accuracy.calibration import Calibration, stack_of
+from moemesh.planner.accuracy.predict import Prediction, fill_in, predict
 from moemesh.planner.accuracy.published import PublishedRun
+from moemesh.planner.accuracy.unknowns import Unknowns
 from moemesh.planner.timing.arithmetic import FloatArray
-from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns
-from moemesh.planner.timing.constants import NAMES, OWN, PRIORS, SPREADS, Constants
-from moemesh.planner.timing.step_time import step_time
 
-#: The error of a good row: differences below it between software versions mean nothing.
-_SCALE = 0.03
-_STEP = 1e-4
+#: The error of a good row: inside one study 1 to 2 % mean something.
+_SCALE = 0.02
 _MOST_STEP = 0.7
-#: Rows whose layout is partly guessed ("tier C") count less.
-_WEIGHTS = {"C": 0.2}
+_MOST_ITERATIONS = 40
+_MOST_TRIES = 8
 _ROUNDS = 2
-#: Width of a cluster's own deviation over that of its stack; width of what is held fixed.
-_CLUSTER_SHARE = 0.5
-_FIXED = 1e-6
+#: A gain below this share of the loss ends the search.
+_LEAST_GAIN = 1e-3
 
-_OWN_NAMES: tuple[str, ...] = tuple(OWN)
-_OWN_PLACES = np.array([NAMES.index(name) for name in _OWN_NAMES])
-_OWN_SPREADS: FloatArray = np.array([OWN[name] for name in _OWN_NAMES], dtype=np.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Runs as columns, with their clusters by number."""
-
-    columns: tuple[ModelColumns, LayoutColumns, HardwareColumns]
-    #: Per row the number of its cluster, and of its stack after all clusters.
-    cluster: NDArray[np.int64]
-    stack: NDArray[np.int64]
-    log_seconds: FloatArray
-    weights: FloatArray
-    #: Clusters and stacks together: the groups that deviate.
-    num_groups: int
+#: What a cross-validation leaves out at once: a cluster's runs of one model on one number of
+#: devices, a model wherever it ran, or all that one software stack measured.
+LeftOut = Literal["group", "model", "stack"]
 
 
 def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
@@ -65,9 +44,9 @@ def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
 def fit(
     runs: Sequence[PublishedRun], start: Calibration, *, share: bool = True, rounds: int = _ROUNDS
 ) -> Calibration:
-    """A calibration with the deviations of every cluster in `runs`, and with the shared constants
-    where `share` is set. Microbatches that a table leaves out are chosen with what was fitted so
-    far, so the fit runs in rounds. Raises UserError without a usable run."""
+    """A calibration with the deviations of every cluster in `runs`, and with the shared constants,
+    stacks and releases where `share` is set. Microbatches that a table leaves out are chosen with
+    what was fitted so far, so the fit runs in rounds. Raises UserError without a usable run."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(
@@ -81,127 +60,71 @@ def fit(
         if [run.layout for run in filled] == [run.layout for run in chosen]:
             break
         chosen = filled
-        found = _fit_once(filled, start, share=share)
+        unknowns = Unknowns(filled)
+        if not share:
+            unknowns.hold_shared(start)
+        found = unknowns.calibration(_minimize(unknowns), start, share=share)
     return found
 
 
-def cross_validate(runs: Sequence[PublishedRun], start: Calibration) -> list[Prediction]:
-    """Each run predicted by a fit that saw no run of its group (cluster, model, number of devices):
-    rows of one group are close relatives, and a random split would flatter."""
+def cross_validate(
+    runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut = "group"
+) -> list[Prediction]:
+    """Each run predicted by a fit that saw no run of its group: rows of one group are close
+    relatives, and a random split would flatter. Everything is fitted again for each group."""
     usable = measured_runs(runs)
-    groups = sorted({_relatives(run) for run in usable})
+    if not usable:
+        return []
+    keys = [_group(run, left_out) for run in usable]
+    unknowns = Unknowns([fill_in(run, start) for run in usable])
+    weights = unknowns.weights
     found: dict[str, Prediction] = {}
-    for group in groups:
-        left_out = [run for run in usable if _relatives(run) == group]
-        others = [run for run in usable if _relatives(run) != group]
-        calibration = fit(others, start, rounds=1) if others else start
-        found |= {one.run.id: one for one in predict(left_out, calibration)}
+    for key in dict.fromkeys(keys):
+        hidden = np.array([other == key for other in keys])
+        unknowns.weights = np.where(hidden, 0.0, weights)
+        calibration = start
+        if not hidden.all():
+            calibration = unknowns.calibration(_minimize(unknowns), start, share=True)
+        unseen = [run for run, other in zip(usable, keys, strict=True) if other == key]
+        found |= {one.run.id: one for one in predict(unseen, calibration)}
     return [found[run.id] for run in usable]
 
 
-def _relatives(run: PublishedRun) -> tuple[str, str, str]:
+def _group(run: PublishedRun, left_out: LeftOut) -> tuple[str, ...]:
+    if left_out == "stack":
+        return (stack_of(run.cluster),)
+    if left_out == "model":
+        return (run.row.get("arch", "").partition("#")[0].lower(),)
     return (run.cluster, run.row.get("model", ""), run.row["gpus"])
 
 
-def _fit_once(runs: Sequence[PublishedRun], start: Calibration, *, share: bool) -> Calibration:
-    clusters = sorted({run.cluster for run in runs})
-    stacks = sorted({_stack_of(cluster) for cluster in clusters})
-    groups = [*clusters, *stacks]
-    place = {name: index for index, name in enumerate(clusters)}
-    data = _Data(
-        columns=run_columns(runs),
-        cluster=np.array([place[run.cluster] for run in runs], dtype=np.int64),
-        stack=np.array(
-            [len(clusters) + stacks.index(_stack_of(run.cluster)) for run in runs], dtype=np.int64
-        ),
-        log_seconds=np.log([run.seconds or 1.0 for run in runs]),
-        weights=np.array([_WEIGHTS.get(run.tier, 1.0) for run in runs], dtype=np.float64),
-        num_groups=len(groups),
-    )
-    own = np.zeros((len(groups), len(_OWN_NAMES)))
-    widths = np.concatenate(
-        [
-            np.tile(_OWN_SPREADS * _CLUSTER_SHARE, len(clusters)),
-            np.tile(_OWN_SPREADS, len(stacks)),
-        ]
-    )
-    if share:
-        mean, spread = np.log(PRIORS), SPREADS
-    else:
-        # The shared constants stay; clusters move from where their relatives put them.
-        mean = np.log([start.shared[name] for name in NAMES])
-        spread = np.full(len(NAMES), _FIXED)
-        widths[:] = np.concatenate(
-            [np.tile(_OWN_SPREADS, len(clusters)), np.full(len(stacks) * len(_OWN_NAMES), _FIXED)]
-        )
-        for index, cluster in enumerate(clusters):
-            known = start.deviations(cluster)
-            own[index] = np.log([known.get(name, 1.0) for name in _OWN_NAMES])
-    solution = _minimize(
-        data, np.concatenate([mean, own.ravel()]), np.concatenate([spread, widths])
-    )
-    shared = np.exp(solution[: len(NAMES)])
-    logs = solution[len(NAMES) :].reshape(own.shape)
-    return Calibration(
-        shared=dict(zip(NAMES, (float(value) for value in shared), strict=True)),
-        stacks={stack: _factors(logs[len(clusters) + index]) for index, stack in enumerate(stacks)}
-        if share
-        else start.stacks,
-        clusters={
-            cluster: _factors(logs[index] + logs[len(clusters) + stacks.index(_stack_of(cluster))])
-            for index, cluster in enumerate(clusters)
-        },
-        allocations=start.allocations,
-    )
-
-
-def _stack_of(cluster: str) -> str:
-    return cluster.rpartition("/")[0]
-
-
-def _factors(logs: FloatArray) -> dict[str, float]:
-    return dict(zip(_OWN_NAMES, (float(x) for x in np.exp(logs)), strict=True))
-
-
-def _residuals(data: _Data) -> Callable[[FloatArray], FloatArray]:
-    """log(predicted / measured) as a function of all unknowns."""
-
-    def residuals(unknown: FloatArray) -> FloatArray:
-        shared = unknown[: len(NAMES)]
-        own = unknown[len(NAMES) :].reshape(data.num_groups, len(_OWN_NAMES))
-        values = np.repeat(shared[:, None], len(data.cluster), axis=1)
-        values[_OWN_PLACES] += (own[data.cluster] + own[data.stack]).T
-        constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
-        total: FloatArray = step_time(*data.columns, constants).total
-        return np.log(total) - data.log_seconds
-
-    return residuals
-
-
-def _minimize(
-    data: _Data, prior: FloatArray, width: FloatArray, most_iterations: int = 40
-) -> FloatArray:
-    residuals = _residuals(data)
+def _minimize(unknowns: Unknowns) -> FloatArray:
+    """The unknowns of least loss, from their priors."""
+    prior, width, row_weights = unknowns.prior, unknowns.width, unknowns.weights
 
     def cost(errors: FloatArray, unknown: FloatArray) -> float:
         scaled = errors / _SCALE
-        fitted = 2 * np.sum(data.weights * (np.sqrt(1 + scaled**2) - 1))
+        fitted = 2 * np.sum(row_weights * (np.sqrt(1 + scaled**2) - 1))
         return float(fitted + np.sum(((unknown - prior) / width) ** 2))
 
     unknown, damping = prior.copy(), 1e-3
-    errors = residuals(unknown)
+    diagonal = np.diag_indices(len(prior))
+    rows = np.nonzero(row_weights > 0)[0]
+    errors = unknowns.errors(unknown)
     least = cost(errors, unknown)
-    for _ in range(most_iterations):
-        slopes = _jacobian(data, residuals, unknown, errors)
-        weights = data.weights / np.sqrt(1 + (errors / _SCALE) ** 2) / _SCALE**2
-        normal = slopes.T @ (slopes * weights[:, None]) + np.diag(1 / width**2)
-        gradient = slopes.T @ (weights * errors) + (unknown - prior) / width**2
+    for _ in range(_MOST_ITERATIONS):
+        slopes = unknowns.slopes(unknown, errors)[rows]
+        weights = (row_weights / np.sqrt(1 + (errors / _SCALE) ** 2) / _SCALE**2)[rows]
+        normal = slopes.T @ (slopes * weights[:, None])
+        normal[diagonal] += 1 / width**2
+        gradient = slopes.T @ (weights * errors[rows]) + (unknown - prior) / width**2
         better = None
-        for _ in range(8):
-            matrix = normal + damping * np.diag(np.diag(normal))
+        for _ in range(_MOST_TRIES):
+            matrix = normal.copy()
+            matrix[diagonal] *= 1 + damping
             step = np.clip(np.linalg.solve(matrix, -gradient), -_MOST_STEP, _MOST_STEP)
             tried = unknown + step
-            tried_errors = residuals(tried)
+            tried_errors = unknowns.errors(tried)
             tried_cost = cost(tried_errors, tried)
             if tried_cost < least:
                 better = (tried, tried_errors, tried_cost)
@@ -212,25 +135,6 @@ def _minimize(
         gained = least - better[2]
         unknown, errors, least = better
         damping = max(damping / 5, 1e-6)
-        if gained < 1e-3 * least:
+        if gained < _LEAST_GAIN * least:
             break
     return unknown
-
-
-def _jacobian(
-    data: _Data,
-    residuals: Callable[[FloatArray], FloatArray],
-    unknown: FloatArray,
-    errors: FloatArray,
-) -> FloatArray:
-    slopes = np.zeros((len(errors), len(unknown)))
-    num_shared, num_own = len(NAMES), len(_OWN_NAMES)
-    for place in range(num_shared):
-        moved = unknown.copy()
-        moved[place] += _STEP
-        slopes[:, place] = (residuals(moved) - errors) / _STEP
-    rows = np.arange(len(errors))
-    for place in range(num_own):
-        for group in (data.cluster, data.stack):
-            slopes[rows, num_shared + group * num_own + place] = slopes[:, _OWN_PLACES[place]]
-    return slopes

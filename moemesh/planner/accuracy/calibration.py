@@ -27,17 +27,30 @@ class Calibration:
     software stacks allocate memory (stack, or "stack/device" -> settings)."""
 
     shared: Mapping[str, float]
-    #: Deviations of a software stack on whatever device, for devices it was not seen on.
+    #: Deviations of a software stack on whatever device, for devices it was not seen on; and of
+    #: its releases ("stack release") from the stack.
     stacks: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+    releases: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
     allocations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
 
-    def constants(self, cluster: str) -> Constants:
-        """The constants of a cluster, known or not."""
+    def constants(self, cluster: str, release: str = "") -> Constants:
+        """The constants of a cluster, known or not, with a release of its software."""
         values = dict(self.shared)
-        for name, factor in self.deviations(cluster).items():
-            values[name] = values[name] * factor
+        for factors in (self.deviations(cluster), self.release_factors(release)):
+            for name, factor in factors.items():
+                values[name] = values[name] * factor
         return constants_from(values)
+
+    def release_factors(self, release: str) -> dict[str, float]:
+        """Factors of a release ("stack 26.02"); one that is not known has those of the last known
+        one before it, or of the first."""
+        if release in self.releases or not release:
+            return dict(self.releases.get(release, {}))
+        stack = release.rpartition(" ")[0]
+        known = sorted(name for name in self.releases if name.rpartition(" ")[0] == stack)
+        before = [name for name in known if name <= release]
+        return dict(self.releases[(before or known[:1])[-1]]) if known else {}
 
     def deviations(self, cluster: str) -> dict[str, float]:
         """Factors on the shared constants: the cluster's own, else its software stack's, else the
@@ -47,12 +60,7 @@ class Calibration:
         stack, _, device = cluster.rpartition("/")
         if stack in self.stacks:
             return dict(self.stacks[stack])
-        generation = _generation(device)
-        relatives = [
-            key
-            for key in self.clusters
-            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
-        ]
+        relatives = self._relatives(device)
         found: dict[str, float] = {}
         for name in OWN:
             logs = [math.log(self.clusters[key].get(name, 1.0)) for key in relatives]
@@ -60,18 +68,32 @@ class Calibration:
                 found[name] = math.exp(sum(logs) / (len(logs) + _PULL))
         return found
 
+    def _relatives(self, device: str) -> list[str]:
+        """Clusters with this device or one of its generation."""
+        generation = _generation(device)
+        return [
+            key
+            for key in self.clusters
+            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
+        ]
+
     def knows(self, cluster: str) -> bool:
         """Whether the cluster has constants of its own."""
         return cluster in self.clusters
 
     def allocation(self, cluster: str) -> Allocation:
         """How the software of a cluster allocates."""
-        stack = cluster.rpartition("/")[0]
+        stack = stack_of(cluster)
         settings = {
             **self.allocations.get(stack, {}),
             **self.allocations.get(cluster, {}),
         }
         return Allocation(**cast("dict[str, Any]", settings))
+
+
+def stack_of(cluster: str) -> str:
+    """The software stack of a cluster, "stack/device"."""
+    return cluster.rpartition("/")[0]
 
 
 def _generation(device: str) -> str:
@@ -116,8 +138,13 @@ def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
         key: {name: float(value) for name, value in values.items()}
         for key, values in table.get("stack", {}).items()
     }
+    releases = {
+        key: {name: float(value) for name, value in values.items()}
+        for key, values in table.get("release", {}).items()
+    }
     known = set(NAMES)
-    for place, values in (("shared", shared), *stacks.items(), *clusters.items()):
+    every = (("shared", shared), *stacks.items(), *releases.items(), *clusters.items())
+    for place, values in every:
         for name, value in values.items():
             if name not in known:
                 raise UserError(f"{origin}: [{place}] names `{name}`, no constant of the model")
@@ -132,6 +159,7 @@ def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
     return Calibration(
         shared={**defaults, **shared},
         stacks=stacks,
+        releases=releases,
         clusters=clusters,
         allocations=dict(allocations),
     )

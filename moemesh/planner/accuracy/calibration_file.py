@@ -16,7 +16,11 @@ def calibration_toml(calibration: Calibration, heading: str) -> str:
     """The calibration as TOML, as :func:`read_calibration` reads it."""
     lines = [f"# {line}" for line in heading.splitlines()]
     lines += _table("shared", calibration.shared)
-    for kind, levels in (("stack", calibration.stacks), ("cluster", calibration.clusters)):
+    for kind, levels in (
+        ("stack", calibration.stacks),
+        ("release", calibration.releases),
+        ("cluster", calibration.clusters),
+    ):
         for key, factors in sorted(levels.items()):
             moved = {name: x for name, x in factors.items() if abs(x - 1) >= _NO_DEVIATION}
             lines += _table(f"{kind}.{format_key(key)}", moved)

@@ -11,19 +11,27 @@ from pathlib import Path
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.accuracy.calibrate import cross_validate, fit, measured_runs
+from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
 from moemesh.planner.accuracy.calibration import Calibration, prior_calibration, shipped_calibration
 from moemesh.planner.accuracy.calibration_file import calibration_toml, cluster_toml
 from moemesh.planner.accuracy.published import PublishedRun, read_runs
-from moemesh.planner.accuracy.validate import Validation, json_text, report, summarize, validate
+from moemesh.planner.accuracy.validate import (
+    Validation,
+    by_kind,
+    json_text,
+    report,
+    summarize,
+    validate,
+)
 from moemesh.planner.timing.constants import NAMES
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.report.agreement import Agreement, agreement_chart
 
 _SHARED_HEADING = """\
 Constants of the time and memory model, fitted by `moemesh calibrate --shared` to published runs.
-[shared]: values for every cluster; [cluster."stack/device"]: factors on them; [memory.stack]: how
-software allocates (see moemesh.planner.peak_memory.Allocation)."""
+[shared]: values for every cluster; [cluster."stack/device"]: factors on them, [stack.name] on
+devices it was not seen on, [release."stack 26.02"] of its releases; [memory.stack]: how software
+allocates (see moemesh.planner.peak_memory.Allocation)."""
 
 
 def validate_command(
@@ -44,16 +52,28 @@ def validate_command(
     calibration = shipped_calibration()
     for source in clusters:
         runs, calibration = use_cluster(runs, calibration, load_cluster(source))
+    further = ""
     if cross:
         start = replace(prior_calibration(), allocations=calibration.allocations)
         validation = summarize(cross_validate(runs, start))
+        further = _further_left_out(runs, start)
     else:
         validation = validate(runs, calibration)
     if out is not None:
         _write(out, json_text(validation))
     if plot is not None:
         _write(plot, _picture(validation))
-    return report(validation)
+    return report(validation) + further
+
+
+def _further_left_out(runs: Sequence[PublishedRun], start: Calibration) -> str:
+    """Errors of models, and of software stacks, that a fit has not seen at all."""
+    lines: list[str] = []
+    kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
+    for kind, name in kinds:
+        found = summarize(cross_validate(runs, start, left_out=kind))
+        lines += ["", f"with a whole {name} left out:", *by_kind(found)]
+    return "\n" + "\n".join(lines)
 
 
 def _picture(validation: Validation) -> str:
@@ -109,7 +129,7 @@ def use_cluster(
             continue
         key = f"{run.cluster.rpartition('/')[0]}/{cluster.name}"
         known[key] = {**calibration.deviations(run.cluster), **factors}
-        changed.append(replace(run, device=device, cluster=key))
+        changed.append(replace(run, device=device, cluster=key, release=""))
     return changed, replace(calibration, clusters=known)
 
 

@@ -61,7 +61,7 @@ class Prediction:
 def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Prediction]:
     """Every row, in order; a row without a layout predicts nothing."""
     filled = [fill_in(run, calibration) for run in runs if run.layout is not None]
-    constants = [calibration.constants(run.cluster) for run in filled]
+    constants = [calibration.constants(run.cluster, run.release) for run in filled]
     seconds = run_seconds(filled, stacked(constants)).total if filled else ()
     found: dict[str, Prediction] = {}
     for run, value in zip(filled, seconds, strict=True):
@@ -162,7 +162,7 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     ]
     usable = _known(run.device).memory_bytes * allocation.usable_share
     fitting = [index for index, one in enumerate(tried) if _fits(one, allocation, usable)]
-    constants = stacked([calibration.constants(run.cluster)] * len(tried))
+    constants = stacked([calibration.constants(run.cluster, run.release)] * len(tried))
     seconds: FloatArray = run_seconds(tried, constants).total
     return tried[min(fitting or [0], key=lambda index: seconds[index])]
 

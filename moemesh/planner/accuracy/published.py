@@ -10,16 +10,20 @@ import csv
 import io
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, UserError
+from moemesh.planner.accuracy.row_words import uniform_row
 from moemesh.planner.flops import Convention, count_flops
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.layout_sources import from_run
+from moemesh.planner.layout_sources import from_run, recompute_from_words
 from moemesh.planner.peak_memory import with_balanced_stages
 from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
@@ -46,9 +50,13 @@ _MASKED_KERNELS = ("korthikanti22", "sc21", "mt_nlg", "alpa")
 #: Sources whose dispatcher sends a token to a node once (DeepEP and its relatives).
 _DEDUPLICATING = ("deepseek_v3", "megatron_bridge", "moe_modelzoo", "moe_modelzoo_long")
 #: Sources whose attention kernels are older than Hopper.
-_BEFORE_HOPPER = ("llm_foundry",)
+_BEFORE_HOPPER = ("llm_foundry", "torchtitan")
+#: Sources whose experts have a capacity of the even share: choices beyond it are dropped.
+_DROPPING = ("mpf",)
 #: The window of a run that says it trained with sliding windows and does not print their size.
 _UNPRINTED_WINDOW = 1024
+#: A release by year and month, as container images are numbered, at the head of the notes.
+_RELEASE = re.compile(r"\d\d\.\d\d(\.\d\d)?(?=[ ;,]|$)")
 #: Whole steps as CUDA graphs came with this release of the containers (year, month).
 _GRAPHS_SINCE = (26, 6)
 
@@ -65,6 +73,8 @@ class PublishedRun:
     id: str
     source: str
     cluster: str
+    #: "stack 26.02" where the row names the release of its software.
+    release: str = ""
     tier: str
     ended: str
     reason: str = ""
@@ -93,7 +103,8 @@ class PublishedRun:
 
 def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json``
-    beside the table. Raises UserError for unreadable files, missing columns or doubled ids."""
+    beside the table; names that it lacks from the packaged table. Raises UserError for unreadable
+    files, missing columns or doubled ids."""
     rows = _read_rows(table)
     entries = _read_archs(archs, table)
     runs = [parse_run(row, entries) for row in rows]
@@ -111,7 +122,8 @@ def _read_rows(table: Path) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the table {table}: {error}") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    columns = reader.fieldnames or []
+    columns = [name.strip().lower() for name in reader.fieldnames or []]
+    reader.fieldnames = columns
     if missing := [name for name in NEEDED_COLUMNS if name not in columns]:
         raise UserError(
             f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
@@ -126,23 +138,32 @@ def _read_rows(table: Path) -> list[dict[str, str]]:
 def _read_archs(archs: Path | None, table: Path) -> dict[str, Any]:
     path = archs or table.with_name("model_archs.json")
     if archs is None and not path.exists():
-        return {}
+        return known_architectures()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the architectures {path}: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold one JSON object, name -> sizes")
-    return cast("dict[str, Any]", found)
+    return known_architectures() | cast("dict[str, Any]", found)
+
+
+@cache
+def known_architectures() -> dict[str, Any]:
+    """The sizes of published models that are part of the package, by name."""
+    home = files("moemesh.config") / "presets" / "calibration"
+    return tomllib.loads((home / "architectures.toml").read_text(encoding="utf-8"))
 
 
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     """One row; what is missing or contradictory ends up in `reason`."""
+    row = _with_known_recomputation(uniform_row(row))
     device = accelerator_of(row.get("hardware", ""))
     run = PublishedRun(
         id=row.get("id", ""),
         source=row.get("src", ""),
         cluster=f"{_stack(row)}/{device.name if device else row.get('hardware', '')}",
+        release=_release(row),
         tier=row.get("tier", ""),
         ended=row.get("status", "") or "ok",
         device=device,
@@ -155,13 +176,14 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     if device is None:
         return replace(run, reason=f"no device known in `{row.get('hardware', '')}`")
     try:
-        shape = from_arch_table(row.get("arch", ""), archs)
+        shape = from_arch_table(_entry_name(row.get("arch", ""), archs), archs)
         layout = from_run(row)
         _check_world(row, layout)
+        _check_stages(shape, layout)
     except ConfigError as error:
         first = error.problems[0]
         return replace(run, reason=f"{first.key}: {first.message}")
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         return replace(run, reason=str(error))
     software = software_of(row, shape, layout)
     if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp"):
@@ -180,6 +202,22 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
 
 
+def _with_known_recomputation(row: Mapping[str, str]) -> Mapping[str, str]:
+    """The row; recomputation told in words that nobody knows counts as not published."""
+    try:
+        recompute_from_words(row.get("recompute", ""))
+    except ConfigError:
+        return {**row, "recompute": ""}
+    return row
+
+
+def _entry_name(arch: str, archs: Mapping[str, Any]) -> str:
+    """The name as the table of architectures spells it."""
+    name, mark, layers = arch.partition("#")
+    same = [known for known in archs if known.lower() == name.lower()]
+    return f"{same[0]}{mark}{layers}" if name not in archs and same else arch
+
+
 def _expert_tensor_as_tensor(layout: PlannedLayout) -> PlannedLayout:
     ranks = layout.dp * layout.cp * layout.tp
     if ranks % (layout.ep * layout.tp):
@@ -196,6 +234,15 @@ def _check_world(row: Mapping[str, str], layout: PlannedLayout) -> None:
         raise ValueError(f"gbs {layout.global_batch} does not divide over dp {layout.dp}")
 
 
+def _check_stages(shape: ModelShape, layout: PlannedLayout) -> None:
+    # Embedding and head may be stages of their own.
+    if layout.num_stages > shape.num_layers + 2:
+        raise ValueError(
+            f"pp {layout.pp} x {layout.stages_per_rank} chunks = {layout.num_stages} stages, "
+            f"but the model has {shape.num_layers} layers"
+        )
+
+
 def _stack(row: Mapping[str, str]) -> str:
     source = row.get("src", "")
     if source.startswith("megascale"):
@@ -205,6 +252,11 @@ def _stack(row: Mapping[str, str]) -> str:
         if source.startswith(start):
             return stack
     return source
+
+
+def _release(row: Mapping[str, str]) -> str:
+    found = _RELEASE.match(row.get("notes", ""))
+    return f"{_stack(row)} {found.group()}" if found else ""
 
 
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
@@ -223,17 +275,22 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
     )
     numbers = row.get("precision", "").lower()
     changed_model = "ptb" in row.get("model", "").lower() or "ptb" in folded
+    # Capacity is a feature of the plain all-to-all; dispatchers that deduplicate are dropless.
+    dropping = "tokendrop" in folded or source.startswith(_DROPPING)
     return Software(
         kernel=kernel,
         native_kernel=not (source in _BEFORE_HOPPER and accelerator_generation(row) == "hopper"),
         fused_norm="attention kernel" not in folded or "rms kernel" in folded,
         balanced_stages=layouts_site or shape.num_layers % stages != 0,
         scatter_gather=not layouts_site,
-        deduplicated="deepep" in folded
-        or (source in _DEDUPLICATING and "a2a" not in folded.replace("a2a overlap", "")),
+        deduplicated=not dropping
+        and (
+            "deepep" in folded
+            or (source in _DEDUPLICATING and "a2a" not in folded.replace("a2a overlap", ""))
+        ),
         overlapped_exchange="a2a overlap" in folded or layout.schedule == "dualpipe",
         natural_routing="natural" in folded,
-        token_drop="tokendrop" in folded,
+        token_drop=dropping,
         graphs=graphs,
         block_scales=any(word in numbers for word in ("mx", "nvfp4", "block")),
         adapters="lora" in folded,

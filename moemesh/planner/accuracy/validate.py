@@ -238,14 +238,9 @@ def report(validation: Validation) -> str:
     lines = [f"{'source':<24} {'rows':>5} {'median':>8} {'p95':>8} {'worst':>8} {'bias':>8}"]
     for name, found in validation.by_source.items():
         lines.append(_line(name, found))
-    lines.append("")
-    for name, found in (
-        ("dense step time", validation.dense),
-        ("MoE step time", validation.moe),
-        ("memory", validation.memory),
-    ):
-        if found:
-            lines.append(_line(name, found))
+    lines += ["", *by_kind(validation)]
+    if validation.memory:
+        lines.append(_line("memory", validation.memory))
     if fit := validation.fit:
         lines.append(
             f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
@@ -278,6 +273,12 @@ def report(validation: Validation) -> str:
             shown = ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else "")
             lines.append(f"  {reason} ({shown})")
     return "\n".join(lines)
+
+
+def by_kind(validation: Validation) -> list[str]:
+    """One line for dense models, one for MoE models."""
+    kinds = (("dense step time", validation.dense), ("MoE step time", validation.moe))
+    return [_line(name, found) for name, found in kinds if found]
 
 
 def _line(name: str, found: ErrorStatistics) -> str:

@@ -66,8 +66,18 @@ class Workload:
     @property
     def routed_rows(self) -> Number:
         """Rows at the experts of one rank, on the most loaded one: EP divides nothing here."""
-        load = 1 + self.layout.natural_routing * self.constants.routing_imbalance
-        return self.tokens / self.layout.tp * self.model.top_k * self.layout.etp * load
+        rows = self.tokens / self.layout.tp * self.model.top_k * self.layout.etp
+        return rows * self.load * self.kept_choices
+
+    @property
+    def load(self) -> Number:
+        """Load of the most loaded expert rank over the mean."""
+        return 1 + self.layout.natural_routing * self.constants.routing_imbalance
+
+    @property
+    def kept_choices(self) -> Number:
+        """Share of the choices that capacity leaves."""
+        return where(self.layout.token_drop == 1, self.constants.capacity_kept, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +96,11 @@ def product_seconds(work: Workload, rows: Number, columns: Number, inner: Number
     efficiency = where(
         layout.precision == 2,
         constants.gemm_efficiency_4bit,
-        where(layout.precision == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
+        where(
+            layout.precision == 1,
+            constants.gemm_efficiency_8bit,
+            constants.gemm_efficiency,
+        ),
     )
     return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
 
@@ -98,7 +112,12 @@ def wide_product_seconds(work: Workload, rows: Number, columns: Number, inner: N
 
 
 def _product(
-    work: Workload, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
+    work: Workload,
+    rows: Number,
+    columns: Number,
+    inner: Number,
+    peak: Number,
+    best: Number,
 ) -> Number:
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK

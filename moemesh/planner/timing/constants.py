@@ -69,10 +69,13 @@ class Constants:
     reduce_bytes: Number = 3.5
     #: Load imbalance of natural routing above one.
     routing_imbalance: Number = 0.4
-    #: Launches and gaps: a layer's forward; an MoE block's (twice with 16 local experts); the
-    #: share that CUDA graphs, or dropping tokens at capacity, leave of the second; a step's.
+    #: Share of the choices that a capacity of one keeps.
+    capacity_kept: Number = 0.9
+    #: Launches and gaps of a layer's forward; what the host needs for an MoE block's (twice with 16
+    #: local experts) while the device computes, and the share of it that CUDA graphs, or dropping
+    #: tokens at capacity, leave; a step's.
     layer_overhead_us: Number = 80.0
-    expert_overhead_us: Number = 600.0
+    expert_overhead_us: Number = 1000.0
     graph_overhead: Number = 0.3
     capacity_overhead: Number = 0.5
     step_overhead_ms: Number = 40.0
@@ -82,8 +85,7 @@ class Constants:
     startup_microbatches: Number = 6.0
 
 
-#: Standard deviations of a constant's logarithm: of the value that all clusters share, and of one
-#: cluster's own deviation from it. A cluster has no deviation of what is not in the second table.
+#: Standard deviations of a constant's logarithm, of the value that all clusters share.
 _SPREAD: dict[str, float] = {
     "gemm_efficiency": 0.08,
     "gemm_efficiency_8bit": 0.15,
@@ -119,6 +121,7 @@ _SPREAD: dict[str, float] = {
     "overlap_slowdown": 0.5,
     "reduce_bytes": 0.2,
     "routing_imbalance": 0.5,
+    "capacity_kept": 0.06,
     "layer_overhead_us": 0.6,
     "expert_overhead_us": 0.4,
     "graph_overhead": 0.4,
@@ -127,21 +130,33 @@ _SPREAD: dict[str, float] = {
     "fill_slowdown": 0.3,
     "startup_microbatches": 0.5,
 }
-#: Names that a cluster may set for itself, and how far: the few fitted scalars of a cluster.
+#: What a software stack may set for itself, and how far (of the logarithm); one of its clusters
+#: deviates from it by a share of that. The few fitted scalars of a cluster.
 OWN: dict[str, float] = {
-    "gemm_efficiency": 0.06,
+    "gemm_efficiency": 0.08,
     "gemm_efficiency_8bit": 0.12,
     "gemm_row_loss": 0.3,
-    "attention_efficiency": 0.35,
-    "elementwise_traffic": 0.25,
+    "attention_efficiency": 0.2,
+    "elementwise_traffic": 0.35,
     "intra_node_efficiency": 0.25,
     "inter_node_efficiency": 0.3,
     "gradient_exposed": 0.4,
     "weight_exposed": 0.4,
-    "overlap_slowdown": 0.4,
+    "overlap_slowdown": 0.7,
     "layer_overhead_us": 0.4,
     "expert_overhead_us": 0.25,
     "fill_slowdown": 0.25,
+}
+#: A cluster's own deviation from its stack, over the width of that of the stack.
+CLUSTER_SHARE = 0.75
+#: What changes between releases of one stack: kernels, and how the host is kept out of the way.
+RELEASE: dict[str, float] = {
+    "gemm_efficiency": 0.05,
+    "gemm_efficiency_8bit": 0.05,
+    "gemm_efficiency_4bit": 0.05,
+    "elementwise_traffic": 0.15,
+    "layer_overhead_us": 0.2,
+    "expert_overhead_us": 0.5,
 }
 
 NAMES: tuple[str, ...] = tuple(item.name for item in fields(Constants))

@@ -55,7 +55,11 @@ def sharded_unit(
     forward = overlapped(layer.forward, ahead, kappa)
     backward = overlapped(layer.backward, behind, kappa)
     units = layout.fsdp == 1
-    return LayerTime(where(units, forward, layer.forward), where(units, backward, layer.backward))
+    return LayerTime(
+        where(units, forward, layer.forward),
+        where(units, backward, layer.backward),
+        layer.waiting,
+    )
 
 
 def rank_weights(
@@ -70,7 +74,10 @@ def rank_weights(
     p = layout.pp
     dense = (model.layers - model.moe_layers) * dense_layer + model.moe_layers * routed_layer
     tables = where(p > 1, 1, 2 - model.tied)
-    return dense / p + tables * ends.weights, model.moe_layers * experts.expert_weights / p
+    return (
+        dense / p + tables * ends.weights,
+        model.moe_layers * experts.expert_weights / p,
+    )
 
 
 def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:

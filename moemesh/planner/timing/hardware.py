@@ -52,7 +52,8 @@ def _accelerator(
 
 #: NVIDIA data sheets: V100, A100, H100, H200, HGX B200 and B300, GB200 and GB300 NVL72, without
 #: sparsity; NVLink one way; one network card a device (HDR200, NDR400, CX-8 800). A800 and H800
-#: are A100 and H100 with slower NVLink.
+#: are A100 and H100 with slower NVLink. Devices without a calibrated relative of their generation
+#: (AMD Instinct, TPU, L40S) get the constants that all clusters share.
 ACCELERATORS: dict[str, Accelerator] = {
     found.name: found
     for found in (
@@ -68,6 +69,14 @@ ACCELERATORS: dict[str, Accelerator] = {
         _accelerator("B300", "blackwell", (2250, 4500, 13500), 268, 8.0, (900, 100)),
         _accelerator("GB200", "blackwell", (2500, 5000, 10000), 186, 8.0, (900, 50), 72),
         _accelerator("GB300", "blackwell", (2500, 5000, 15000), 278, 8.0, (900, 100), 72),
+        _accelerator("L40S", "ada", (362, 733, 733), 48, 0.864, (32, 25)),
+        _accelerator("MI250X", "cdna2", (383, 383, 383), 128, 3.2, (200, 25)),
+        _accelerator("MI300X", "cdna3", (1307, 2615, 2615), 192, 5.3, (448, 50)),
+        _accelerator("MI325X", "cdna3", (1307, 2615, 2615), 256, 6.0, (448, 50)),
+        _accelerator("TPUv4", "tpu4", (275, 275, 275), 32, 1.2, (150, 25), 64),
+        _accelerator("TPUv5e", "tpu5", (197, 197, 197), 16, 0.82, (100, 25), 256),
+        _accelerator("TPUv5p", "tpu5", (459, 459, 459), 95, 2.765, (300, 25), 64),
+        _accelerator("TPUv6e", "tpu6", (918, 918, 918), 32, 1.64, (224, 25), 256),
     )
 }
 
@@ -86,6 +95,17 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("A100", "A100-80G"),
     ("A800", "A800-80G"),
     ("V100", "V100"),
+    ("L40S", "L40S"),
+    ("MI250X", "MI250X"),
+    ("MI325X", "MI325X"),
+    ("MI300X", "MI300X"),
+    ("V5LITE", "TPUv5e"),
+    ("V5E", "TPUv5e"),
+    ("V5P", "TPUv5p"),
+    ("V6E", "TPUv6e"),
+    ("TRILLIUM", "TPUv6e"),
+    ("TPUV4", "TPUv4"),
+    ("TPU V4", "TPUv4"),
 )
 
 

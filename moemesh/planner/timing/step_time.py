@@ -24,7 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.planner.timing.arithmetic import Number, ceil, floor, maximum, minimum, where
+from moemesh.planner.timing.arithmetic import (
+    Number,
+    ceil,
+    floor,
+    maximum,
+    minimum,
+    where,
+)
 from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns
 from moemesh.planner.timing.compute import (
     BlockTime,
@@ -144,7 +151,7 @@ def step_time(
     optimizer = optimizer_seconds(work, *weights)
     total = piped + data + optimizer + constants.step_overhead_ms * 1e-3
     count = m * model.layers / layout.pp
-    per_rank = _Breakdown(count=count, dense_share=num_dense / model.layers)
+    per_rank = _Breakdown(count=count, dense_share=num_dense / model.layers, waiting=routed.waiting)
     return per_rank.result(
         work, total, piped, stages, (attention, mlp, experts), transfers, accumulate, ends,
         send, data, optimizer,
@@ -152,7 +159,10 @@ def step_time(
 
 
 def compute_floor(
-    model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
+    model: ModelColumns,
+    layout: LayoutColumns,
+    hardware: HardwareColumns,
+    constants: Constants,
 ) -> Number:
     """Seconds that no layout of so many devices undercuts: the step's operations, nothing computed
     twice, at the best efficiency of the widest products, spread evenly over all devices."""
@@ -260,10 +270,12 @@ def balanced_layers(layers: Number, stages: Number, end_share: Number) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class _Breakdown:
-    """How often a rank runs a layer in a step, and which share of its layers is dense."""
+    """How often a rank runs a layer in a step, which share of its layers is dense, and how long
+    an MoE layer waits for the host."""
 
     count: Number
     dense_share: Number
+    waiting: Number
 
     def result(
         self,
@@ -290,7 +302,7 @@ class _Breakdown:
         weights = attention.weights + dense * mlp.weights
         weights = weights + routed * (experts.expert_weights + experts.shared_weights)
         core = 1 + core_backward_factor(work) + work.layout.again_full
-        overhead = work.constants.layer_overhead_us * 1e-6 + routed * experts.overhead
+        launches = 3 * work.constants.layer_overhead_us * 1e-6 + routed * self.waiting
         halves = 2 - where(work.layout.parallel_block == 1, dense, 0)
         twice = 2 + work.layout.again_full
         parts = {
@@ -298,7 +310,7 @@ class _Breakdown:
             "attention": count * core * attention.core,
             "elementwise": count * ((3 + work.layout.again_full) * moved)
             + count * weights * accumulate / work.hbm,
-            "launches": count * 3 * overhead + work.constants.step_overhead_ms * 1e-3,
+            "launches": count * launches + work.constants.step_overhead_ms * 1e-3,
             "head": m * where(work.layout.pp > 1, stages.end, 1) * ends.head,
             "tensor": count * twice * halves * transfers.tensor,
             "context": count * 3 * transfers.context,
