@@ -1,4 +1,4 @@
-"""Verbs that measure: bench layer, dispatch, pipeline, partition, balance."""
+"""Verbs that measure: bench layer, links, dispatch, pipeline, partition, balance, replicas."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from enum import StrEnum
@@ -116,6 +116,56 @@ def bench_dispatch(
         seed=seed,
     )
     raise typer.Exit(dispatch.command(settings, build, as_json=as_json))
+
+
+# The plural, beside `bench links`.
+bench_app.command("layers", hidden=True)(bench_layer)
+
+
+@bench_app.command("links")
+def bench_links(
+    ranks: Annotated[int, typer.Option(help="Ranks at hand.")] = 4,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=0, help="Where node borders lie; 0: one node.")
+    ] = 0,
+    hosts: Annotated[
+        int, typer.Option(min=0, help="Emulate as many hosts (Linux, root); 0: none.")
+    ] = 0,
+    link: Annotated[str, typer.Option(help="Rate of each host's link.")] = "1gbit",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of the full tensor, with commas; k, m, g.")
+    ] = "1k,8k,64k,512k,4m",
+    operations: Annotated[str, typer.Option(help="Names with commas, or all.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    name: Annotated[str, typer.Option(help="Of the cluster in the file.")] = "measured",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
+    ] = None,
+    as_json: AsJson = False,
+    found: Annotated[Path | None, typer.Option("--found", hidden=True)] = None,
+) -> None:
+    """Time collectives over sizes, group sizes and members per node; write a Cluster file.
+
+    `estimate` and `plan` take their times from the file. Example:
+
+        moemesh bench links --hosts 2 --link 1gbit --out cluster.toml
+    """
+    from moemesh.bench import links
+
+    settings = links.Settings(
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        hosts=hosts,
+        link=link,
+        sizes=sizes,
+        operations=operations,
+        rounds=rounds,
+        device=device,
+    )
+    if found is not None:
+        raise typer.Exit(links.rank_command(settings, found))
+    raise typer.Exit(links.command(settings, as_json=as_json, out=out, name=name))
 
 
 @bench_app.command("pipeline")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from moemesh.config.plan import Plan
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
@@ -18,28 +18,21 @@ from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import check_against, read_plan
 from moemesh.planner.shapes.load import Model, load_model
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import format_bytes
 
-#: Values of plan keys with which our own library runs a plan today, so that its exact ledger is
-#: known; other plans get the closed forms.
-_CARRIED_OUT: dict[str, tuple[object, ...]] = {
-    "cp": (1,),
-    "data": ("replicate",),
-    "recompute": ("none",),
-    "spare_slots": (0,),
-    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency"),
-}
-#: More microbatches times stages than this would take longer to list than anyone waits.
-_LARGEST_LEDGER = 20_000
+if TYPE_CHECKING:
+    from moemesh.planner.search.nearest import Nearest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Everything that is known of a layout before it runs. `traffic` is that of one rank of the
-    pipeline rank with the most memory; `seconds` by part, with `total`."""
+    pipeline rank with the most memory; `seconds` by part, with `total`; `instead`, where it does
+    not fit: the nearest layout that does, or why there is none."""
 
     shape: ModelShape
     layout: PlannedLayout
@@ -52,6 +45,7 @@ class Estimate:
     traffic: Ledger
     seconds: dict[str, float]
     notes: tuple[str, ...]
+    instead: Nearest | str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``moemesh estimate --json`` prints."""
@@ -63,8 +57,24 @@ class Estimate:
             "memory": self._memory(),
             "traffic": self.traffic.rows(),
             "seconds": self.seconds,
+            "nearest_that_fits": self._nearest(),
             "notes": list(self.notes),
         }
+
+    def _nearest(self) -> dict[str, Any] | None:
+        """None where the layout fits; `plan` is None where nothing does."""
+        match self.instead:
+            case None:
+                return None
+            case str() as reason:
+                return {"plan": None, "reason": reason}
+            case near:
+                return {
+                    "plan": near.layout.text,
+                    "change": near.change,
+                    "memory_bytes": near.needed,
+                    "seconds": near.seconds,
+                }
 
     def _flops(self) -> dict[str, Any]:
         tokens = self.layout.global_batch * self.layout.seq_len
@@ -119,7 +129,15 @@ def estimate(
         traffic=traffic,
         seconds=seconds,
         notes=(*notes, note),
+        instead=None if peak["fits"] else _instead(shape, cluster, layout),
     )
+
+
+def _instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | str:
+    # As above: only a layout that does not fit has to wait for a search.
+    from moemesh.planner.search.nearest import instead
+
+    return instead(shape, cluster, layout)
 
 
 def _traffic(
@@ -130,7 +148,14 @@ def _traffic(
     pp_rank: int,
 ) -> tuple[Ledger, str]:
     """The ledger of one rank: to the byte where our own library would run the plan."""
-    if config is not None and plan is not None and _is_carried_out(config, plan):
+    if config is None:
+        reason = "`moemesh train` does not have this model"
+    elif plan is None:
+        reason = "no [plan] of `moemesh train` says this layout"
+    else:
+        reason = why_not_exact(config, plan)
+        plan = resolved(plan)
+    if config is not None and plan is not None and not reason:
         rank = pp_rank * layout.stage_ranks
         ledger = predict_ledger(
             config,
@@ -142,17 +167,9 @@ def _traffic(
         )
         return ledger, f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     return volumes_ledger(shape, layout, pp_rank), (
-        f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform routing"
+        f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
+        f"routing; not to the byte: {reason}"
     )
-
-
-def _is_carried_out(config: ModelConfig, plan: Plan) -> bool:
-    """Whether our own library runs this plan as it stands."""
-    runs = all(getattr(plan, key) in values for key, values in _CARRIED_OUT.items())
-    plain = config.attention == "gqa" and not config.num_mtp_layers
-    size = plan.microbatches * plan.num_stages
-    runs = runs and plan.schedule not in ("terapipe", *ASYNCHRONOUS_SCHEDULES)
-    return runs and plain and size <= _LARGEST_LEDGER and not plan.check(config)
 
 
 def _measured_models(
@@ -160,13 +177,14 @@ def _measured_models(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """(peak memory, seconds by part) of the calibrated models."""
     # numpy is imported here: `moemesh --help` and the counts above do without.
-    from moemesh.planner.timing.price import price
+    from moemesh.planner.measured_links import measured_pricing
 
-    memory, usable, seconds = price(shape, layout, cluster)
+    known = measured_pricing(cluster)
+    memory, seconds = known.price(shape, layout)
     peak = {
         "peak_bytes": memory.allocated,
         "needed_bytes": memory.needed,
-        "fits": memory.fits(cluster.memory_bytes, usable),
+        "fits": memory.fits(cluster.memory_bytes, known.usable_share),
     }
     return peak, seconds
 
@@ -214,7 +232,12 @@ def table(result: Estimate) -> str:
     fits = "fits" if result.peak.get("fits") else "does NOT fit"
     device = format_bytes(result.cluster.memory_bytes)
     needed = format_bytes(result.peak.get("needed_bytes", result.memory.worst.total))
-    lines += ["", f"memory      {needed} needed, {device} there: {fits}", *_memory_lines(result)]
+    lines += ["", f"memory      {needed} needed, {device} there: {fits}"]
+    if result.instead is not None:
+        from moemesh.planner.search.nearest import describe
+
+        lines.append(f"            {describe(result.instead, result.seconds['total'])}")
+    lines += _memory_lines(result)
     lines += ["", "traffic     of one rank and step", *_traffic_lines(result.traffic)]
     lines += ["", f"step        {result.seconds['total']:.4g} s"]
     parts = {key: value for key, value in result.seconds.items() if key != "total" and value}

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
-from moemesh.config.plan import V_SCHEDULES, AttentionExit, Context, ScheduleName
+from moemesh.config.pipeline import V_SCHEDULES
+from moemesh.config.plan import AttentionExit, Context, ScheduleName
 from moemesh.config.section import nearest_divisors
+from moemesh.config.toml import format_value
 
 AttentionKernel = Literal["flash", "eager", "fused"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
@@ -203,6 +205,20 @@ class PlannedLayout:
             if value != field.default:
                 shown = "+".join(sorted(self.recompute)) if field.name == "recompute" else value
                 parts.append(f"{field.name}={shown}")
+        return ",".join(parts)
+
+    @property
+    def text(self) -> str:
+        """As ``--plan`` reads it back: "tp=8,pp=4,microbatch=1"; sequence and batch apart."""
+        parts: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_told = value != field.default or field.name == "microbatch"
+            if not is_told or field.name in ("seq_len", "global_batch"):
+                continue
+            if field.name == "recompute":
+                value = "+".join(sorted(self.recompute))
+            parts.append(f"{field.name}={value if isinstance(value, str) else format_value(value)}")
         return ",".join(parts)
 
 

@@ -63,10 +63,12 @@ def from_plan(
     )
 
 
-#: What `plan.recompute` computes again.
+#: What `plan.recompute` computes again (`moemesh.parallel.recompute`). Our "selective" is more than
+#: that of the tables, the attention core alone: also the product of a dense or shared SwiGLU. (The
+#: product of routed experts is never kept; "activation" says so of them, too.)
 RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
-    "selective": frozenset({"attention"}),
+    "selective": frozenset({"attention", "activation"}),
     "full": frozenset({"full"}),
 }
 

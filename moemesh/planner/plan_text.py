@@ -94,7 +94,7 @@ def _planned(
     beyond = set(table) - set(Plan.model_fields) - {"dtype", "microbatch"}
     if beyond or _recomputed(table) is not None:
         return Planned(_layout(table, seq_len, global_batch), None)
-    plan = _plan(table, global_batch)
+    plan = _plan(table, global_batch, seq_len)
     if config is not None and plan.num_stages > config.num_layers:
         config = None
     dtype = table.get("dtype", "bfloat16")
@@ -208,7 +208,7 @@ def _multiples(batch: int, step: int) -> str:
     return "global_batch = " + " or ".join(str(size) for size in (below, above) if size)
 
 
-def _plan(table: Mapping[str, Any], global_batch: int) -> Plan:
+def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:
     values = {key: value for key, value in table.items() if key in Plan.model_fields}
     if "microbatch" in table and isinstance(table["microbatch"], int) and table["microbatch"] > 0:
         values["microbatches"] = global_batch // max(values.get("dp", 1), 1) // table["microbatch"]
@@ -216,7 +216,7 @@ def _plan(table: Mapping[str, Any], global_batch: int) -> Plan:
         plan = Plan.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_invalid(item) for item in error.errors(include_url=False)) from None
-    problems = plan.check()
+    problems = plan.check(seq_len=seq_len)
     if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
         # A layout cannot be made of broken degrees.
         raise ConfigError(problems)

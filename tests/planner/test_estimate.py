@@ -158,3 +158,53 @@ def test_the_command_line() -> None:
     refused = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
     assert "global_batch" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> None:
+    """Post-validation sums one vector over the stage and sends it along the pipeline: its lines are
+    not those of a step that reduces first."""
+    keys: dict[str, Any] = {"cluster": "laptop_cpu", "seq_len": 32, "global_batch": 8}
+    plan = "pp=2,schedule=zb_h2,microbatches=4"
+    before = estimated("tiny", plan, **keys)
+    after = estimated("tiny", f"{plan},optimizer_validation=after", **keys)
+    assert "enters on rank" in before["notes"][-1]
+    callers = {row["caller"] for row in after["traffic"]}
+    if "enters on rank" in after["notes"][-1]:
+        assert {"step.report", "validation"} & callers
+    assert not {"step.losses", "gradient_norm"} & callers
+
+
+def test_a_dense_model_that_we_run_gets_the_exact_ledger() -> None:
+    found = estimated("llama3-8b", "tp=2,dp=4,microbatch=1", global_batch=8)
+    assert "enters on rank 0" in found["notes"][-1]
+    assert {row["axis"] for row in found["traffic"]} == {"tp", "dp_cp", "stage", "world"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ("dp=2,data=zero1", "does not carry out data = zero1"),
+        ("cp=2", "does not carry out cp = 2"),
+        ("dp=2,ep=2,dispatcher=auto", "chosen on the ranks themselves"),
+        ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` says this layout"),
+        ("dp=2,microbatches=4,ep=2,spare_slots=1,combine=exact", "cannot be trained with spare"),
+    ],
+)
+def test_closed_forms_say_why_they_are_not_exact(plan: str, reason: str) -> None:
+    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
+    assert "not to the byte" in found["notes"][-1] and reason in found["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,ep=2,recompute=full",
+        "dp=2,ep=2,dispatcher=auto,spare_slots=1",
+        "pp=2,schedule=terapipe,slices=3,microbatches=2",
+        "pp=2,schedule=ampnet,microbatches=4",
+        "pp=2,schedule=zb_h2,microbatches=4,optimizer_validation=after",
+    ],
+)
+def test_what_training_does_is_exact(plan: str) -> None:
+    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
+    assert "enters on rank" in found["notes"][-1]

@@ -13,7 +13,6 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.search.advice import difference, nearest_that_fits
 from moemesh.planner.search.command import NothingFits, command, plan, train_command
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space, families
@@ -107,17 +106,6 @@ def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> Non
     assert small.advice.binding.startswith("memory of pipeline rank")
     seconds = [then for _, then in small.advice.sensitivity]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < small.candidates[0].seconds
-
-
-def test_nearest_change_that_fits_is_small_and_fits() -> None:
-    all_of_it = found("mixtral-8x7b", 4)
-    best = all_of_it.fitting(all_of_it.capacity, 1)[0]
-    index = all_of_it.faster_that_do_not_fit(all_of_it.seconds(best), 1)[0]
-    answer = nearest_that_fits(all_of_it, all_of_it.layout(index))
-    assert answer is not None
-    change, candidate = answer
-    assert change == difference(all_of_it.layout(index), candidate.layout)
-    assert candidate.memory.needed <= all_of_it.capacity
 
 
 def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:

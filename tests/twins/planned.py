@@ -10,16 +10,24 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
 from moemesh.model.moe import MoE
 from moemesh.model.segments import Steps
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
+from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
+from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.post_validated import PostValidation
 from moemesh.train.step import gradients_of_step, update
+from moemesh.train.stream import StreamRecorder, TrainingStream
 from tests.parity.training import Shape, microbatches
 from tests.ranks import mesh_on_ranks
 
@@ -50,23 +58,78 @@ def step_on_rank(
     batches = microbatches(config, plan, Shape(batch, seq_len), 1, mesh)
     saved = SavedForBackward(parallel.model.parameters())
     with recorded_choices() as choices, saved if count_saved else contextlib.nullcontext():
-        result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
-    update(parallel, optimizer, result, lr=1e-3, clip=1.0)
+        if parallel.pipeline.schedule.update is not None:
+            stream(parallel, optimizer, plan, train, batches)
+        elif plan.optimizer_validation == "after":
+            steps = PostValidation(parallel, optimizer, train, lambda: False)
+            steps.run(1, batches, TimelineRecorder(mesh.rank))
+            steps.flush()
+        else:
+            result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
+            update(parallel, optimizer, result, lr=1e-3, clip=1.0)
     return {
         "ledger": mesh.ledger.rows(),
-        "choices": in_sample_order(parallel, choices),
+        "choices": choices,
         "memory": memory_of(parallel, optimizer) | {"activations": saved.peak_bytes},
     }
 
 
+def stream(
+    parallel: ParallelModel,
+    optimizer: Optimizer,
+    plan: Plan,
+    train: TrainConfig,
+    batches: list[Batch],
+) -> None:
+    """One step of an asynchronous schedule, to its drained end."""
+    mesh, window = parallel.mesh, plan.num_update_microbatches
+    steps = TrainingStream(
+        parallel,
+        optimizer,
+        train,
+        num_microbatches=plan.microbatches,
+        window=window,
+        reach=plan.max_in_flight or plan.pp,
+        first=1,
+        last=1,
+        batches=lambda step: batches,
+        stop_requested=lambda: False,
+        on_step=lambda step, result, seconds: None,
+    )
+    schedule = StagePlacement(parallel.model.config, plan).schedule
+    channels, count = parallel.pipeline.channels, plan.microbatches
+    executor: StreamExecutor | MessageDrivenExecutor
+    if plan.schedule == "ampnet":
+        flying = plan.max_in_flight or plan.pp
+        executor = MessageDrivenExecutor(channels, mesh, count, window=window, max_in_flight=flying)
+    else:
+        executor = StreamExecutor(schedule, channels)
+    assert executor.schedule.update is not None
+    (part,) = parallel.pipeline.parts.values()
+    program = AsynchronousProgram(
+        executor.schedule.update,
+        parallel.model,
+        part,
+        parallel.reducer,
+        steps,
+        backward=plan.ampnet_backward,
+    )
+    executor.run(program, StreamRecorder(mesh.rank, first=1, num_microbatches=count))
+    program.versions.close()
+    steps.drain()
+
+
 @contextlib.contextmanager
-def recorded_choices() -> Iterator[dict[int, list[list[list[int]]]]]:
-    """Layer -> the expert ids of each of its forwards, in the order in which they ran."""
-    found: dict[int, list[list[list[int]]]] = {}
+def recorded_choices() -> Iterator[dict[tuple[int, int], list[int]]]:
+    """(layer, global id of a token) -> its expert ids, of the tokens of this rank's stream."""
+    found: dict[tuple[int, int], list[int]] = {}
     original = MoE.expert_steps
 
     def apply(self: MoE, x_TH: Tensor, routing: Any, context: Any) -> Steps[Tensor]:
-        found.setdefault(self.router.layer, []).append(routing.experts_TK.tolist())
+        ids, layer = context.token_ids_T.tolist(), self.router.layer
+        for token, experts in zip(ids, routing.experts_TK.tolist(), strict=True):
+            # A forward that runs again chooses alike.
+            assert found.setdefault((layer, token), experts) == experts
         return original(self, x_TH, routing, context)
 
     MoE.expert_steps = apply
@@ -76,20 +139,32 @@ def recorded_choices() -> Iterator[dict[int, list[list[list[int]]]]]:
         MoE.expert_steps = original
 
 
-def in_sample_order(
-    parallel: ParallelModel, choices: dict[int, list[list[list[int]]]]
-) -> dict[tuple[int, int], list[list[int]]]:
-    """(microbatch of the step, layer) -> expert ids: schedules run microbatches in their order."""
-    pipeline = parallel.pipeline
-    found: dict[tuple[int, int], list[list[int]]] = {}
-    for layer, forwards in choices.items():
-        samples = [
-            pipeline.schedule.sample(op)
-            for op in pipeline.schedule.ops(pipeline.rank)
-            if op.kind == "F" and layer in pipeline.parts[op.stage].layers
-        ]
-        for sample, experts in zip(samples, forwards, strict=True):
-            found[sample, layer] = experts
+def choices_of(
+    model: ModelConfig, plan: Plan, ranks: list[dict[str, Any]], batch: int, seq_len: int
+) -> dict[tuple[int, int, int], list[list[int]]]:
+    """(rank, forward of the step, layer) -> expert ids of each token, in the order of the stream.
+
+    Forwards are numbered by microbatch and, inside it, by slice.
+    """
+    lengths = slice_lengths(model, plan, seq_len) if plan.num_slices > 1 else (seq_len,)
+    found: dict[tuple[int, int, int], list[list[int]]] = {}
+    for rank, measured in enumerate(ranks):
+        at, chosen = plan.layout.coordinates(rank), measured["choices"]
+        own = shard_range(batch, plan.dp, at["dp"])
+        for number in range(plan.microbatches * len(lengths)):
+            microbatch, slice = divmod(number, len(lengths))
+            part = shard_range(len(own), plan.microbatches, microbatch)
+            start = sum(lengths[:slice])
+            tokens = [
+                (own.start + sequence) * seq_len + position
+                for sequence in part
+                for position in range(start, start + lengths[slice])
+            ]
+            shard = shard_range(len(tokens), plan.tp, at["tp"])
+            local = tokens[shard.start : shard.stop]
+            for layer in model.moe_layers:
+                if all((layer, token) in chosen for token in local):
+                    found[rank, number, layer] = [chosen[layer, token] for token in local]
     return found
 
 

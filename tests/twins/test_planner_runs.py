@@ -17,7 +17,7 @@ from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.planner.traffic.routing import chosen_routing
 from moemesh.trace.ledger import Ledger
-from tests.twins.planned import SEQ_LEN, measure
+from tests.twins.planned import SEQ_LEN, choices_of, measure
 
 #: (model keys over tiny, plan, dtype, global batch). Odd batches leave ranks with uneven shares.
 Case = tuple[dict[str, Any], dict[str, Any], str, int]
@@ -67,6 +67,57 @@ TRAFFIC_ONLY: list[Case] = [
 ]
 
 
+FULL: dict[str, Any] = {"recompute": "full"}
+AFTER = HALVES | {"schedule": "zb_h2", "optimizer_validation": "after"}
+SLICED: dict[str, Any] = {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}
+SPARE: dict[str, Any] = {"dp": 4, "ep": 4, "spare_slots": 1}
+STREAM: dict[str, Any] = {"pp": 2, "schedule": "pipedream", "microbatches": 4}
+MESSAGES: dict[str, Any] = {"pp": 2, "schedule": "ampnet", "microbatches": 3}
+#: The other ends of a step, slices, forwards that run again, experts on several ranks.
+ENDS: list[Case] = [
+    ({}, FULL | {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
+    ({"first_dense_layers": 2}, FULL | HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
+    ({}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
+    ({}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
+    ({}, SPARE | {"spare_slots": 2}, "float32", 6),
+    ({}, STREAM | {"dp": 2, "ep": 2}, "float32", 5),
+    ({}, MESSAGES | {"tp": 2, "ep": 2}, "float32", 4),
+]
+MORE_ENDS: list[Case] = [
+    *(({}, FULL | TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
+    *(({}, FULL | EXACT | {"dispatcher": name}, "float64", 5) for name in DISPATCHERS),
+    (
+        {},
+        FULL | HALVES | {"schedule": "zb_h1", "tp": 2, "attention_exit": "all_to_all"},
+        "float32",
+        4,
+    ),
+    (
+        {},
+        FULL | HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2, "dispatch_chunks": 2},
+        "float32",
+        9,
+    ),
+    ({"capacity_factor": 1.0}, FULL | {"dp": 2, "tp": 2, "ep": 4}, "float32", 4),
+    ({}, {"recompute": "selective", "dp": 2, "tp": 2, "ep": 2}, "float32", 4),
+    ({"capacity_factor": 1.0, "aux_loss_scope": "global"}, AFTER | {"tp": 2}, "float32", 4),
+    ({}, AFTER | {"pp": 4, "recompute": "full"}, "float32", 4),
+    ({"tied_embeddings": True}, AFTER | {"schedule": "zb_v"}, "float32", 4),
+    ({}, AFTER | {"schedule": "1f1b", "dp": 2, "ep": 2, "spare_slots": 1}, "float32", 6),
+    ({"aux_loss_scope": "global"}, SLICED | {"dp": 2, "ep": 2}, "float32", 5),
+    ({}, SLICED | FULL | {"tp": 2, "ep": 2, "slices": 5}, "bfloat16", 3),
+    ({}, SPARE | {"dispatch_chunks": 2, "spare_policy": "shadow"}, "float32", 6),
+    ({}, SPARE | FULL | {"payload": "fp8"}, "bfloat16", 6),
+    ({}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "spare_slots": 2}, "float32", 5),
+    ({}, SPARE | {"ep": 2, "ranks_per_node": 2, "microbatches": 2}, "float32", 9),
+    ({"router_score": "sigmoid", "router_selection_bias": True}, STREAM | {"tp": 2}, "float32", 4),
+    ({}, STREAM | {"schedule": "pipedream_2bw", "update_window": 2, "dp": 2}, "float32", 8),
+    ({}, STREAM | FULL | {"tp": 2, "ep": 2}, "float32", 4),
+    ({}, MESSAGES | {"pp": 4, "ampnet_backward": "live"}, "float32", 4),
+    ({}, MESSAGES | FULL | {"dp": 2, "ep": 2}, "float32", 6),
+]
+
+
 def name_of(case: Case) -> str:
     model, plan, dtype, _ = case
     return "-".join(f"{key}={value}" for key, value in {**model, **plan, "dtype": dtype}.items())
@@ -76,11 +127,7 @@ def check(case: Case, *, activations: bool = True) -> None:
     model, plan, dtype, batch = case
     config, checked = ModelConfig(**model), Plan(**plan)
     ranks = measure(model, plan, dtype, batch, count_saved=activations)
-    choices = {
-        (rank, microbatch, layer): experts
-        for rank, found in enumerate(ranks)
-        for (microbatch, layer), experts in found["choices"].items()
-    }
+    choices = choices_of(config, checked, ranks, batch, SEQ_LEN)
     for rank, found in enumerate(ranks):
         settings: dict[str, Any] = {
             "seq_len": SEQ_LEN,
@@ -114,6 +161,17 @@ def test_predicted_is_measured_under_more_plans(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAFFIC_ONLY, ids=name_of)
 def test_predicted_traffic_is_measured(case: Case) -> None:
+    check(case, activations=False)
+
+
+@pytest.mark.parametrize("case", ENDS, ids=name_of)
+def test_predicted_traffic_of_other_ends_of_a_step_is_measured(case: Case) -> None:
+    check(case, activations=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_ENDS, ids=name_of)
+def test_predicted_traffic_of_more_ends_is_measured(case: Case) -> None:
     check(case, activations=False)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.search.search import Candidate, Found
+from moemesh.planner.search.search import Found
 from moemesh.trace.memory import format_bytes
 
 GIB = 2**30
@@ -95,25 +95,6 @@ def _word(value: Any) -> str:
     if isinstance(value, frozenset):
         return "+".join(sorted(map(str, value))) or "none"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return str(value)
-
-
-def nearest_that_fits(found: Found, layout: PlannedLayout) -> tuple[str, Candidate] | None:
-    """The smallest change of a layout that makes it fit: one key, else two; the fastest of those.
-
-    None when no change of so few keys helps.
-    """
-    wanted = {item.name: getattr(layout, item.name) for item in fields(layout)}
-    best: tuple[int, float, int] | None = None
-    for index in found.fitting(found.capacity, 2000):
-        other = found.layout(index)
-        changed = sum(wanted[name] != getattr(other, name) for name in _TOLD if name != "dp")
-        rank = (changed, found.seconds(index), index)
-        if changed and (best is None or rank < best):
-            best = rank
-    if best is None or best[0] > 2:
-        return None
-    chosen = best[2]
-    return difference(layout, found.layout(chosen)), found.candidate(chosen)
 
 
 def what_would_fit(found: Found) -> str:

@@ -40,8 +40,13 @@ def time_columns(family: Family, space: Space, columns: Columns) -> LayoutColumn
 def memory_floor(shape: ModelShape, family: Family, space: Space, allocation: Allocation) -> Number:
     """Bytes that the worst pipeline rank needs at least, one number a row."""
     pp = family.pp
+    # Counts of weights, and bytes per token, do not depend on the degrees: any row tells them.
+    example = family.layout(space, 0).changed(fused_activation=allocation.fused_activation)
+    by_etp = {
+        int(etp): _with_expert_tensor(example, int(etp)) for etp in np.unique(family.columns.etp)
+    }
     floors = [
-        _rank_floor(shape, family, space, allocation, rank)
+        _rank_floor(shape, family, space, allocation, rank, example, by_etp)
         for rank in sorted({0, min(1, pp - 1), pp - 1})
     ]
     worst = floors[0]
@@ -51,19 +56,23 @@ def memory_floor(shape: ModelShape, family: Family, space: Space, allocation: Al
 
 
 def _rank_floor(
-    shape: ModelShape, family: Family, space: Space, allocation: Allocation, rank: int
+    shape: ModelShape,
+    family: Family,
+    space: Space,
+    allocation: Allocation,
+    rank: int,
+    example: PlannedLayout,
+    by_etp: dict[int, PlannedLayout],
 ) -> Number:
     columns = family.columns
-    # Counts of weights, and bytes per token, do not depend on the degrees: any row tells them.
-    example = family.layout(space, 0).changed(fused_activation=allocation.fused_activation)
     content = StageContent(shape, example, rank)
     flying = _in_flight(example, columns, rank)
     flying = flying + (allocation.extra_in_flight if family.pp > 1 else 0.0)
     tokens = columns.microbatch * space.seq_len / columns.cp
     kept: Number = np.zeros(len(columns))
     for kind, number in content.kinds.items():
-        for etp in np.unique(columns.etp):
-            one = layer_kept(shape, kind, _with_expert_tensor(example, int(etp)))
+        for etp, layout in by_etp.items():
+            one = layer_kept(shape, kind, layout)
             # The layout of the search always cuts tokens along tp.
             per_token = (one.tokens + one.routed + one.width) / columns.tp
             kept = kept + where(columns.etp == etp, number * per_token, 0.0)

@@ -10,14 +10,17 @@ rule that is an assumption (tensor groups stay inside a node) is listed and can 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.measured_links import measured_pricing
 from moemesh.planner.peak_memory import PeakMemory, peak_memory
 from moemesh.planner.search.bounds import memory_floor, time_columns
 from moemesh.planner.search.space import Family, IntArray, Space, families
@@ -30,11 +33,13 @@ from moemesh.planner.timing.columns import (
     model_row,
     precision_of,
 )
-from moemesh.planner.timing.price import Pricing, exit_share, pricing
-from moemesh.planner.timing.step_time import compute_floor, step_time
+from moemesh.planner.timing.price import exit_share
+from moemesh.planner.timing.step_time import compute_floor
 
 #: Layouts whose exact memory is looked at before the search gives up on finding more that fit.
 _MOST_CHECKS = 20_000
+#: Layouts whose bound of memory is compared in one go.
+_LOOKED_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ class Found:
 
     def __init__(self, shape: ModelShape, cluster: Cluster, space: Space) -> None:
         self.shape, self.cluster, self.space = shape, cluster, space
-        self.pricing: Pricing = pricing(cluster)
+        self.pricing = measured_pricing(cluster)
         self.rejected: Counter[str] = Counter()
         self.examined = 0
         self._families: list[Family] = []
@@ -100,9 +105,8 @@ class Found:
         layout = family.layout(self.space, 0)
         columns = time_columns(family, self.space, family.columns)
         hardware = hardware_row(self.pricing.device, precision_of(layout))
-        found = step_time(model_row(self.shape), columns, hardware, self.pricing.constants)
         share = exit_share(self.shape, family.attention_exit, columns.tp)
-        total = found.total - found.tensor * (1 - share)
+        total = self.pricing.total(model_row(self.shape), columns, hardware, share)
         return np.broadcast_to(np.asarray(total, dtype=np.float64), (len(family.columns),))
 
     def _nothing_legal(self) -> Problem:
@@ -149,14 +153,19 @@ class Found:
         Layouts of equal time under the model follow by memory, smallest first.
         """
         found: list[int] = []
-        candidates = self.order[self._floors[self.order] <= capacity]
-        for index in candidates[:_MOST_CHECKS]:
+        for index in islice(self._may_fit(capacity), _MOST_CHECKS):
             if found and len(found) >= count and self.seconds(index) > self.seconds(found[-1]):
                 break
-            if self.memory(int(index)).needed <= capacity:
-                found.append(int(index))
+            if self.memory(index).needed <= capacity:
+                found.append(index)
         found.sort(key=lambda index: (self.seconds(index), self.memory(index).needed, index))
         return found[:count]
+
+    def _may_fit(self, capacity: float) -> Iterator[int]:
+        """Layouts whose bound is within `capacity`, fastest first; looked at as far as needed."""
+        for start in range(0, len(self.order), _LOOKED_AT_ONCE):
+            part = self.order[start : start + _LOOKED_AT_ONCE]
+            yield from map(int, part[self._floors[part] <= capacity])
 
     def faster_that_do_not_fit(self, than: float, count: int) -> list[int]:
         """Layouts with less than `than` seconds, the one that misses its memory by least first."""

@@ -119,7 +119,7 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         if not len(columns):
             continue
         for schedule, chunks in _schedules(shape, space, pp):
-            allowed = columns.where(_runs(schedule, pp, columns.microbatches))
+            allowed = columns.where(runs(schedule, pp, columns.microbatches))
             rejected[f"microbatches do not fit {schedule}"] += len(columns) - len(allowed)
             if not len(allowed):
                 continue
@@ -161,8 +161,9 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
             yield schedule, 1
 
 
-def _runs(schedule: ScheduleName, pp: int, m: IntArray) -> NDArray[np.bool_]:
+def runs(schedule: ScheduleName, pp: int, microbatches: IntArray | int) -> NDArray[np.bool_]:
     """Whether the schedule is defined for so many microbatches."""
+    m = np.asarray(microbatches)
     match schedule:
         case "interleaved_1f1b":
             return m % pp == 0

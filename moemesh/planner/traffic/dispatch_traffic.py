@@ -78,7 +78,9 @@ class DispatchTraffic:
         self.lines, self.model, self.plan, self.rows = lines, model, plan, rows
         self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
         self.layout = lines.layout
-        self.num_local = model.num_experts // plan.ep
+        #: Experts of a rank that rows can go to: its own, and those in its spare slots.
+        spare = plan.spare_slots if plan.ep > 1 else 0
+        self.num_local = model.num_experts // plan.ep + spare
         self.ep, self.etp = lines.here["ep"], lines.here["etp"]
         self.exact = plan.combine == "exact"
 

@@ -1,11 +1,12 @@
 """The predicted ledger of a training step: what our own library enters, per rank, to the byte.
 
 It follows the same contracts as the code that communicates (tables in `parallel/tensor/boundary`,
-`tensor/vocabulary`, `expert/*`, `data`): every collective with axis, phase, count and bytes. Only
-what depends on the routing needs an input: the choices of a run make the ledger exact, without them
-uniform routing gives expected bytes, rounded once per line.
+`tensor/vocabulary`, `expert/*`, `recompute`, `data`): every collective with axis, phase, count and
+bytes. Only what depends on the routing needs an input: the choices of a run make the ledger exact,
+without them uniform routing gives expected bytes, rounded once per line.
 
-Per microbatch of T tokens, N = tp, w bytes an element (closed forms, bytes one rank sends):
+Per forward of T tokens (a microbatch, or a slice of it), N = tp, w bytes an element (closed forms,
+bytes one rank sends):
 
 | what | forward | backward |
 |---|---|---|
@@ -15,26 +16,41 @@ Per microbatch of T tokens, N = tp, w bytes an element (closed forms, bytes one 
 | exit all_reduce | all-reduce 2 (N-1)/N T h w | all-gather |
 | exit all_to_all | all-to-all (N-1)/N^2 T a d w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
-| experts | see `dispatch_traffic` | |
+| experts | see `dispatch_traffic`, `replica_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
+
+Full recomputation enters once more, as "recompute", what enters a block and what is dispatched; not
+what only leaves a layer. Where AMPNet runs a stage again with the weights of now, everything of the
+forward happens twice. What a step does once is in `step_end`.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
 from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.replica_traffic import ReplicaTraffic
 from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
-from moemesh.planner.traffic.tensors import StagePlacement, gradient_buckets
+from moemesh.planner.traffic.step_end import StepEnd
+from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.messages import messages
+from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.ledger import Ledger
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
-_INT64, _FLOAT64 = 8, 8
+_INT64 = 8
+
+
+#: Of a layer that is computed again, what is sent again; shared experts leave their block, too.
+_AGAIN = (
+    "attention.enter", "attention.leave", "mlp.enter", "moe.dispatch", "moe.dispatch.weights",
+    "moe.replicas",
+)  # fmt: skip
 
 
 def predict_ledger(
@@ -49,14 +65,18 @@ def predict_ledger(
 ) -> Ledger:
     """The ledger of `rank` after one training step (no evaluation, no checkpoint).
 
-    `routing` None: uniform. Raises ValueError when the plan's schedule cannot be made, cuts
-    sequences or has no step. Context parallelism, ZeRO and recomputation are not in it: see
-    `volumes`.
+    Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform.
+    Raises ValueError when the plan's schedule cannot be made. Context parallelism and ZeRO are not
+    in it: see `volumes`, and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
     """
-    step = _Step(model, plan, seq_len, global_batch, dtype, rank, routing)
-    if step.schedule.num_slices > 1 or step.schedule.update is not None:
-        raise ValueError(f"the ledger of {plan.schedule} is not predicted: see volumes")
-    return step.ledger()
+    return _Step(model, plan, seq_len, global_batch, dtype, rank, routing).ledger()
+
+
+class _Forward(NamedTuple):
+    """One forward of a stage: a microbatch of the step, and which slice of its sequences."""
+
+    microbatch: int
+    slice: int
 
 
 class _Step:
@@ -72,44 +92,60 @@ class _Step:
         rank: int,
         routing: Routing | None,
     ) -> None:
-        self.model, self.plan, self.seq_len, self.batch = model, plan, seq_len, global_batch
+        self.model, self.plan, self.batch = model, plan, global_batch
         self.layout = plan.layout
-        self.lines = LedgerLines(self.layout, rank)
         self.element = _ELEMENT[dtype]
         self.wide = max(self.element, 4)
         self.is_uniform = routing is None
         self.routing = routing or uniform_routing(model, self.layout)
         self.placement = StagePlacement(model, plan)
         self.schedule = self.placement.schedule
+        self.lengths = (seq_len,)
+        if self.schedule.num_slices > 1:
+            # Frozen pydantic models are hashable, which their types do not say.
+            self.lengths = slice_lengths(model, plan, seq_len)  # pyright: ignore[reportArgumentType]
         self.max_tokens = plan.tokens_per_rank(seq_len, global_batch)
+        self.is_full = plan.recompute == "full"
+        twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
+        #: What forwards and backwards enter, and what a step enters once.
+        self.lines = LedgerLines(
+            self.layout,
+            rank,
+            forwards=2 if twice else 1,
+            recomputed=_AGAIN if self.is_full else (),
+        )
+        self.once = LedgerLines(self.layout, rank)
 
     def sequences(self, dp: int, microbatch: int) -> int:
         """Sequences of one microbatch of one data-parallel rank."""
         own = len(shard_range(self.batch, self.plan.dp, dp))
         return len(shard_range(own, self.plan.microbatches, microbatch))
 
-    def local_tokens(self, rank: int, microbatch: int) -> int:
-        """Rows of the residual stream of `rank` in one microbatch."""
+    def tokens(self, dp: int, forward: _Forward) -> int:
+        """Tokens of one forward of one data-parallel rank."""
+        return self.sequences(dp, forward.microbatch) * self.lengths[forward.slice]
+
+    def local_tokens(self, rank: int, forward: _Forward) -> int:
+        """Rows of the residual stream of `rank` in one forward."""
         at = self.layout.coordinates(rank)
-        tokens = self.sequences(at["dp"], microbatch) * self.seq_len
-        return shard_sizes(tokens, self.plan.tp)[at["tp"]]
+        return shard_sizes(self.tokens(at["dp"], forward), self.plan.tp)[at["tp"]]
 
     def ledger(self) -> Ledger:
         at = self.lines.here["pp"]
         for pipe, stage in self.schedule.stages_of(at):
             first = self.schedule.first_sample[pipe]
             for index in range(self.schedule.num_microbatches[pipe]):
-                self._stage(stage, first + index)
+                for slice in range(self.schedule.num_slices):
+                    self._stage(stage, _Forward(first + index, slice))
         self._messages(at)
-        self._counts()
-        self._sums(at)
-        return self.lines.ledger()
+        StepEnd(self.once, self.placement, self.wide).enter()
+        return self.lines.ledger() + self.once.ledger()
 
-    # One microbatch on one stage.
+    # One forward of one stage, and its backward.
 
-    def _stage(self, stage: int, microbatch: int) -> None:
+    def _stage(self, stage: int, forward: _Forward) -> None:
         here = self.lines.here["dp"]
-        tokens = self.sequences(here, microbatch) * self.seq_len
+        tokens = self.tokens(here, forward)
         if stage == 0:
             self._scatter(tokens, "embedding")
         layers = self.placement.layers[stage]
@@ -119,11 +155,15 @@ class _Step:
         if mlps := len(layers) - num_moe + shared:
             self._gather(tokens, "mlp.enter", mlps)
             self._scatter(tokens, "mlp.leave", mlps)
+        if shared and self.is_full:
+            # It lies before the routed experts, whose inputs the backward wants.
+            blocks = self._blocks(tokens)
+            self.lines.reduce_scatter("tp", blocks, "recompute", "mlp.leave", shared)
         if num_moe:
-            self._balance(here, microbatch, num_moe)
+            self._balance(here, forward, num_moe)
             routed = [index for index in layers if self.model.is_moe_layer(index)]
             for layer in routed[:1] if self.is_uniform else routed:
-                self._experts(microbatch, layer, num_moe if self.is_uniform else 1)
+                self._experts(forward, layer, num_moe if self.is_uniform else 1)
         if stage == self.schedule.num_stages - 1:
             self._gather(tokens, "head.enter")
             for numbers in (tokens, 2 * tokens):
@@ -162,18 +202,19 @@ class _Step:
                 lines.all_to_all("tp", out, into, "forward", caller, times)
                 lines.all_to_all("tp", into, out, "backward", caller, times)
 
-    def _balance(self, dp: int, microbatch: int, times: int) -> None:
+    def _balance(self, dp: int, forward: _Forward, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""
         model, lines = self.model, self.lines
-        sequences = self.sequences(dp, microbatch)
-        if model.aux_loss_coefficient or model.z_loss_coefficient:
+        sequences = self.sequences(dp, forward.microbatch)
+        is_last = forward.slice == self.schedule.num_slices - 1
+        if (model.aux_loss_coefficient or model.z_loss_coefficient) and is_last:
             scope = model.aux_loss_scope
             scopes = sequences if scope == "sequence" else 1
             axis = "stage" if scope == "global" else "tp"
             numbers = scopes * model.num_experts
             lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
         for width in self._compared():
-            sizes = shard_sizes(sequences * self.seq_len, self.plan.tp)
+            sizes = shard_sizes(self.tokens(dp, forward), self.plan.tp)
             blocks = [float(rows * width) for rows in sizes]
             lines.all_gather("tp", blocks, "forward", "moe.choose", times)
         if model.router_selection == "expert_choice":
@@ -192,53 +233,46 @@ class _Step:
             found.append(model.experts_per_token * _INT64)
         return found
 
-    def _experts(self, microbatch: int, layer: int, times: int) -> None:
+    def _experts(self, forward: _Forward, layer: int, times: int) -> None:
         plan = self.plan
+        if plan.ep * plan.etp == 1:
+            return
         chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
         rows = row_bytes(self.model, plan, self.element, self.wide)
+        number = forward.microbatch * self.schedule.num_slices + forward.slice
         for chunk in range(chunks):
 
             @cache
             def sent_by(rank: int, chunk: int = chunk) -> Sent:
-                tokens = self.local_tokens(rank, microbatch)
-                return self.routing(rank, microbatch, layer, tokens, chunk, chunks)
+                tokens = self.local_tokens(rank, forward)
+                return self.routing(rank, number, layer, tokens, chunk, chunks)
 
+            travels = sent_by
+            if plan.spare_slots and plan.ep > 1:
+                replicas = ReplicaTraffic(
+                    self.lines,
+                    self.model,
+                    plan,
+                    self.element,
+                    sent_by,
+                    is_uniform=self.is_uniform,
+                )
+                replicas.enter(times)
+                travels = cache(replicas.sent)
             DispatchTraffic(
-                self.lines, self.model, plan, rows, self.max_tokens, sent_by, times
+                self.lines, self.model, plan, rows, self.max_tokens, travels, times
             ).enter()
 
-    # Once a step.
+    # Between the stages.
 
     def _messages(self, at: int) -> None:
-        """Between pipeline stages: the residual stream's own rows, and their gradients."""
+        """The residual stream's own rows, and their gradients."""
         width = self.model.hidden_size * self.element
         for message in messages(self.schedule).values():
             if at not in (message.source, message.destination):
                 continue
-            sample = self.schedule.sample(message.producer)
-            size = self.local_tokens(self.lines.rank, sample) * width
-            phase = "forward" if message.producer.kind == "F" else "backward"
-            self.lines.message("pp", size, phase, "pipeline", sends=at == message.source)
-
-    def _counts(self) -> None:
-        scopes = self.plan.microbatches if self.model.aux_loss_scope == "global" else 1
-        self.lines.all_reduce("dp_cp", 1 + scopes, _INT64, "forward", "step.counts")
-
-    def _sums(self, at: int) -> None:
-        lines, model = self.lines, self.model
-        for bucket in gradient_buckets(self.placement, self.layout, lines.rank, self.wide):
-            axes = (bucket.axis, "mirror") if bucket.mirrored else (bucket.axis,)
-            for axis in axes:
-                lines.all_reduce(axis, bucket.num_elements, self.wide, "backward", "gradients")
-        loads = model.num_moe_layers * model.num_experts
-        for axis in ("stage", "pp"):
-            lines.all_reduce(axis, 2, _FLOAT64, "optimizer", "step.losses")
-            if loads:
-                lines.all_reduce(axis, loads, _INT64, "optimizer", "step.loads")
-            if model.capacity_factor:
-                layers = model.num_moe_layers
-                lines.all_reduce(axis, layers, _INT64, "optimizer", "step.dropped")
-        squares = sum(
-            tensor.shape[0] if tensor.is_expert else 1 for tensor in self.placement.every_tensor()
-        )
-        lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
+            producer = message.producer
+            forward = _Forward(self.schedule.sample(producer), producer.slice)
+            size = self.local_tokens(self.once.rank, forward) * width
+            phase = "forward" if producer.kind == "F" else "backward"
+            self.once.message("pp", size, phase, "pipeline", sends=at == message.source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from moemesh.config.layout import AXES, Layout
@@ -14,10 +14,17 @@ _Key = tuple[str, str, str, str]
 
 class LedgerLines:
     """Adds operations of one rank in closed form; expected bytes may be fractions until
-    :meth:`ledger` rounds each sum once."""
+    :meth:`ledger` rounds each sum once.
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    A forward that runs `forwards` times enters its lines as often; those of the callers in
+    `recomputed` are entered once more as "recompute".
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, *, forwards: int = 1, recomputed: Collection[str] = ()
+    ) -> None:
         self.layout, self.rank = layout, rank
+        self._forwards, self._recomputed = forwards, recomputed
         self._members: dict[str, tuple[int, ...]] = {}
         self._sums: dict[_Key, list[float]] = {}
 
@@ -82,15 +89,29 @@ class LedgerLines:
             moved = (sent, sent - inputs[index], received - outputs[index])
             self._add(axis, "all_to_all", phase, caller, moved, times)
 
-    def message(self, axis: str, size: float, phase: str, caller: str, *, sends: bool) -> None:
-        """One message; nothing is sent when it is empty."""
-        if size:
+    def message(
+        self, axis: str, size: float, phase: str, caller: str, times: int = 1, *, sends: bool
+    ) -> None:
+        """A message, sent or received; nothing is sent when it is empty."""
+        if size and times:
             moved = (size, size, 0) if sends else (size, 0, size)
-            self._add(axis, "send_receive", phase, caller, moved, 1)
+            self._add(axis, "send_receive", phase, caller, moved, times)
+
+    def broadcast(
+        self, axis: str, size: int, phase: str, caller: str, times: int = 1, *, source: int = 0
+    ) -> None:
+        """Broadcast of `size` bytes from index `source`."""
+        if (members := self.size(axis)) > 1:
+            moved = wire.broadcast(size, members, self.index(axis), source)
+            self._add(axis, "broadcast", phase, caller, moved, times)
 
     def _add(
         self, axis: str, op: str, phase: str, caller: str, moved: Sequence[float], times: int
     ) -> None:
+        if phase == "forward":
+            if caller in self._recomputed:
+                self._add(axis, op, "recompute", caller, moved, times)
+            times *= self._forwards
         found = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
         found[0] += times
         for place, value in enumerate(moved, start=1):

@@ -35,6 +35,8 @@ from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement
+from moemesh.schedule.action import Op
+from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.memory import MemoryProfile
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -56,7 +58,9 @@ def predict_memory(
 ) -> MemoryProfile:
     """What `rank` holds in a training step; `peak` is the sum of the parts.
 
-    `routing` None: uniform. Raises ValueError when the plan's schedule cannot be made.
+    `routing` None: uniform. `activations` are those of a plan without recomputation, spare slots or
+    weight versions: an upper bound of the first. Raises ValueError when the plan's schedule cannot
+    be made.
     """
     placement, layout, element = StagePlacement(model, plan), plan.layout, _ELEMENT[dtype]
     wide = max(element, 4)
@@ -101,17 +105,25 @@ class _Saved:
     ) -> None:
         self.placement, self.layout, self.rank = placement, layout, rank
         self.model, self.plan = placement.model, placement.plan
-        self.seq_len, self.batch = seq_len, global_batch
+        self.batch = global_batch
+        #: Of each slice of a sequence; its keys and values that later slices copy are left out.
+        self.lengths = (seq_len,)
+        if placement.schedule.num_slices > 1:
+            # Frozen pydantic models are hashable, which their types do not say.
+            self.lengths = slice_lengths(self.model, self.plan, seq_len)  # pyright: ignore[reportArgumentType]
         self.w, self.wide = element, max(element, 4)
         self.routing = routing or uniform_routing(self.model, layout)
         self.max_tokens = self.plan.tokens_per_rank(seq_len, global_batch)
         self.here = layout.coordinates(rank)
 
-    def tokens(self, rank: int, microbatch: int) -> tuple[int, int]:
-        """(all tokens, rows of the stream) of a microbatch on `rank`."""
+    def tokens(self, rank: int, number: int) -> tuple[int, int]:
+        """(all tokens, rows of the stream) of forward `number` of the step (a microbatch, or a
+        slice of one) on `rank`."""
         at = self.layout.coordinates(rank)
+        microbatch, slice = divmod(number, len(self.lengths))
         own = len(shard_range(self.batch, self.plan.dp, at["dp"]))
-        whole = len(shard_range(own, self.plan.microbatches, microbatch)) * self.seq_len
+        sequences = len(shard_range(own, self.plan.microbatches, microbatch))
+        whole = sequences * self.lengths[slice]
         return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def peak(self) -> float:
@@ -122,30 +134,35 @@ class _Saved:
         """
         schedule, rank = self.placement.schedule, self.here["pp"]
         stage = cache(self.stage)
+
+        def number(op: Op) -> int:
+            return schedule.sample(op) * schedule.num_slices + op.slice
+
         kept = peak = 0.0
         for entry in schedule.orders[rank]:
             for op in entry:
                 if op.kind == "F":
-                    kept += stage(op.stage, schedule.sample(op)) / schedule.num_slices
+                    kept += stage(op.stage, number(op))
             peak = max(peak, kept)
             for op in entry:
                 if op.kind in ("B", "W"):
-                    kept -= stage(op.stage, schedule.sample(op)) / schedule.num_slices
+                    kept -= stage(op.stage, number(op))
         return peak
 
-    def stage(self, stage: int, microbatch: int) -> float:
-        """Of one microbatch on one stage."""
-        whole, local = self.tokens(self.rank, microbatch)
+    def stage(self, stage: int, number: int) -> float:
+        """Of one forward on one stage."""
+        whole, local = self.tokens(self.rank, number)
+        length = self.lengths[number % len(self.lengths)]
         found, layers = 0.0, self.placement.layers[stage]
         if stage == 0:
             found += _INT64 * whole + (whole if self.plan.tp > 1 else 0)
         for layer in layers:
-            found += self._attention(whole, local)
+            found += self._attention(whole, local, length)
             found += self._norm(local)
             if not self.model.is_moe_layer(layer):
                 found += self._mlp(whole, self.model.intermediate_size, owns_input=True)
             else:
-                found += self._moe(microbatch, layer, whole, local)
+                found += self._moe(number, layer, whole, local)
         if stage == self.placement.schedule.num_stages - 1:
             found += self._norm(local)
             found += whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
@@ -155,14 +172,14 @@ class _Saved:
         width = self.model.hidden_size if width is None else width
         return rows * self.wide * (2 * width + 1)
 
-    def _attention(self, whole: int, local: int) -> float:
+    def _attention(self, whole: int, local: int, length: int) -> float:
         model, tp = self.model, self.plan.tp
         heads, keys, width = model.num_heads / tp, model.num_kv_heads / tp, model.head_dim
         found = self._norm(local) + whole * self.w * model.hidden_size
         found += whole * (3 * self.w * width * (heads + keys) + self.wide * heads)
         if self.w < 8:
             # The tables are made in float64: every use keeps a copy in the model's dtype.
-            found += 4 * self.seq_len * width * self.w * (whole > 0)
+            found += 4 * length * width * self.w * (whole > 0)
         if model.qk_norm:
             found += self._norm(round(whole * (heads + keys)), width)
         if self.plan.attention_exit == "all_to_all" and tp > 1:
@@ -173,7 +190,7 @@ class _Saved:
         hidden = self.model.hidden_size if owns_input else 0
         return whole * self.w * (hidden + 4 * width / self.plan.tp)
 
-    def _moe(self, microbatch: int, layer: int, whole: int, local: int) -> float:
+    def _moe(self, number: int, layer: int, whole: int, local: int) -> float:
         model, plan, w, wide = self.model, self.plan, self.w, self.wide
         k, experts = model.experts_per_token, model.num_experts
         alone = plan.ep * plan.etp == 1
@@ -190,7 +207,7 @@ class _Saved:
         found += local * (scores + weights)
         if model.aux_loss_coefficient or model.z_loss_coefficient:
             found += local * (2 * _INT64 + wide * experts)
-        source, rows, laid_out = self._rows(microbatch, layer)
+        source, rows, laid_out = self._rows(number, layer)
         picked = (_INT64 + wide) * rows
         width = 2 * model.expert_intermediate_size / plan.etp
         expert = rows * wide + laid_out * w * width
@@ -199,7 +216,7 @@ class _Saved:
             found += source * w * model.hidden_size + picked
         return found
 
-    def _rows(self, microbatch: int, layer: int) -> tuple[float, float, float]:
+    def _rows(self, number: int, layer: int) -> tuple[float, float, float]:
         """(rows of the experts' source, rows at the experts, the same as they are laid out for the
         products) of this rank, over all chunks."""
         plan = self.plan
@@ -209,8 +226,8 @@ class _Saved:
 
             @cache
             def sent(rank: int, chunk: int = chunk) -> Sent:
-                local = self.tokens(rank, microbatch)[1]
-                return self.routing(rank, microbatch, layer, local, chunk, chunks)
+                local = self.tokens(rank, number)[1]
+                return self.routing(rank, number, layer, local, chunk, chunks)
 
             here, rows = self._received(sent)
             source, total = source + here, total + rows

@@ -37,10 +37,11 @@ class Sent:
     slots: int
 
 
-#: (rank, microbatch, layer, its tokens, chunk of chunks) -> what they ask for.
+#: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are
+#: numbered by microbatch and, where sequences are cut, inside it by slice.
 Routing = Callable[[int, int, int, int, int, int], Sent]
 
-#: Expert ids [tokens][slots] (-1: none) of one rank, microbatch and layer.
+#: Expert ids [tokens][slots] (-1: none) of one rank, forward and layer.
 Choices = Sequence[Sequence[int]]
 
 
@@ -71,7 +72,9 @@ def remote_copies(
 
 
 def visit_probability(experts: int, per_token: int, part: int) -> float:
-    """That a token has at least one of its experts among `part` of them."""
+    """That a token has at least one of its experts among `part` of them; 0 of no experts."""
+    if not experts:
+        return 0.0
     return 1 - comb(experts - part, per_token) / comb(experts, per_token)
 
 
@@ -81,11 +84,11 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
     in_rank = visit_probability(experts, k, experts // layout.ep)
     in_node = visit_probability(experts, k, experts // layout.ep_rail)
 
-    def sent(rank: int, microbatch: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
         count = len(shard_range(tokens, chunks, chunk))
         return Sent(
             tokens=count,
-            by_expert=(count * k / experts,) * experts,
+            by_expert=(count * k / max(experts, 1),) * experts,
             rows=(count * k / layout.ep,) * layout.ep,
             visits=(count * in_rank,) * layout.ep,
             node_visits=(count * in_node,) * layout.ep_rail,
@@ -98,14 +101,14 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
 def chosen_routing(
     model: ModelConfig, layout: Layout, choices: Mapping[tuple[int, int, int], Choices]
 ) -> Routing:
-    """The counts of a run: `choices` by (rank, microbatch, layer)."""
+    """The counts of a run: `choices` by (rank, forward of the step, layer)."""
     per_rank = model.num_experts // layout.ep
 
-    def sent(rank: int, microbatch: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
-        found = choices[rank, microbatch, layer]
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+        found = choices[rank, forward, layer]
         if len(found) != tokens:
             raise ValueError(
-                f"rank {rank}, microbatch {microbatch}: {len(found)} tokens chose, not {tokens}"
+                f"rank {rank}, forward {forward}: {len(found)} tokens chose, not {tokens}"
             )
         part = shard_range(tokens, chunks, chunk)
         by_expert = [0] * model.num_experts

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
@@ -112,7 +113,8 @@ def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:
 
 
 class StagePlacement:
-    """Which parameters each pipeline rank holds, under the schedule that the plan names.
+    """Which parameters each pipeline rank holds, under the schedule that the plan names: of one
+    step, also where steps follow each other without a pause.
 
     Raises ValueError, with the numbers, when there is no such schedule or cut.
     """
@@ -120,7 +122,11 @@ class StagePlacement:
     def __init__(self, model: ModelConfig, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.schedule: Schedule = build(
-            plan.schedule, plan.pp, plan.microbatches, stages_per_rank=plan.stages_per_rank
+            plan.schedule,
+            plan.pp,
+            plan.microbatches,
+            stages_per_rank=plan.stages_per_rank,
+            **_schedule_options(plan),
         )
         self.layers = cut_layers(model, self.schedule.num_stages, plan.layers_per_stage)
 
@@ -146,6 +152,19 @@ class StagePlacement:
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
         return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
+
+
+def _schedule_options(plan: Plan) -> dict[str, Any]:
+    """What schedules of slices, and those of a stream, are told besides."""
+    match plan.schedule:
+        case "terapipe":
+            return {"num_slices": plan.num_slices}
+        case "pipedream_2bw":
+            return {"window": plan.num_update_microbatches}
+        case "ampnet":
+            return {"window": plan.num_update_microbatches, "max_in_flight": plan.max_in_flight}
+        case _:
+            return {}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""What a step enters once: counts before it, sums of gradients, norms and reports behind it.
+
+Three ways for a step to end (E experts, M MoE layers, s numbers of the gradient norm, one a logical
+tensor and one an expert of a stack):
+
+| way | sums |
+|---|---|
+| validation before the optimizer | losses, loads over stage and pp; s squares over the world |
+| validation behind it | one vector of 3 + loads + s over stage, then along pp and back |
+| a stream | s squares of its stage for every update; one report a step over the world |
+
+Buckets of gradients are the same in all, once an update. A step that is taken back (its norm was
+clipped behind an early update) runs its warm-up twice: that is not in it.
+"""
+
+from __future__ import annotations
+
+from moemesh.config.plan import Plan
+from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, gradient_buckets
+
+_INT64, _FLOAT64 = 8, 8
+
+
+class StepEnd:
+    """Enters the lines of one rank; `wide` bytes of an accumulated gradient."""
+
+    def __init__(self, lines: LedgerLines, placement: StagePlacement, wide: int) -> None:
+        self.lines, self.placement, self.wide = lines, placement, wide
+        self.plan: Plan = placement.plan
+        self.model = placement.model
+        self.layout = lines.layout
+        self.at = lines.here["pp"]
+        #: Numbers of the loads: tokens of each expert, of every MoE layer.
+        self.loads = self.model.num_moe_layers * self.model.num_experts
+        #: Tokens that every rank has computed: where replicas make them differ from the loads.
+        replicas = self.plan.spare_slots > 0 and self.plan.ep > 1
+        self.rank_tokens = self.model.num_moe_layers * self.plan.ep if replicas else 0
+
+    def enter(self) -> None:
+        """Of the way that the plan names."""
+        if self.placement.schedule.update is not None:
+            self._stream()
+        elif self.plan.optimizer_validation == "after":
+            self._counts(self.plan.microbatches)
+            self._gradients()
+            self._behind()
+        else:
+            self._counts(self.plan.microbatches)
+            self._gradients()
+            self._before()
+
+    def _counts(self, microbatches: int, times: int = 1) -> None:
+        """Loss-bearing tokens and auxiliary scopes of a step, or of an update window."""
+        scopes = microbatches if self.model.aux_loss_scope == "global" else 1
+        self.lines.all_reduce("dp_cp", 1 + scopes, _INT64, "forward", "step.counts", times)
+
+    def _gradients(self, times: int = 1) -> None:
+        for bucket in gradient_buckets(self.placement, self.layout, self.lines.rank, self.wide):
+            axes = (bucket.axis, "mirror") if bucket.mirrored else (bucket.axis,)
+            for axis in axes:
+                numbers = bucket.num_elements
+                self.lines.all_reduce(axis, numbers, self.wide, "backward", "gradients", times)
+
+    def _squares(self, tensors: list[ParameterTensor]) -> int:
+        return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in tensors)
+
+    def _before(self) -> None:
+        lines, model = self.lines, self.model
+        for axis in ("stage", "pp"):
+            lines.all_reduce(axis, 2, _FLOAT64, "optimizer", "step.losses")
+            for numbers in (self.loads, self.rank_tokens):
+                if numbers:
+                    lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
+            if model.capacity_factor:
+                layers = model.num_moe_layers
+                lines.all_reduce(axis, layers, _INT64, "optimizer", "step.dropped")
+        squares = self._squares(self.placement.every_tensor())
+        lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
+
+    def _behind(self) -> None:
+        """A wish to stop, two losses, loads, choices dropped, squares: one vector."""
+        squares = self._squares(self.placement.every_tensor())
+        numbers = 3 + self.loads + self.model.num_moe_layers + self.rank_tokens + squares
+        self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
+        neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
+        for sends in (True, False):
+            # The sum so far goes up the pipeline, the whole sum comes down.
+            size = numbers * _FLOAT64
+            self.lines.message("pp", size, "optimizer", "validation", neighbours, sends=sends)
+
+    def _stream(self) -> None:
+        plan, lines = self.plan, self.lines
+        window = plan.num_update_microbatches
+        updates = plan.microbatches // window
+        self._counts(window, updates)
+        self._gradients(updates)
+        squares = self._squares(self.placement.held(self.at))
+        lines.all_reduce("stage", squares, _FLOAT64, "optimizer", "gradient_norm", updates)
+        here = {index for stage in self.placement.stages(self.at) for index in self._layers(stage)}
+        if self.model.router_selection_bias and any(map(self.model.is_moe_layer, here)):
+            numbers = self.loads
+            lines.all_reduce("stage", numbers, _INT64, "optimizer", "stream.loads", updates)
+        report = 5 + self.loads + self.model.num_moe_layers
+        lines.all_reduce("world", report, _FLOAT64, "optimizer", "step.report")
+        if plan.schedule == "ampnet":
+            self._headers()
+
+    def _layers(self, stage: int) -> range:
+        return self.placement.layers[stage]
+
+    def _headers(self) -> None:
+        """AMPNet: a header of two numbers before every message and at the end of the stream, each
+        way; and what the first rank of a stage tells the others to run."""
+        size, count = 2 * _INT64, self.plan.microbatches + 1
+        neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
+        for sends in (True, False):
+            times = count * neighbours
+            self.lines.message("world", size, "control", "pipeline", times, sends=sends)
+        told = 2 * self.plan.microbatches + 1
+        self.lines.broadcast("stage", size, "control", "pipeline", told)

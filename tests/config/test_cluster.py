@@ -1,0 +1,63 @@
+"""Cluster files: measured links survive writing and reading; contradictions name the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
+from moemesh.config.errors import ConfigError
+
+CURVE: dict[str, Any] = {
+    "operation": "all_gather",
+    "ranks": 4,
+    "members_per_node": 2,
+    "bytes": (1024.0, 4194304.0),
+    "seconds": (2.25e-05, 0.0103125),
+}
+
+
+def cluster(**keys: Any) -> Cluster:
+    return load_cluster("dgx_a100").model_copy(update=keys)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    wanted = cluster(
+        name='a "quoted" name',
+        constants={"gemm_efficiency": 0.8125, "collective_latency_us": 12.5},
+        links=(LinkCurve(**CURVE), LinkCurve(**(CURVE | {"operation": "send", "ranks": 2}))),
+    )
+    file = tmp_path / "cluster.toml"
+    file.write_text(wanted.to_toml("Measured.\nOn two hosts."))
+    assert file.read_text().startswith("# Measured.\n# On two hosts.\n")
+    assert load_cluster(str(file)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": 1}, "at least 2 ranks, not 1"),
+        ({"members_per_node": 5}, "members_per_node (5) must lie between 1 and ranks"),
+        ({"seconds": (1.0,)}, "2 bytes and 1 seconds"),
+        ({"seconds": (1.0, 0.0)}, "above 0"),
+        ({"bytes": (4096.0, 1024.0)}, "must ascend"),
+        ({"bytes": (), "seconds": ()}, "0 bytes and 0 seconds"),
+    ],
+)
+def test_contradictions(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster(links=(LinkCurve(**(CURVE | change)),)).to_toml("Wrong."))
+    with pytest.raises(ConfigError) as told:
+        load_cluster(str(file))
+    assert words in str(told.value)
+
+
+def test_an_unknown_operation_or_key_is_told(tmp_path: Path) -> None:
+    text = cluster(links=(LinkCurve(**CURVE),)).to_toml("Wrong.")
+    for old, new in (('"all_gather"', '"gather"'), ("members_per_node =", "members =")):
+        file = tmp_path / "cluster.toml"
+        file.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match="links"):
+            load_cluster(str(file))
