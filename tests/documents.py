@@ -20,9 +20,10 @@ from moemesh.config.section import LARGEST_SIZE, Range
 from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
+from moemesh.config.trainable import TRAINABLE
 from moemesh.parallel.expert.choose import expected_distinct
 from moemesh.report.curves import Series, line_chart
-from moemesh.train.preflight import TRAINABLE, untrainable
+from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
 from tests.schedule import documents as schedule_documents
 

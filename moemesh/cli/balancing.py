@@ -17,7 +17,7 @@ class BalancePolicy(StrEnum):
     GLOBAL = "global"
 
 
-@app.command()
+@app.command(short_help="Place replicas of experts on GPUs.")
 def balance(
     loads: Annotated[
         Path, typer.Argument(metavar="LOADS", help="JSON, CSV, NumPy file, or a run's folder.")

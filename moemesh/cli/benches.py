@@ -27,7 +27,7 @@ class Dtype(StrEnum):
     ALL = "all"
 
 
-@bench_app.command("layer")
+@bench_app.command("layer", short_help="One MoE layer against its bounds.")
 def bench_layer(
     shape: Annotated[Shape, typer.Option(help="Which MoE layer; all: A and B.")] = Shape.ALL,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "1,4",
@@ -60,7 +60,7 @@ def bench_layer(
         raise typer.Exit(code)
 
 
-@bench_app.command("dispatch")
+@bench_app.command("dispatch", short_help="All dispatchers under a load.")
 def bench_dispatch(
     workload: Annotated[str, typer.Option(help="W0 to W7, several with commas, or all.")] = "W0",
     dispatcher: Annotated[str, typer.Option(help="Names with commas, or all.")] = "all",
@@ -122,7 +122,7 @@ def bench_dispatch(
 bench_app.command("layers", hidden=True)(bench_layer)
 
 
-@bench_app.command("links")
+@bench_app.command("links", short_help="Collectives over sizes and groups.")
 def bench_links(
     ranks: Annotated[int, typer.Option(help="Ranks at hand.")] = 4,
     ranks_per_node: Annotated[
@@ -168,7 +168,7 @@ def bench_links(
     raise typer.Exit(links.command(settings, as_json=as_json, out=out, name=name))
 
 
-@bench_app.command("pipeline")
+@bench_app.command("pipeline", short_help="The executor of pipelines.")
 def bench_pipeline(
     schedule: Annotated[str, typer.Option(help="Name of a schedule.")] = "1f1b",
     ranks: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 4,
@@ -197,7 +197,7 @@ def bench_pipeline(
     raise typer.Exit(pipeline.command(settings, as_json=as_json, out=out))
 
 
-@bench_app.command("partition")
+@bench_app.command("partition", short_help="Divisions into stages.")
 def bench_partition(
     case: Annotated[str, typer.Option(help="Name of a case, or all.")] = "all",
     evaluations: Annotated[int, typer.Option(min=1, help="Divisions a baseline tries.")] = 25_600,
@@ -213,7 +213,7 @@ def bench_partition(
     )
 
 
-@bench_app.command("balance")
+@bench_app.command("balance", short_help="Balancers of experts, side by side.")
 def bench_balance(
     layers: Annotated[int, typer.Option(min=1, help="Layers of each load shape.")] = 58,
     experts: Annotated[int, typer.Option(min=1, help="Experts of a layer.")] = 256,
@@ -245,7 +245,7 @@ def bench_balance(
     raise typer.Exit(bench.command(settings, as_json=as_json))
 
 
-@bench_app.command("replicas")
+@bench_app.command("replicas", short_help="Steps with spare slots and without.")
 def bench_replicas(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
     workload: Annotated[str, typer.Option(help="W0 to W7, several with commas.")] = "W2,W6",

@@ -9,7 +9,7 @@ import typer
 from moemesh.cli.application import AsJson, app
 
 
-@app.command("schedule")
+@app.command("schedule", short_help="Simulate, draw and check a pipeline.")
 def show_schedule(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="A schedule, 'search', or a text or CSV file.")

@@ -18,7 +18,7 @@ class Precision(StrEnum):
     FLOAT4 = "float4"
 
 
-@app.command()
+@app.command(short_help="What one layout costs, without running it.")
 def estimate(
     model: Annotated[
         str, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
@@ -50,7 +50,7 @@ def estimate(
     typer.echo(planner.command(model, cluster, plan, seq_len, global_batch, as_json=as_json))
 
 
-@app.command()
+@app.command(short_help="The best layouts of a model on a cluster.")
 def plan(
     model: Annotated[str, typer.Option(help="Preset, config.json or TOML file.")],
     cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
@@ -65,6 +65,9 @@ def plan(
     ] = Precision.BFLOAT16,
     anywhere: Annotated[
         bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
+    ] = False,
+    trainable: Annotated[
+        bool, typer.Option("--trainable", help="Only what `moemesh train` carries out.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +86,7 @@ def plan(
         top=top,
         precision=precision.value,
         anywhere=anywhere,
+        trainable=trainable,
         as_json=as_json,
     )
     typer.echo(found)
@@ -99,7 +103,7 @@ ArchsFile = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Predict a table of measured runs.")
 def validate(
     runs: RunsTable,
     archs: ArchsFile = None,
@@ -115,7 +119,7 @@ def validate(
     ] = None,
     cross: Annotated[
         bool,
-        typer.Option("--cross-validate", help="Refit without each group of runs; minutes."),
+        typer.Option("--cross-validate", help="Refit without each group, model, stack."),
     ] = False,
 ) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
@@ -130,7 +134,7 @@ def validate(
     typer.echo(text)
 
 
-@app.command()
+@app.command(short_help="Fit a cluster to measured runs.")
 def calibrate(
     runs: RunsTable,
     out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],

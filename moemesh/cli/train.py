@@ -10,7 +10,7 @@ import typer
 from moemesh.cli.application import ConfigFile, Overrides, app, load
 
 
-@app.command()
+@app.command(short_help="Train a model on the ranks of a plan.")
 def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -40,7 +40,7 @@ def train(
     raise typer.Exit(command.train(config, overrides or [], out, allow_change or []))
 
 
-@app.command()
+@app.command(short_help="Write the HTML page of a run.")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
 ) -> None:

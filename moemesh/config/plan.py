@@ -13,7 +13,15 @@ from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.pipeline import V_SCHEDULES, pipeline_problems
-from moemesh.config.section import COUNT, SIZE, Range, Section, as_tuple, nearest_divisors
+from moemesh.config.section import (
+    COUNT,
+    SIZE,
+    Range,
+    Section,
+    as_tuple,
+    divisors,
+    nearest_divisors,
+)
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
@@ -239,7 +247,7 @@ class Plan(Section):
                     "cp",
                     f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
                     "never hold a token",
-                    f"cp = {nearest_divisors(self.cp, seq_len)}",
+                    f"cp = {max(n for n in divisors(self.cp) if n <= seq_len)}",
                     "data.seq_len",
                 )
             )

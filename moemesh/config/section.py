@@ -65,14 +65,18 @@ class Section(BaseModel):
             for number in value if isinstance(value, tuple) else (value,):
                 if number is None or legal.holds(number):
                     continue
-                default = cast("float | tuple[float, ...]", type(self).model_fields[name].default)
+                field = type(self).model_fields[name]
+                default = None if field.is_required() else cast("float", field.default)
+                near = _nearest(number, legal, default)
                 problems.append(
                     Problem(
                         code="out-of-range",
                         key=f"{self.section}.{name}",
                         value=value,
                         message=f"{name} must be {legal.describe(number)}, not {_short(number)}",
-                        fix=f"{name} = {format_value(_nearest(number, legal, default))}",
+                        fix=f"give {name} a value {legal.describe(number)}"
+                        if near is None
+                        else f"{name} = {format_value(near)}",
                     )
                 )
                 break
@@ -86,14 +90,17 @@ def _short(number: float) -> str:
     return str(number)
 
 
-def _nearest(number: float, legal: Range, default: float | tuple[float, ...]) -> object:
-    """The end of the range next to `number`; the default where the end itself is not legal."""
+def _nearest(number: float, legal: Range, default: object) -> object:
+    """The end of the range next to `number`; the default where the end itself is not legal, None
+    for a key without one."""
     if number <= legal.low:
         end, is_open = legal.low, legal.open_low
     else:
         assert legal.high is not None
         end, is_open = legal.high, legal.open_high
-    return default if is_open or isinstance(default, tuple) else end
+    if is_open or isinstance(default, tuple):
+        return cast("object", default)
+    return end
 
 
 def divisors(number: int) -> list[int]:

@@ -233,6 +233,8 @@ def table(result: Estimate) -> str:
     device = format_bytes(result.cluster.memory_bytes)
     needed = format_bytes(result.peak.get("needed_bytes", result.memory.worst.total))
     lines += ["", f"memory      {needed} needed, {device} there: {fits}"]
+    if result.peak:
+        lines.append("            (the parts below, exact, and what the allocator adds to them)")
     if result.instead is not None:
         from moemesh.planner.search.nearest import describe
 

@@ -172,6 +172,12 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
             problems.append(_problem("out-of-range", name, value, message, f"{option} 1"))
+    each = table.get("microbatch", 1)
+    if isinstance(each, int) and each < 1:
+        message = f"a microbatch is at least 1 sequence, not {each}"
+        problems.append(
+            _problem("out-of-range", "plan.microbatch", each, message, "microbatch = 1")
+        )
     if "microbatch" in table and "microbatches" in table:
         message = "microbatch (sequences each) and microbatches (how many) say the same thing"
         problems.append(_problem("conflict", "plan.microbatch", None, message, "keep one of them"))

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
+from moemesh.config.trainable import TRAINABLE
 from moemesh.schedule.build import build_step
 from moemesh.train.balancing_rules import balancing_problems
-
-#: Values of plan keys that this version carries out; the others are planned, not trained.
-TRAINABLE: dict[str, tuple[object, ...]] = {
-    "cp": (1,),
-    "data": ("replicate",),
-}
 
 
 def untrainable(resolved: Resolved) -> list[Problem]:

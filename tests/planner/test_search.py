@@ -108,6 +108,22 @@ def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> Non
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < small.candidates[0].seconds
 
 
+def test_what_cannot_be_trained_yet_is_said_and_can_be_left_out() -> None:
+    found = json.loads(command("tiny", "laptop_cpu", 128, 32, as_json=True))
+    assert any(row["not_trained"] for row in found["plans"])
+    for row in found["plans"]:
+        said = {setting.split(" = ")[0] for setting in row["not_trained"]}
+        keys = row["plan"]
+        assert said == ({"data"} if keys["data"] != "replicate" else set()) | (
+            {"cp"} if keys["cp"] > 1 else set()
+        )
+    rest = json.loads(command("tiny", "laptop_cpu", 128, 32, trainable=True, as_json=True))
+    assert [row["not_trained"] for row in rest["plans"]] == [[]] * len(rest["plans"])
+    assert rest["plans"][0]["seconds"] >= found["plans"][0]["seconds"]
+    untrained = json.loads(command("deepseek-v2-lite", "dgx_h100", 128, 32, as_json=True))
+    assert "attention = mla" in untrained["plans"][0]["not_trained"]
+
+
 def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:
     answer = plan(load_model("tiny"), cluster(1), space(cluster(1), 128, 32), 5)
     source = {"model": "tiny", "seq_len": 128, "global_batch": 32}

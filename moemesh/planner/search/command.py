@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.sources import preset_names
+from moemesh.config.trainable import untrained_keys, untrained_model
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import RECOMPUTED
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
@@ -67,9 +68,14 @@ def command(
     nodes: int | None = None,
     precision: Precision = "bfloat16",
     anywhere: bool = False,
+    trainable: bool = False,
     as_json: bool = False,
 ) -> str:
-    """What ``moemesh plan`` prints. Raises ConfigError with every problem found."""
+    """What ``moemesh plan`` prints. Raises ConfigError with every problem found.
+
+    `anywhere` lets tensor groups cross nodes, `trainable` keeps to what ``moemesh train`` carries
+    out.
+    """
     problems: list[Problem] = []
     known: dict[str, Any] = {}
     for name, read in (
@@ -109,8 +115,15 @@ def command(
         precision=precision,
         tensor_inside_node=not anywhere,
     )
+    if trainable:
+        space = replace(space, zero=(0,), largest_context=1)
     planned = plan(known["model"], machine, space, top)
-    source = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+    source: dict[str, Any] = {
+        "model": model,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "not_trained": _untrained_model(known["model"]),
+    }
     if as_json:
         return json.dumps(to_json(planned, source), indent=2)
     return table(planned, source)
@@ -134,6 +147,7 @@ def to_json(planned: Planned, source: Mapping[str, Any]) -> dict[str, Any]:
                     "working": found.memory.working,
                 },
                 "command": train_command(found.layout, source),
+                "not_trained": not_trained(found.layout, source),
             }
             for found in planned.candidates
         ],
@@ -168,6 +182,17 @@ def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
     }
 
 
+def not_trained(layout: PlannedLayout, source: Mapping[str, Any]) -> list[str]:
+    """What of a layout and its model `moemesh train` refuses, as ``key = value``."""
+    return [*source["not_trained"], *untrained_keys(plan_keys(layout))]
+
+
+def _untrained_model(model: Model) -> list[str]:
+    if model.config is None:
+        return ["a model of another library's file"]
+    return untrained_model(model.config)
+
+
 def train_command(layout: PlannedLayout, source: Mapping[str, Any]) -> str:
     """The `moemesh train` call that carries the layout out; defaults are left out."""
     defaults = Plan()
@@ -186,7 +211,8 @@ def train_command(layout: PlannedLayout, source: Mapping[str, Any]) -> str:
 def table(planned: Planned, source: Mapping[str, Any]) -> str:
     """A readable answer."""
     lines = [
-        f"{planned.model} on {planned.cluster.num_devices} x {planned.cluster.name}, "
+        f"{planned.model} on {planned.cluster.num_devices} devices of {planned.cluster.name} "
+        f"({_count(planned.cluster.nodes, 'node')}), "
         f"{source['seq_len']} tokens a sequence, {source['global_batch']} sequences a step",
         "",
     ]
@@ -237,7 +263,15 @@ def table(planned: Planned, source: Mapping[str, Any]) -> str:
         "",
         train_command(best.layout, source),
     ]
+    if refused := not_trained(best.layout, source):
+        lines.append(f"this version plans {', '.join(refused)} and does not train it")
+        if untrained_keys(plan_keys(best.layout)):
+            lines.append("the best of what it trains: the same call with --trainable")
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _too_small(name: str, value: int) -> Problem:

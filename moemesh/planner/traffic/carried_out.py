@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.trainable import untrained_keys, untrained_model
 
-#: Values of plan keys that a run carries out; the others cannot be trained (context parallelism,
-#: ZeRO), or do not enter what they send (DeepEP).
-_CARRIED_OUT: dict[str, tuple[object, ...]] = {
-    "cp": (1,),
-    "data": ("replicate",),
+#: Values of plan keys with which a run enters all that it sends into its ledger.
+_ENTERED: dict[str, tuple[object, ...]] = {
     "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto"),
     "replay": (None,),
 }
@@ -28,16 +26,13 @@ def why_not_exact(model: ModelConfig, plan: Plan) -> str:
 
 
 def _reasons(model: ModelConfig, plan: Plan) -> Iterator[str]:
-    for key, values in _CARRIED_OUT.items():
-        value = getattr(plan, key)
-        if value not in values:
-            yield f"`moemesh train` does not carry out {key} = {value} yet"
+    for setting in (*untrained_keys(dict(plan)), *untrained_model(model)):
+        yield f"`moemesh train` does not carry out {setting} yet"
+    for key, values in _ENTERED.items():
+        if (value := getattr(plan, key)) not in values:
+            yield f"{key} = {value} does not say what it sends"
     if resolved(plan) is None:
         yield "dispatcher = auto is chosen on the ranks themselves"
-    if model.attention != "gqa":
-        yield f"`moemesh train` has no {model.attention} attention yet"
-    if model.num_mtp_layers:
-        yield "`moemesh train` has no extra prediction layers yet"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
     if forwards > LARGEST_LEDGER:
         yield f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
