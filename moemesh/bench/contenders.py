@@ -23,7 +23,7 @@ from moemesh.model.dispatcher import Dispatcher, Rows
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.router import Routing
-from moemesh.ops.permute import gather_rows, identity
+from moemesh.ops.permute import gather_rows, identity, permute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,21 @@ def layer_step(
         x_TH = work.x_TH.detach().requires_grad_()
         routing = _given(work.experts_TK, work.weights_TK.detach().requires_grad_())
         layer.apply_experts(x_TH, routing, _context(len(x_TH))).backward(work.gradient_TH)
+
+    return step
+
+
+def exchange_step(dispatcher: Dispatcher) -> Step:
+    """plan, dispatch, combine and their backwards, with nothing to hide them under."""
+
+    def step(work: Work) -> None:
+        x_TH = work.x_TH.detach().requires_grad_()
+        weights_TK = work.weights_TK.detach().requires_grad_()
+        plan = dispatcher.plan(work.experts_TK)
+        rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
+        y_TH = dispatcher.combine(permute(rows.source_NH, rows.map), plan).wait()
+        nothing_R = torch.zeros_like(rows.weights_R)
+        torch.autograd.backward([y_TH, rows.weights_R], [work.gradient_TH, nothing_R])
 
     return step
 

@@ -220,7 +220,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 _HEAD = (
-    *("", "p50 ms", "p95", "max", "x bare", "exposed ms"),
+    *("", "p50 ms", "p95", "max", "x bare", "exposed ms", "hidden %"),
     *("sent", "across", "link", "peak", "dropped"),
 )
 
@@ -237,7 +237,7 @@ def _named(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _cells(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     seconds = entry["seconds"]
     ratio = entry.get("ratio_to_bare_all_to_all")
-    exposed = entry.get("exposed_seconds")
+    exposed, hidden = entry.get("exposed_seconds"), entry.get("hidden_share")
     sizes = [entry.get(key) for key in ("sent_bytes", "across_bytes", "link_bytes")]
     sizes.append(entry.get("peak_bytes"))
     return (
@@ -245,6 +245,7 @@ def _cells(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
         *(f"{seconds[key] * 1e3:.1f}" for key in ("p50", "p95", "max")),
         "" if ratio is None else f"{ratio:.2f}",
         "" if exposed is None else f"{exposed * 1e3:.1f}",
+        "" if hidden is None else f"{hidden * 100:.0f}",
         *("" if size is None else format_bytes(size) for size in sizes),
         str(entry.get("dropped", "")),
     )

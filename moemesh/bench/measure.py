@@ -124,6 +124,8 @@ class Bench:
             if not self.with_layer:
                 found.append(Contender(name, contenders.dispatch_step(made), chosen, made))
                 continue
+            if self.mesh.world_size > 1:
+                found.append(Contender(_exchange_of(name), contenders.exchange_step(made)))
             for chunks in sorted({1, self.num_chunks}):
                 step = contenders.layer_step(
                     self.layer,
@@ -322,6 +324,10 @@ def _agree(
     return all(measured[key] == part.total for key, part in expected.items())
 
 
+def _exchange_of(name: str) -> str:
+    return f"{name}_exchange_alone"
+
+
 def _result(
     bench: Bench, name: str, contestants: list[Contender], told: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -343,6 +349,9 @@ def _result(
             # What the exchange adds to the experts' own time, round by round.
             added = np.subtract(entry["steps"], experts["steps"])
             entry["exposed_seconds"] = float(np.median(added))
+            if exchange := bounds.get(_exchange_of(entry["dispatcher"])):
+                hidden = 1 - added / np.array(exchange["steps"])
+                entry["hidden_share"] = float(np.median(hidden))
     return {
         "workload": name,
         "first_step": FIRST_STEPS.get(name, 0),

@@ -210,3 +210,46 @@ def all_gather_start(
     gather = _Gather(axis, sizes, caller, codec)
     started = under_way(_StartGather.apply(x_TH, gather))
     return Pending(lambda: _FinishGather.apply(started.take(), gather))
+
+
+class Way(Protocol):
+    """One direction of a linear exchange, carried out once: it starts, and ends with the rows."""
+
+    def start(self, x: Tensor, phase: str) -> None: ...
+
+    def finish(self) -> Tensor: ...
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        there.start(x, "forward")
+        return x.new_empty(0)  # the rows are with `there`
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back.finish(), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, departed: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back, ctx.is_cut = back, departed.is_leaf
+        return there.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        ctx.back.start(gradient, "backward")
+        return None if ctx.is_cut else gradient.new_zeros(0), None, None
+
+
+def start_way(x: Tensor, there: Way, back: Way) -> Pending[Tensor]:
+    """Start `there`; its value waits. Backward: `back`, its transpose, likewise.
+
+    As :func:`all_to_all_start`: waited for exactly once, in the same order on all ranks.
+    """
+    departed = under_way(_Depart.apply(x, there, back))
+    return Pending(lambda: _Arrive.apply(departed.take(), there, back))

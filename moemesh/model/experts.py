@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moemesh.model.dispatcher import Rows
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import GradientSum, expert_mlp
+from moemesh.ops.expert_mlp import Later, expert_mlp
 from moemesh.ops.permute import slice_map
 
 #: gate_up and down of some experts.
@@ -35,18 +35,21 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.max_rows: int | None = None
 
-    def forward(self, rows: Rows, total: GradientSum | None = None) -> Tensor:
-        """[R, H]; calls of one layer that are given the same `total` share a weight gradient."""
+    def forward(self, rows: Rows, put_off: Later | None = None) -> Tensor:
+        """[R, H]; calls of one layer that are given the same `put_off` compute their
+        weight gradients together, at its end."""
         if rows.counts_LO is not None:
             return exact_experts(
                 rows.source_NH, rows.weights_R, rows.counts_LO, self.gate_up, self.down
             )
         own = self.gate_up, self.down
         if rows.replicas is None:
-            return self._bounded(rows, own, total)
+            return self._bounded(rows, own, put_off)
         home, spare, counts_S, weights = rows.replicas
         home_weights_R, spare_weights_R = rows.weights_R.split([home.num_rows, spare.num_rows])
-        y_RH = self._bounded(Rows(rows.source_NH, home, home_weights_R, rows.counts_L), own, total)
+        y_RH = self._bounded(
+            Rows(rows.source_NH, home, home_weights_R, rows.counts_L), own, put_off
+        )
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
         fetched = weights.wait()
         if not len(counts_S):
@@ -54,9 +57,9 @@ class Experts(nn.Module):
         replicas = Rows(rows.source_NH, spare, spare_weights_R, counts_S)
         return torch.cat([y_RH, self._bounded(replicas, fetched, None)])
 
-    def _bounded(self, rows: Rows, weights: Weights, total: GradientSum | None) -> Tensor:
+    def _bounded(self, rows: Rows, weights: Weights, put_off: Later | None) -> Tensor:
         if self.max_rows is None or rows.map.num_rows <= self.max_rows:
-            return _compute(rows, weights, total)
+            return _compute(rows, weights, put_off)
         return torch.cat(
             [
                 checkpoint(self._piece, rows, weights, start, use_reentrant=False)
@@ -74,8 +77,8 @@ class Experts(nn.Module):
         return _compute(rows, weights, None)
 
 
-def _compute(rows: Rows, weights: Weights, total: GradientSum | None) -> Tensor:
-    return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, total)
+def _compute(rows: Rows, weights: Weights, put_off: Later | None) -> Tensor:
+    return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, put_off)
 
 
 class _NoRows(torch.autograd.Function):

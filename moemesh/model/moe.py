@@ -20,7 +20,7 @@ from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import LocalTokens, Tokens
 from moemesh.model.segments import Steps, finish
-from moemesh.ops.expert_mlp import GradientSum
+from moemesh.ops.expert_mlp import later
 
 
 class MoEOutput(NamedTuple):
@@ -66,6 +66,10 @@ class MoE(nn.Module):
         )[1:]
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self.dispatcher, LocalDispatcher)
+
     def _places(self, experts_TK: Tensor) -> Tensor:
         """From logical ids, which the router and its losses know, to the dispatcher's."""
         if self.place_E is None:
@@ -95,15 +99,19 @@ class MoE(nn.Module):
         shared_TH = None
         if self.shared is not None:
             shared_TH = segments.cut(self.shared(x_TH, context.num_tokens))
-        later = [tuple(map(segments.cut, pair)) for pair in zip(xs[1:], weights[1:], strict=True)]
+        others = [tuple(map(segments.cut, pair)) for pair in zip(xs[1:], weights[1:], strict=True)]
         yield from segments.pause()
-        total = GradientSum() if self.num_chunks > 1 else None
+        put_off = None
         leaving = []
         for chunk, plan in enumerate(plans):
             if (after := chunk + 1) < len(plans):
-                arriving.append(self.dispatcher.dispatch(*later[chunk], plans[after]))
+                arriving.append(self.dispatcher.dispatch(*others[chunk], plans[after]))
+            if put_off is None and (len(plans) > 1 or not self._is_local):
+                # Made here, behind starts of dispatches and before their ends, these gradients are
+                # computed while those of tokens are on their way back.
+                put_off = later(self.experts.gate_up, self.experts.down)
             rows = arriving[chunk].wait()
-            y_RH = self.experts(rows, total)
+            y_RH = self.experts(rows, put_off)
             combine = self.dispatcher.combine
             leaving.append(segments.start(context.replay.unread, combine, y_RH, plan, sizes[chunk]))
         yield from segments.pause()

@@ -17,6 +17,7 @@ operation to the next; only h, the output and the gradient of the copied rows ar
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -90,54 +91,14 @@ class _Whole:
         return last if self._tensor is None else self._tensor
 
 
-class GradientSum:
-    """Weight gradients of several calls of :func:`expert_mlp`, added where they are computed.
-
-    Give one object to all calls whose outputs reach one loss (the chunks of a layer). autograd
-    would make a gradient of full size for each and add them: with few rows a call, more work than
-    the products. The last backward returns the sum, the others nothing.
-    """
-
-    def __init__(self) -> None:
-        self._num_calls = self._num_waiting = 0
-        self._sums: dict[int, Tensor] = {}
-
-    def join(self) -> None:
-        """One more call, whose backward will run."""
-        self._num_calls += 1
-        self._num_waiting += 1
-
-    def place(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """The sum so far, and whether it holds anything."""
-        held = self._sums.get(id(weight))
-        if held is None:
-            self._sums[id(weight)] = held = torch.empty_like(weight)
-            return held, False
-        return held, True
-
-    def leave(self) -> dict[int, Tensor]:
-        """The sums if this was the last backward, by id of the weight; else nothing."""
-        self._num_waiting -= 1
-        if self._num_waiting:
-            return {}
-        found, self._sums, self._num_waiting = self._sums, {}, self._num_calls
-        return found
-
-
 class _WeightGradient:
-    """The gradient of stacked weights, block by block: at once, or when the queue asks for it."""
+    """The gradient of stacked weights, block by block: at once, or when somebody asks for it."""
 
     def __init__(
-        self, weight: Tensor, blocks: list[Block], needed: bool, total: GradientSum | None
+        self, weight: Tensor, blocks: list[Block], needed: bool, *, is_later: bool
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
-        self._into: Tensor | None = None
-        self._adds = False
-        # A weight that came from elsewhere has a gradient that must go on from here.
-        self._is_deferred = deferring() and weight.is_leaf
-        if needed and total is not None:
-            into, self._adds = total.place(weight)
-            self._into = into.flatten(1, -2)
+        self._is_later = is_later
         self._whole: _Whole | None = None
         self._last = weight
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
@@ -148,30 +109,21 @@ class _WeightGradient:
         """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
         if self._needed:
             self._pending.append((block, grad_BO, x_BI, source_B))
-            if not self._is_deferred:
-                self._compute()
+            if not self._is_later:
+                self.compute()
 
     def result(self) -> Tensor | None:
         """The gradient; None when it is not needed, or when the queue will compute it."""
         if not self._needed:
             return None
         if not self._weight.is_leaf:
-            return self._compute()
-        return weight_gradient(self._weight, self._compute)
+            return self.compute()
+        return weight_gradient(self._weight, self.compute)
 
-    def _compute(self) -> Tensor:
-        if self._into is not None:
-            for block, grad_BO, x_BI, source_B in self._pending:
-                x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
-                grouped_weight_gradient(
-                    grad_BO,
-                    x_BI,
-                    block.ends_D,
-                    self._into[block.experts],
-                    accumulate=self._adds,
-                )
-            self._pending.clear()
-            return self._into.view_as(self._weight)
+    def compute(self) -> Tensor | None:
+        """The gradient of all blocks that were added; None when it is not needed."""
+        if not self._needed:
+            return None
         if self._whole is None:
             self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
         for block, grad_BO, x_BI, source_B in self._pending:
@@ -180,6 +132,72 @@ class _WeightGradient:
             self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
         self._pending.clear()
         return self._whole.of(self._last).view_as(self._weight)
+
+    @staticmethod
+    def compute_sum(calls: list[_WeightGradient]) -> Tensor | None:
+        """The sum over several calls; on a CPU one product an expert, over the rows of all."""
+        weight, needed = calls[0]._weight, calls[0]._needed
+        if not needed or len(calls) == 1:
+            return calls[0].compute()
+        if weight.device.type != "cpu":
+            found = [call.compute() for call in calls]
+            return torch.stack([one for one in found if one is not None]).sum(0)
+        total = torch.zeros_like(weight.flatten(1, -2))
+        rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in total]
+        for call in calls:
+            for block, grad_BO, x_BI, source_B in call._pending:
+                ends = [0, *block.ends_D.tolist()]
+                for expert, (start, end) in enumerate(pairwise(ends), start=block.experts.start):
+                    part = slice(start, end)
+                    x = x_BI[part] if source_B is None else x_BI.index_select(0, source_B[part])
+                    if end > start:
+                        rows[expert].append((grad_BO[part], x))
+            call._pending.clear()
+        for out, parts in zip(total, rows, strict=True):
+            if parts:
+                grad_RO, x_RI = map(torch.cat, zip(*parts, strict=True))
+                torch.mm(grad_RO.t(), x_RI, out=out)
+        return total.view_as(weight)
+
+
+class Later(NamedTuple):
+    """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
+    which autograd reaches behind all nodes that were made after it."""
+
+    anchor: Tensor
+    calls: list[tuple[_WeightGradient, _WeightGradient]]
+
+
+def later(gate_up_E2FH: Tensor, down_EHF: Tensor) -> Later:
+    """Put off the weight gradients of all calls that are given the result.
+
+    Made behind the start of a dispatch and before its end, they are computed while the gradients
+    of its tokens are under way. Calls that share one also share the products: chunks of few rows
+    cost no more than all rows at once.
+    """
+    calls: list[tuple[_WeightGradient, _WeightGradient]] = []
+    return Later(_Anchor.apply(gate_up_E2FH, down_EHF, calls), calls)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        down: Tensor,
+        calls: list[tuple[_WeightGradient, _WeightGradient]],
+    ) -> Tensor:
+        ctx.calls = calls
+        return gate_up.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.calls:  # a queue has them
+            return None, None, None
+        gate_up, down = zip(*ctx.calls, strict=True)
+        ctx.calls.clear()
+        compute = _WeightGradient.compute_sum
+        return compute(list(gate_up)), compute(list(down)), None
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -192,11 +210,10 @@ class _ExpertMLP(torch.autograd.Function):
         down: Tensor,
         rows: RowMap,
         counts_E: Tensor,
-        total: GradientSum | None,
+        calls: list[tuple[_WeightGradient, _WeightGradient]] | None,
+        anchor: Tensor | None,
     ) -> Tensor:
-        ctx.total = total
-        if total is not None:
-            total.join()
+        ctx.calls = calls
         blocks = expert_blocks(counts_E, rows.num_rows)
         gate_up_EGH = gate_up.flatten(1, 2)
         h = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[1])
@@ -218,10 +235,12 @@ class _ExpertMLP(torch.autograd.Function):
         needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
-        # A queue adds on its own, whenever it runs.
-        total: GradientSum | None = None if deferring() else ctx.total
-        grad_gate_up = _WeightGradient(ctx.leaves[0], blocks, needs_gate_up, total)
-        grad_down = _WeightGradient(ctx.leaves[1], blocks, needs_down, total)
+        # A queue computes on its own, whenever it runs.
+        calls = None if deferring() else ctx.calls
+        # A weight that came from elsewhere has a gradient that must go on from here.
+        is_later = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
+        grad_gate_up = _WeightGradient(ctx.leaves[0], blocks, needs_gate_up, is_later=is_later)
+        grad_down = _WeightGradient(ctx.leaves[1], blocks, needs_down, is_later=is_later)
         grad_weights: list[Tensor] = []
         for block in blocks:
             experts, part, ends_D = block
@@ -234,10 +253,11 @@ class _ExpertMLP(torch.autograd.Function):
             grad_gate_up.add(block, grad_h_BG, source_NH, rows.source_R[part])
             if needs_source:
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up_EGH[experts], ends_D, grad_x[part])
-        gradients = grad_gate_up.result(), grad_down.result()
-        if total is not None:
-            sums = total.leave()
-            gradients = tuple(sums.get(id(leaf)) for leaf in ctx.leaves)
+        gradients: tuple[Tensor | None, Tensor | None] = None, None
+        if calls is None:
+            gradients = grad_gate_up.result(), grad_down.result()
+        else:
+            calls.append((grad_gate_up, grad_down))
         return (
             sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
             torch.cat(grad_weights),
@@ -245,6 +265,7 @@ class _ExpertMLP(torch.autograd.Function):
             None,
             None,
             None,
+            None if ctx.calls is None else grad_RH.new_zeros(()),
         )
 
 
@@ -255,13 +276,16 @@ def expert_mlp(
     counts_E: Tensor,
     gate_up_E2FH: Tensor,
     down_EHF: Tensor,
-    total: GradientSum | None = None,
+    put_off: Later | None = None,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
     rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
-    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `total`
-    joins the weight gradients of several calls.
+    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `put_off`
+    leaves them to the end of several calls (:func:`later`).
     """
-    return _ExpertMLP.apply(source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, total)
+    anchor, calls = put_off or (None, None)
+    return _ExpertMLP.apply(
+        source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, calls, anchor
+    )

@@ -28,23 +28,13 @@ def grouped_weight_gradient_loop(
     x_RI: Tensor,
     ends_E: Tensor,
     out: Tensor | None = None,
-    *,
-    accumulate: bool = False,
 ) -> Tensor:
-    """``grad.T @ x`` of each expert, [E, O, I]; exact zeros for an expert without rows.
-
-    `accumulate`: added to what `out` holds.
-    """
-    assert not accumulate or out is not None
+    """``grad.T @ x`` of each expert, [E, O, I]; exact zeros for an expert without rows."""
     shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
     grad_EOI = x_RI.new_empty(shape) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
-        grad_OR, x = grad_RO[start:end].t(), x_RI[start:end]
-        if not accumulate:
-            torch.mm(grad_OR, x, out=grad_EOI[expert])
-        elif end > start:
-            grad_EOI[expert].addmm_(grad_OR, x)
+        torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=grad_EOI[expert])
         start = end
     return grad_EOI
 
@@ -74,17 +64,13 @@ def grouped_weight_gradient(
     x_RI: Tensor,
     ends_E: Tensor,
     out: Tensor | None = None,
-    *,
-    accumulate: bool = False,
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
-    to `out` if given, or added to it (`accumulate`)."""
+    to `out` if given."""
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
-        if out is None:
-            return gradient
-        return out.add_(gradient) if accumulate else out.copy_(gradient)
-    return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E, out, accumulate=accumulate)
+        return gradient if out is None else out.copy_(gradient)
+    return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E, out)
 
 
 def row_ends(counts_E: Tensor) -> Tensor:

@@ -119,6 +119,21 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
     return F.embedding_bag(rows.copies_R, rows_RH, rows.starts_N, mode="sum")
 
 
+def sum_rows_between(rows_RH: Tensor, rows: RowMap, start: int, stop: int) -> Tensor:
+    """:func:`sum_rows` of the source rows `start` to `stop` alone."""
+    starts = rows.starts_N[start:stop]
+    if not len(starts):
+        return rows_RH.new_zeros(0, rows_RH.shape[1])
+    first = int(starts[0])
+    last = int(rows.starts_N[stop]) if stop < rows.num_sources else len(rows.copies_R)
+    copies = rows.copies_R[first:last]
+    if rows.is_permutation:
+        return rows_RH.index_select(0, copies)
+    if first == last:
+        return rows_RH.new_zeros(stop - start, rows_RH.shape[1])
+    return F.embedding_bag(copies, rows_RH, starts - first, mode="sum")
+
+
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, rows: RowMap) -> Tensor:

@@ -233,12 +233,12 @@ def table(result: Estimate) -> str:
     device = format_bytes(result.cluster.memory_bytes)
     needed = format_bytes(result.peak.get("needed_bytes", result.memory.worst.total))
     lines += ["", f"memory      {needed} needed, {device} there: {fits}"]
-    if result.peak:
-        lines.append("            (the parts below, exact, and what the allocator adds to them)")
     if result.instead is not None:
         from moemesh.planner.search.nearest import describe
 
         lines.append(f"            {describe(result.instead, result.seconds['total'])}")
+    if result.peak:
+        lines.append("            (the exact parts below, and what an allocator adds to them)")
     lines += _memory_lines(result)
     lines += ["", "traffic     of one rank and step", *_traffic_lines(result.traffic)]
     lines += ["", f"step        {result.seconds['total']:.4g} s"]

@@ -2,9 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
+from moemesh.comm.overlap import start_way
+from moemesh.model.dispatcher import LocalDispatcher, LocalPlan, Rows
 from moemesh.model.moe import MoE
+from moemesh.ops import expert_mlp
+from moemesh.ops.pending import Pending
 from tests.model.test_router import config_of, context_of
 
 
@@ -29,3 +36,67 @@ def test_shared_experts_are_added_or_averaged() -> None:
     routed = output(num_shared_experts=0)
     averaged = output(num_shared_experts=0, shared_combine="average")
     assert torch.equal(routed, averaged)  # nothing to average with
+
+
+class _LoggedWay:
+    """Carries rows to where they are, and says so."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def start(self, x: Tensor, phase: str) -> None:
+        self.log.append(f"{phase} {self.name} starts")
+        self.x = x
+
+    def finish(self) -> Tensor:
+        self.log.append(f"{self.name} ends")
+        return self.x.clone()
+
+
+class _LoggedDispatcher:
+    """The local dispatcher, behind an exchange of tokens with nobody."""
+
+    def __init__(self, num_experts: int, log: list[str]) -> None:
+        self.local, self.log, self.num_sent = LocalDispatcher(num_experts), log, 0
+        self.plan, self.combine = self.local.plan, self.local.combine
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
+        self.num_sent += 1
+        there, back = (_LoggedWay(f"{way} {self.num_sent}", self.log) for way in ("there", "back"))
+        rows = self.local.dispatch(x_TH, weights_TK, plan).wait()
+        return start_way(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_weight_gradients_are_computed_while_those_of_tokens_travel(
+    num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, behind the start of the last way back and before anybody waits for it."""
+    log: list[str] = []
+    compute_sum = expert_mlp._WeightGradient.compute_sum
+
+    def logged(calls: list[Any]) -> Tensor | None:
+        log.append(f"gradients of {len(calls)}")
+        return compute_sum(calls)
+
+    monkeypatch.setattr(expert_mlp._WeightGradient, "compute_sum", staticmethod(logged))
+    config = config_of()
+    gradients = []
+    for is_local in (True, False):
+        torch.manual_seed(0)
+        moe = MoE(config).double()
+        for parameter in moe.parameters():
+            torch.nn.init.normal_(parameter)
+        if not is_local:
+            moe.dispatcher = _LoggedDispatcher(config.num_experts, log)
+            moe.num_chunks = num_chunks
+        x_TH = torch.randn(6, config.hidden_size, dtype=torch.float64, requires_grad=True)
+        moe(x_TH, context_of(6)).y_TH.square().sum().backward()
+        gradients.append([x_TH.grad, *(p.grad for p in moe.experts.parameters())])
+    for whole, cut in zip(*gradients, strict=True):
+        assert_close(cut, whole)
+    backward = log[log.index(f"there {num_chunks} ends") + 1 :]
+    at = backward.index(f"gradients of {num_chunks}")
+    assert backward[at - 1] == "backward back 1 starts"
+    assert backward[at + 1] == f"gradients of {num_chunks}"
+    assert "back 1 ends" in backward[at:]

@@ -90,20 +90,21 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool) -> None:
     leaves, (experts, _) = make(torch.float64)
     source, _, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
 
-    def outputs(cuts: list[int], total: module.GradientSum | None) -> Tensor:
+    def outputs(cuts: list[int], *, together: bool) -> Tensor:
+        put_off = module.later(gate_up, down) if together else None
         chunks = []
         for x, chosen in zip(source.split(cuts), experts.split(cuts), strict=True):
             rows, _, counts = group_by_expert(chosen, NUM_EXPERTS)
             weights = torch.full((rows.num_rows,), 0.5, dtype=torch.float64)
             weights.requires_grad_()
-            y = expert_mlp(x, rows, weights, counts, gate_up, down, total)
+            y = expert_mlp(x, rows, weights, counts, gate_up, down, put_off)
             chunks.append(y.square().sum())
         return torch.stack(chunks).sum()
 
-    outputs([7], None).backward()
+    outputs([7], together=False).backward()
     expected = [leaf.grad for leaf in (source, gate_up, down)]
     source.grad = gate_up.grad = down.grad = None
-    loss = outputs([3, 0, 4], module.GradientSum())
+    loss = outputs([3, 0, 4], together=True)
     for twice in (False, True):
         queue = WeightGradientQueue()
         if through_queue:

@@ -77,6 +77,10 @@ def _copied_on_rank(mesh: Mesh, name: str) -> int:
     spread = torch.rand(SITE.tokens, experts, generator=generator).argsort(1)
     experts_TK = spread[:, : SITE.experts_per_token]
     plan = dispatcher.plan(experts_TK)
+    if name == "hierarchical":  # rows sent and sent on, there and back, and those of the experts
+        return 2 * (plan.relay.sent.num_rows + plan.relay.forwarded.num_rows) + int(
+            plan.counts_L.sum()
+        )
     counted = 0
 
     def counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -10,13 +10,14 @@ and back, each counted on the side where there are more of them:
 |---|---|---|---|---|
 | all_to_all | K T (N-1)/P | K T (P-N)/P | counts, weights, rows | 3 K T |
 | all_gather | T (N-1) | T (P-N) | sizes, ids, weights, rows | T + (K + d) T |
-| hierarchical | d T (N-1)/N | n T (R-1)/R | counts, ids, weights, rows, twice | (K + 2 d + 2 n) T |
+| hierarchical | d T (N-1)/N | m T | counts, ids, weights, rows, twice | (K + 2 d + 2 m) T |
 | low_latency | C (N-1) | C (P-N) | header, weights, rows | 3 C P |
 
-with d distinct ranks and n distinct nodes of a token, C slots per pair of ranks; hierarchical on a
-single node has the inner hop alone (n = 0). The copy from received rows into the experts is the
-same for all and left out. What a link and a copied byte cost is measured on the real groups, once,
-at start, by all ranks at a time, since ranks of one machine share its memory and cores.
+with d distinct ranks of a token, m = n (R-1)/R other nodes where n are visited, C slots per pair
+of ranks; hierarchical on a single node has the inner hop alone (m = 0). The copy from received
+rows into the experts is the same for all and left out. What a link and a copied byte cost is
+measured on the real groups, once, at start, by all ranks at a time, since ranks of one machine
+share its memory and cores.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def rows_copied(site: CallSite) -> dict[str, float]:
     copied = {
         "all_to_all": 3.0 * chosen * tokens,
         "all_gather": (1 + chosen + visited) * tokens,
-        "hierarchical": (chosen + 2 * visited + 2 * visited_nodes) * tokens,
+        "hierarchical": (chosen + 2 * visited + 2 * visited_nodes * (nodes - 1) / nodes) * tokens,
     }
     if site.capacity:
         copied["low_latency"] = 3.0 * site.capacity * site.ranks

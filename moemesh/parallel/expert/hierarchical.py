@@ -23,21 +23,21 @@ import torch
 from torch import Tensor
 
 from moemesh.comm import collectives
+from moemesh.comm.helper import Helper
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec
+from moemesh.comm.overlap import Codec, start_way
 from moemesh.model.dispatcher import Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, identity, permute, unpermute
 from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
-from moemesh.parallel.expert.hop import Hop, hop_by_visits
+from moemesh.parallel.expert.relay import Homeward, Outward, Relay, plan_relay
 
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalPlan:
-    """The hop between nodes, the hop inside the node, and the order at the experts."""
+    """The way there and back, and the order at the experts."""
 
-    across: Hop
-    inside: Hop
+    relay: Relay
     lane_rows: list[int]
     by_expert: RowMap
     slot_R: Tensor
@@ -62,13 +62,19 @@ class HierarchicalDispatcher:
     ) -> None:
         self.ep, self.rail, self.node, self.etp = ep, rail, node, etp
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
-        self.exact, self.codec = exact, codec
+        self.exact, self.codec, self.helper = exact, codec, Helper()
 
     def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
-        per_node = self.num_local * self.node.size
         owner = self.ep.index * self.etp.size + self.etp.index
-        across, rows = self._hop(experts_TK, owner, per_node, self.rail)
-        inside, rows = self._hop(rows[:, :-1], rows[:, -1:], self.num_local, self.node)
+        relay, rows = plan_relay(
+            experts_TK,
+            owner,
+            self.num_local,
+            self.rail,
+            self.node,
+            self.helper,
+            caller="moe.counts",
+        )
         own = torch.tensor([len(rows)], device=rows.device)
         lane_rows = collectives.all_gather(own, self.etp, caller="moe.counts").tolist()
         rows = collectives.all_gather(rows, self.etp, lane_rows, caller="moe.counts").long()
@@ -86,8 +92,7 @@ class HierarchicalDispatcher:
             ).view(self.num_local, num_owners)
             home = plan_way_home(experts_TK, counts_LO, self.ep, self.etp)
         return HierarchicalPlan(
-            across=across,
-            inside=inside,
+            relay=relay,
             lane_rows=lane_rows,
             by_expert=by_expert,
             slot_R=slot_R,
@@ -96,65 +101,49 @@ class HierarchicalDispatcher:
             home=home,
         )
 
-    def _hop(
-        self, experts_TK: Tensor, owner: int | Tensor, experts_per_rank: int, axis: Axis
-    ) -> tuple[Hop, Tensor]:
-        """Send each row once to each rank of `axis` that it visits.
-
-        `experts_TK` counts from the first expert of the axis. Returns the hop and the rows that
-        arrive: experts counted from this rank's first one, -1 elsewhere, and the owner (int32).
-        """
-        rank_TK = torch.where(experts_TK < 0, -1, experts_TK // experts_per_rank)
-        ranks = torch.arange(axis.size, device=experts_TK.device)
-        visits_TP = (rank_TK[:, :, None] == ranks).any(1)
-        hop = hop_by_visits(visits_TP, axis, caller="moe.counts")
-        owner_T1 = experts_TK.new_full((len(experts_TK), 1), 0) + owner
-        sent = torch.cat([experts_TK, owner_T1], dim=1).to(torch.int32)
-        received = hop.send(sent, "moe.counts").wait()
-        local = received[:, :-1] - axis.index * experts_per_rank
-        local = local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
-        return hop, torch.cat([local, received[:, -1:]], dim=1)
-
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan) -> Pending[Rows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
-        caller = "moe.dispatch.weights"
-        weights = plan.across.send(weights_TK, caller)
-        started = None if plan.home else plan.across.send(x_TH, "moe.dispatch", self.codec)
+        caller, relay = "moe.dispatch.weights", plan.relay
+        weights = start_way(weights_TK, Outward(relay, caller), Homeward(relay, caller))
 
-        def weights_of(inside: Pending[Tensor]) -> Tensor:
-            weights_NK = inside.wait()
-            weights_NK = collectives.all_gather(weights_NK, self.etp, plan.lane_rows, caller=caller)
+        def weights_of() -> Tensor:
+            weights_NK = self._gather_lanes(weights.wait(), plan, caller)
             return pick_weights(weights_NK, plan.slot_R)
 
-        def gathered(inside: Pending[Tensor]) -> Tensor:
-            x_NH = inside.wait()
-            return collectives.all_gather(x_NH, self.etp, plan.lane_rows, caller="moe.dispatch")
+        out = Outward(relay, "moe.dispatch", codec=self.codec)
+        if plan.home is None:
+            started = start_way(x_TH, out, Homeward(relay, "moe.dispatch"))
 
-        def rows_of(received: Tensor) -> Rows:
-            weights_inside = plan.inside.send(weights.wait(), caller)
-            inside = plan.inside.send(received, "moe.dispatch", self.codec)
-            weights_R = weights_of(weights_inside)
-            return Rows(gathered(inside), plan.by_expert, weights_R, plan.counts_L)
+            def rows_of() -> Rows:
+                weights_R = weights_of()
+                x_NH = self._gather_lanes(started.wait(), plan, "moe.dispatch")
+                return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-        if started is not None:
-            return started.then(rows_of)
-        assert plan.home is not None
-        weights_R = weights_of(plan.inside.send(weights.wait(), caller))
+            return Pending(rows_of)
+        weights_R = weights_of()
 
         def travel(x: Tensor) -> Tensor:
-            received = plan.across.send(x, "moe.dispatch", self.codec).wait()
-            inside = plan.inside.send(received, "moe.dispatch", self.codec)
-            return permute(gathered(inside), plan.by_expert)
+            out.start(x, "forward")
+            return permute(self._gather_lanes(out.finish(), plan, "moe.dispatch"), plan.by_expert)
 
         x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
         own = identity(len(x_RH), x_RH.device)
         return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
 
+    def _gather_lanes(self, rows: Tensor, plan: HierarchicalPlan, caller: str) -> Tensor:
+        return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
+
     def combine(self, y_RH: Tensor, plan: HierarchicalPlan) -> Pending[Tensor]:
         if plan.home is not None:
             return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
-        y_NH = unpermute(y_RH, plan.by_expert)
-        y_NH = collectives.reduce_scatter(y_NH, self.etp, plan.lane_rows, caller="moe.combine")
-        y_NH = plan.inside.send_back(y_NH, "moe.combine").wait()
-        return plan.across.send_back(y_NH, "moe.combine")
+        relay, by_expert, caller = plan.relay, plan.by_expert, "moe.combine"
+        if self.etp.size > 1:
+            y_RH = unpermute(y_RH, by_expert)
+            y_RH = collectives.reduce_scatter(y_RH, self.etp, plan.lane_rows, caller=caller)
+            by_expert = None
+        return start_way(
+            y_RH,
+            Homeward(relay, caller, by_expert=by_expert),
+            Outward(relay, caller, by_expert=by_expert),
+        )

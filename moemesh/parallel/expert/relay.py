@@ -1,0 +1,279 @@
+"""Token rows through two domains: over the link between nodes once, then on inside the node.
+
+Legend: T own tokens, K slots per token, S rows sent (to ranks of the own node, then to other
+nodes), M rows that visit this node through this rank, G those of them that crossed, N rows received
+(tokens of this node first), R rows by expert, H hidden.
+
+| way | first | then |
+|---|---|---|
+| :class:`Outward` | T to ranks of the node, and across to the same place | G on inside |
+| :class:`Homeward` | N whose tokens crossed, inside, and summed | across; the other N inside |
+
+What stays inside the node does not wait for the link: it is sent while other rows cross, and on the
+way home summed and sent while they do. The second step of a way is taken by a helper thread, as
+soon as the first has arrived. To the ledger both parts of an inner hop are one exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moemesh.comm import collectives, transfers
+from moemesh.comm.helper import Helper
+from moemesh.comm.mesh import Axis
+from moemesh.comm.overlap import Codec
+from moemesh.comm.transfers import Work, exchange_start
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import RowMap, gather_rows, map_from_sources, sum_rows, sum_rows_between
+from moemesh.trace import wire
+
+#: Rows no longer than this (a token's weights) take next to no time on a link.
+_SHORT_ROW_BYTES = 256
+
+
+class Splits(NamedTuple):
+    """Rows to, and rows from each rank of an axis."""
+
+    sent: list[int]
+    received: list[int]
+
+    def back(self) -> Splits:
+        return Splits(self.received, self.sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay:
+    """`sent` maps the S rows to tokens, `forwarded` the rows sent on to the G that crossed; `own`
+    and `onward` are the two parts of the hop over `node`. Of own tokens `num_staying` visit it."""
+
+    rail: Axis
+    node: Axis
+    sent: RowMap
+    own: Splits
+    across: Splits
+    forwarded: RowMap
+    onward: Splits
+    num_staying: int
+    helper: Helper
+
+    def record(self, row_bytes: int, phase: str, caller: str, *, is_home: bool) -> None:
+        """Enter both hops in the ledger; what stays counts as sent by a rank to itself."""
+        across = Splits(list(self.across.sent), list(self.across.received))
+        across.sent[self.rail.index] = across.received[self.rail.index] = self.num_staying
+        inside = Splits(
+            [own + on for own, on in zip(self.own.sent, self.onward.sent, strict=True)],
+            [own + on for own, on in zip(self.own.received, self.onward.received, strict=True)],
+        )
+        for axis, splits in ((self.rail, across), (self.node, inside)):
+            if axis.size > 1:
+                out, into = splits.back() if is_home else splits
+                moved = wire.all_to_all(
+                    [rows * row_bytes for rows in out],
+                    [rows * row_bytes for rows in into],
+                    axis.index,
+                )
+                transfers.record(axis, "all_to_all", phase, caller, moved)
+
+
+class Outward:
+    """T -> N, or with `by_expert` -> R; the transpose of :class:`Homeward`."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        caller: str,
+        *,
+        codec: Codec | None = None,
+        by_expert: RowMap | None = None,
+    ) -> None:
+        self.relay, self.caller, self.codec, self.by_expert = relay, caller, codec, by_expert
+
+    def start(self, x_TH: Tensor, phase: str) -> None:
+        relay = self.relay
+        self._hidden, self._dtype = x_TH.shape[1], x_TH.dtype
+        x_TH = x_TH if self.codec is None else self.codec.encode(x_TH)
+        row_bytes = x_TH.shape[1] * x_TH.element_size()
+        relay.record(row_bytes, phase, self.caller, is_home=False)
+        source_S, num_own = relay.sent.source_R, sum(relay.own.sent)
+        near, far = sum(relay.own.received), sum(relay.onward.received)
+        self._rows_NH = rows_NH = x_TH.new_empty(near + far, x_TH.shape[1])
+        tag = relay.helper.tag()
+        self._onward: Pending[Work | None] = Pending.ready(None)
+        if relay.rail.size > 1:
+            came_GH = x_TH.new_empty(sum(relay.across.received), x_TH.shape[1])
+            away = x_TH.index_select(0, source_S[num_own:])
+
+            def cross() -> Work | None:
+                return exchange_start(away, came_GH, relay.rail, *relay.across, tag=tag)
+
+            # Not beside others: chunks would share the link, and the first come as late as all.
+            crossing = cross() if relay.helper.is_idle else None
+
+            def carry_on() -> Work | None:
+                _wait(crossing or cross())
+                rows = gather_rows(came_GH, relay.forwarded)
+                return exchange_start(rows, rows_NH[near:], relay.node, *relay.onward, tag=tag)
+
+        own = x_TH.index_select(0, source_S[:num_own])
+        self._staying = exchange_start(own, rows_NH[:near], relay.node, *relay.own, tag=tag)
+        if relay.rail.size > 1:
+            is_long = row_bytes > _SHORT_ROW_BYTES
+            self._onward = relay.helper.carry_on(carry_on, x_TH.device, is_long=is_long)
+
+    def finish(self) -> Tensor:
+        _wait(self._onward.wait())
+        _wait(self._staying)
+        rows_NH = self._rows_NH
+        del self._rows_NH, self._onward, self._staying
+        if self.codec is not None:
+            rows_NH = self.codec.decode(rows_NH, self._hidden, self._dtype)
+        return rows_NH if self.by_expert is None else gather_rows(rows_NH, self.by_expert)
+
+
+class Homeward:
+    """N, or with `by_expert` R, summed -> T; the transpose of :class:`Outward`."""
+
+    def __init__(self, relay: Relay, caller: str, *, by_expert: RowMap | None = None) -> None:
+        self.relay, self.caller, self.by_expert = relay, caller, by_expert
+
+    def start(self, y: Tensor, phase: str) -> None:
+        relay, y = self.relay, y.contiguous()
+        relay.record(y.shape[1] * y.element_size(), phase, self.caller, is_home=True)
+        near, num_own = sum(relay.own.received), sum(relay.own.sent)
+        self._back_SH = back_SH = y.new_empty(relay.sent.num_rows, y.shape[1])
+        tag = relay.helper.tag()
+        self._crossing: Pending[Work | None] = Pending.ready(None)
+        if relay.rail.size > 1:
+            far = self._summed(y, near, near + sum(relay.onward.received))
+            came = y.new_empty(relay.forwarded.num_rows, y.shape[1])
+            inside = exchange_start(far, came, relay.node, *relay.onward.back(), tag=tag)
+
+            def carry_on() -> Work | None:
+                _wait(inside)
+                away = sum_rows(came, relay.forwarded)
+                into = back_SH[num_own:]
+                return exchange_start(away, into, relay.rail, *relay.across.back(), tag=tag)
+
+            self._crossing = relay.helper.carry_on(carry_on, y.device)
+        own = self._summed(y, 0, near)
+        into = back_SH[:num_own]
+        self._staying = exchange_start(own, into, relay.node, *relay.own.back(), tag=tag)
+
+    def _summed(self, y: Tensor, start: int, stop: int) -> Tensor:
+        """Received rows `start` to `stop`."""
+        if self.by_expert is None:
+            return y[start:stop]
+        return sum_rows_between(y, self.by_expert, start, stop)
+
+    def finish(self) -> Tensor:
+        _wait(self._crossing.wait())
+        _wait(self._staying)
+        back_SH = self._back_SH
+        del self._back_SH, self._crossing, self._staying
+        return sum_rows(back_SH, self.relay.sent)
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def plan_relay(
+    experts_TK: Tensor,
+    owner: int,
+    num_local: int,
+    rail: Axis,
+    node: Axis,
+    helper: Helper,
+    *,
+    caller: str,
+) -> tuple[Relay, Tensor]:
+    """The relay that brings each token to the ranks of its experts, and what it will bring here.
+
+    Exchanges a count per pair of ranks and hop, and ids once per row. The second result tells of
+    each received row its experts, counted from this rank's first one (-1 elsewhere), and behind
+    them its owner (int32 [N, K + 1]).
+    """
+    owner_T1 = experts_TK.new_full((len(experts_TK), 1), owner)
+    ids = torch.cat([experts_TK, owner_T1], dim=1).to(torch.int32)
+    visits_TR = _visits(ids, num_local * node.size, rail.size)
+    _, tokens = visits_TR.t().nonzero(as_tuple=True)  # by node, then by token
+    sent_R = visits_TR.sum(0)
+    across = _splits(sent_R, collectives.exchange_counts(sent_R, rail, caller=caller))
+    ids_M = collectives.all_to_all(ids[tokens], rail, *across, caller=caller)
+    ids_M = _local(ids_M, rail.index, num_local * node.size)
+    # Tokens of this rank are a block among them.
+    first, num_staying = sum(across.received[: rail.index]), across.received[rail.index]
+    is_own_M = torch.zeros(len(ids_M), dtype=torch.bool, device=ids_M.device)
+    is_own_M[first : first + num_staying] = True
+    visits_MN = _visits(ids_M, num_local, node.size)
+    parts = [
+        (visits_MN & mask[:, None]).t().nonzero(as_tuple=True) for mask in (is_own_M, ~is_own_M)
+    ]
+    sent_N2 = torch.stack([torch.bincount(rank, minlength=node.size) for rank, _ in parts], dim=1)
+    # Two counts travel as one number.
+    packed_N = sent_N2.to(torch.int32).view(torch.int64)[:, 0]
+    packed_N = collectives.exchange_counts(packed_N, node, caller=caller)
+    received_N2 = packed_N[:, None].view(torch.int32).to(torch.int64)
+    ids_N = _send_ids(ids_M, parts, sent_N2, received_N2, node, caller)
+    stay = sum(across.sent[: rail.index])
+    staying, away = tokens[stay : stay + num_staying], across.sent.copy()
+    away[rail.index] = 0
+    came = across.received.copy()
+    came[rail.index] = 0
+    rows_M = parts[1][1]
+    tokens = torch.cat([tokens[:stay], tokens[stay + num_staying :]])
+    relay = Relay(
+        rail=rail,
+        node=node,
+        sent=map_from_sources(torch.cat([staying[parts[0][1] - first], tokens]), len(experts_TK)),
+        own=_splits(sent_N2[:, 0], received_N2[:, 0]),
+        across=Splits(away, came),
+        forwarded=map_from_sources(rows_M - (rows_M > first) * num_staying, sum(came)),
+        onward=_splits(sent_N2[:, 1], received_N2[:, 1]),
+        num_staying=num_staying,
+        helper=helper,
+    )
+    return relay, _local(ids_N, node.index, num_local)
+
+
+def _send_ids(
+    ids_M: Tensor,
+    parts: list[tuple[Tensor, ...]],
+    sent_N2: Tensor,
+    received_N2: Tensor,
+    node: Axis,
+    caller: str,
+) -> Tensor:
+    """Both parts in one exchange; on arrival those of this node's tokens come first."""
+    (own_rank, own_M), (onward_rank, onward_M) = parts
+    order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
+    rows_M = torch.cat([own_M, onward_M])[order]
+    splits = _splits(sent_N2.sum(1), received_N2.sum(1))
+    received = collectives.all_to_all(ids_M[rows_M], node, *splits, caller=caller)
+    part = torch.arange(2, device=ids_M.device).repeat(node.size)
+    part_N = torch.repeat_interleave(part, received_N2.flatten())
+    return received[torch.argsort(part_N, stable=True)]
+
+
+def _visits(ids: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
+    """[rows, parts]: whether a row has an expert in each of `num_parts` equal parts."""
+    experts = ids[:, :-1]
+    part = torch.where(experts < 0, -1, experts // experts_per_part)
+    parts = torch.arange(num_parts, dtype=torch.int32, device=ids.device)
+    return (part[:, :, None] == parts).any(1)
+
+
+def _local(ids: Tensor, index: int, experts_per_part: int) -> Tensor:
+    """Experts counted from the first of part `index`, -1 where they are in another."""
+    local = ids[:, :-1] - index * experts_per_part
+    local = local.masked_fill((local < 0) | (local >= experts_per_part), -1)
+    return torch.cat([local, ids[:, -1:]], dim=1)
+
+
+def _splits(sent: Tensor, received: Tensor) -> Splits:
+    return Splits(*torch.stack([sent, received]).tolist())
