@@ -26,6 +26,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -35,9 +36,14 @@ from moemesh.comm.mesh import Axis, Mesh
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
-PROBE_BYTES = 1 << 18
+PROBE_BYTES = 1 << 19
 COPY_BYTES = 1 << 22
-PROBE_ROUNDS = 5
+PROBE_ROUNDS = 7
+#: Exchanges in a row: ranks that share cores start late, the first of them more than the rest.
+PROBE_REPEATS = 4
+#: Two hops are taken where they are predicted to need at most this share of the best single hop:
+#: the second plan and its messages cost processor time that is not predicted.
+TWO_HOP_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,23 +146,29 @@ def measure_copying(row_bytes: int, mesh: Mesh) -> float:
     mixed = permutation((places % 2) * (num_rows // 2) + places // 2)
     pairs = map_from_sources(places // 2, num_rows // 2)
 
-    def copy() -> float:
-        return float(gather_rows(rows, mixed)[0, 0] + sum_rows(rows, pairs)[0, 0])
+    def copy() -> None:
+        (gather_rows(rows, mixed)[0, 0] + sum_rows(rows, pairs)[0, 0]).item()
 
-    barrier(mesh["world"])
-    return _best(copy) / (2 * num_rows * width * 4)
+    return _median(copy, before=lambda: barrier(mesh["world"])) / (2 * num_rows * width * 4)
 
 
-def measure_link(axis: Axis) -> Link:
-    """Latency and bandwidth of an all-to-all over `axis`; every rank of it calls."""
+def measure_link(axis: Axis, mesh: Mesh) -> Link:
+    """Latency and bandwidth of an all-to-all over `axis`; every rank of the mesh calls.
+
+    All groups of the axis exchange at a time, as they do in a layer: they may share a link.
+    """
     if axis.size == 1:
         return Link()
 
     def exchange(num_bytes: int) -> float:
         rows = torch.zeros(axis.size, num_bytes, dtype=torch.uint8, device=axis.device)
-        return _best(
-            lambda: float(transfers.all_to_all(rows, axis, phase="control", caller="auto")[0, 0])
-        )
+
+        def run() -> None:
+            for _ in range(PROBE_REPEATS):
+                # The read of one value waits for the device.
+                transfers.all_to_all(rows, axis, phase="control", caller="auto")[0, 0].item()
+
+        return _median(run, before=lambda: barrier(mesh["world"])) / PROBE_REPEATS
 
     with axis.ledger.paused():
         exchange(8)  # connections are made at the first use
@@ -165,19 +177,26 @@ def measure_link(axis: Axis) -> Link:
     return Link(latency=small, seconds_per_byte=max(large - small, 0.0) / sent)
 
 
-def _best(run: Callable[[], float]) -> float:
+def _median(run: Callable[[], None], *, before: Callable[[], None]) -> float:
     times = []
     for _ in range(PROBE_ROUNDS):
+        before()
         start = time.perf_counter()
-        run()  # the read of one value waits for the device
+        run()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return median(times)
 
 
 def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
     """The dispatcher predicted to be fastest, and all predictions; rank 0's word on every rank."""
-    inside, across = measure_link(mesh["ep_node"]), measure_link(mesh["ep_rail"])
+    inside, across = (measure_link(mesh[name], mesh) for name in ("ep_node", "ep_rail"))
     copying = measure_copying(site.result_bytes, mesh)
     predictions = predict_seconds(site, inside, across, copying)
     predictions = gather_json(predictions, mesh.control)[0]
-    return min(predictions, key=lambda name: predictions[name]), predictions
+    return fastest(predictions), predictions
+
+
+def fastest(predictions: dict[str, float]) -> str:
+    """The dispatcher to take; hierarchical only where it wins clearly."""
+    weight = {"hierarchical": 1 / TWO_HOP_SHARE}
+    return min(predictions, key=lambda name: predictions[name] * weight.get(name, 1.0))
