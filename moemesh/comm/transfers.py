@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm.mesh import Axis
+from moemesh.comm.messages import FIRST_FREE_TAG, exchange_by_messages, gather_by_messages
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.exact_gemm import tree_sum
 from moemesh.trace import wire
@@ -44,11 +45,6 @@ _FLOAT8 = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-# Tags of the messages inside all_gather and all_to_all, so that they never meet a pipeline's on the
-# same group. Messages of one tag between two ranks arrive in the order in which they were started.
-_GATHER_TAG = 7401
-_EXCHANGE_TAG = 7402
-_FIRST_FREE_TAG = 1 << 21
 # gloo's own all_to_all up to these sizes, which every rank must know alike: bytes of all rows where
 # blocks are equal, else bytes of one row (weights and ids, whatever their number).
 _FEW_BYTES = 1 << 16
@@ -59,19 +55,6 @@ class Work(Protocol):
     """Something that the backend carries out meanwhile."""
 
     def wait(self) -> object: ...
-
-
-class _Messages:
-    """Several messages as one piece of work; holds the rows that are being sent."""
-
-    def __init__(self, works: list[dist.Work | None], sent: Tensor) -> None:
-        self._works, self._sent = works, sent
-
-    def wait(self) -> None:
-        for work in self._works:
-            assert work is not None
-            work.wait()
-        self._works.clear()
 
 
 def all_gather(
@@ -99,7 +82,7 @@ def all_gather_start(
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:])
     if not _is_nccl(axis):
-        return gathered, _gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
+        return gathered, gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
     if len(set(blocks)) == 1:
         return gathered, _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
     repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
@@ -141,7 +124,7 @@ def reduce_scatter_start(
     if _is_nccl(axis):
         work = dist.all_to_all_single(rows, x, *splits[::-1], group=axis.group, async_op=True)
     else:
-        work = _exchange_by_messages(x, rows, axis, *splits)
+        work = exchange_by_messages(x, rows, axis, *splits)
     return partial(_after, work, lambda: _sum_in_rank_order(parts))
 
 
@@ -253,7 +236,7 @@ def all_to_all_start(
     if input_splits is None:
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
     if not _is_nccl(axis) and not is_small:
-        return received, _exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
+        return received, exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
     work = dist.all_to_all_single(
         _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
     )
@@ -280,8 +263,8 @@ def exchange_start(
     if _is_nccl(axis):
         splits = list(output_splits), list(input_splits)
         return dist.all_to_all_single(_raw(into), _raw(x), *splits, group=axis.group, async_op=True)
-    tag += _FIRST_FREE_TAG
-    return _exchange_by_messages(_raw(x), _raw(into), axis, input_splits, output_splits, tag)
+    splits = list(input_splits), list(output_splits)
+    return exchange_by_messages(_raw(x), _raw(into), axis, *splits, tag=tag + FIRST_FREE_TAG)
 
 
 def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: str) -> Tensor:
@@ -329,51 +312,6 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
     if len(sizes) != axis.size:
         raise ValueError(f"{len(sizes)} sizes {list(sizes)} for {axis.size} ranks of {axis.name}")
     return [int(size) for size in sizes]
-
-
-def _gather_by_messages(
-    x: Tensor, gathered: Tensor, axis: Axis, blocks: Sequence[int]
-) -> _Messages:
-    """Every rank sends its rows to each other one; both sides skip blocks without rows."""
-    into = gathered.split(list(blocks))
-    works: list[dist.Work | None] = []
-    for distance in range(1, axis.size):
-        source = (axis.index - distance) % axis.size
-        if blocks[source]:
-            works.append(
-                dist.irecv(into[source], axis.ranks[source], group=axis.group, tag=_GATHER_TAG)
-            )
-    for distance in range(1, axis.size):
-        destination = (axis.index + distance) % axis.size
-        if blocks[axis.index]:
-            works.append(dist.isend(x, axis.ranks[destination], group=axis.group, tag=_GATHER_TAG))
-    into[axis.index].copy_(x)
-    return _Messages(works, x)
-
-
-def _exchange_by_messages(
-    x: Tensor,
-    received: Tensor,
-    axis: Axis,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    tag: int = _EXCHANGE_TAG,
-) -> _Messages:
-    """Start every receive, then every send; both sides skip blocks without rows."""
-    blocks, into = x.split(list(inputs)), received.split(list(outputs))
-    works: list[dist.Work | None] = []
-    for distance in range(1, axis.size):
-        source = (axis.index - distance) % axis.size
-        if outputs[source] and into[source].numel():
-            place, rank = into[source], axis.ranks[source]
-            works.append(dist.irecv(place, rank, group=axis.group, tag=tag))
-    for distance in range(1, axis.size):
-        destination = (axis.index + distance) % axis.size
-        if inputs[destination] and blocks[destination].numel():
-            block, rank = blocks[destination], axis.ranks[destination]
-            works.append(dist.isend(block, rank, group=axis.group, tag=tag))
-    into[axis.index].copy_(blocks[axis.index])
-    return _Messages(works, x)
 
 
 def _sum_in_rank_order(partial: Tensor) -> Tensor:

@@ -52,15 +52,16 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     )
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """Settings that are legal and probably not what was meant, a sentence each."""
+def remarks(config: RunConfig, ranks_on_cpu: int = 0) -> Iterator[str]:
+    """Settings that are legal and probably not what was meant, a sentence each; `ranks_on_cpu`
+    share the cores of this machine."""
     plan = config.plan
     yield from _idle_keys(plan)
     if plan.pp > 1:
         yield from _bubble(plan)
     cores = os.cpu_count() or 1
-    if config.train.device == "cpu" and plan.world_size > RANKS_PER_CORE * cores:
-        yield f"{plan.world_size} ranks share {cores} cores: right results, but no speed to measure"
+    if ranks_on_cpu > RANKS_PER_CORE * cores:
+        yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
 
 
 def _idle_keys(plan: Plan) -> Iterator[str]:
@@ -69,8 +70,10 @@ def _idle_keys(plan: Plan) -> Iterator[str]:
         for name in ("schedule", "stages_per_rank"):
             if (value := getattr(plan, name)) != getattr(defaults, name):
                 yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
-    if plan.ep == 1:
-        for name in ("spare_slots", "dispatcher", "payload"):
+    if plan.ep == 1 and plan.spare_slots:
+        yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
+    if plan.ep * plan.etp == 1:
+        for name in ("dispatcher", "payload"):
             if (value := getattr(plan, name)) != getattr(defaults, name):
                 yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
 

@@ -47,7 +47,8 @@ def train(job: Job) -> int:
     """Train to the last step, or until asked to stop. Returns the process's exit code."""
     config, mesh, console = job.config, job.mesh, job.console
     console.say(banner(config, job.folder.path, job.samples, mesh.device))
-    for remark in remarks(config):
+    ranks_here = mesh.layout.ranks_per_node or mesh.world_size
+    for remark in remarks(config, ranks_here if mesh.device.type == "cpu" else 0):
         console.say(f"note: {remark}")
     parallel = parallelize(
         config.model,

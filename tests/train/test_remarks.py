@@ -30,6 +30,13 @@ def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words
     assert words in remark
 
 
+def test_many_ranks_on_few_cores() -> None:
+    config = load_run([], ["plan.dp=2"], {}).config
+    assert list(remarks(config, 2)) == []
+    (remark,) = remarks(config, 100_000)
+    assert "100000 ranks share" in remark
+
+
 def test_streams_that_never_drain_have_no_bubble_of_a_step() -> None:
     assert said("plan.pp=4", "plan.schedule=pipedream") == []
 
