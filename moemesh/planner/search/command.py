@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -248,18 +249,23 @@ def table(planned: Planned, source: Mapping[str, Any]) -> str:
     parts = ("states", "activations", "logits", "working")
     held = ", ".join(f"{name} {format_bytes(round(getattr(memory, name)))}" for name in parts)
     lines += ["", f"memory of pipeline rank {memory.rank}: {held}"]
-    lines.append(f"binding: {planned.advice.binding}")
-    lines += [f"why not {line}" for line in planned.advice.why_not]
+    lines += _wrapped(f"binding: {planned.advice.binding}")
+    for line in planned.advice.why_not:
+        lines += _wrapped(f"why not {line}")
     certificate = planned.certificate
     gap = best.seconds / certificate.lower_bound_seconds - 1
     lines += [
         "",
-        f"certificate: {certificate.examined:,} layouts examined; none of them that fits is faster "
-        f"under this model (lower bound {certificate.lower_bound_seconds:.3f} s, gap {gap:.1%}); "
-        f"computing alone takes {certificate.compute_floor_seconds:.3f} s",
-        "left out: "
-        + "; ".join(f"{name} {count:,}" for name, count in certificate.rejected.items()),
-        "assumed: " + "; ".join(certificate.assumptions),
+        *_wrapped(
+            f"certificate: {certificate.examined:,} layouts examined; none of them that fits is "
+            f"faster under this model (lower bound {certificate.lower_bound_seconds:.3f} s, gap "
+            f"{gap:.1%}); computing alone takes {certificate.compute_floor_seconds:.3f} s"
+        ),
+        *_wrapped(
+            "left out: "
+            + "; ".join(f"{name} {count:,}" for name, count in certificate.rejected.items())
+        ),
+        *_wrapped("assumed: " + "; ".join(certificate.assumptions)),
         "",
         train_command(best.layout, source),
     ]
@@ -268,6 +274,11 @@ def table(planned: Planned, source: Mapping[str, Any]) -> str:
         if untrained_keys(plan_keys(best.layout)):
             lines.append("the best of what it trains: the same call with --trainable")
     return "\n".join(lines)
+
+
+def _wrapped(line: str) -> list[str]:
+    """Lines of at most 100 columns."""
+    return textwrap.wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _count(number: int, what: str) -> str:
