@@ -27,7 +27,7 @@ test-slow: $(VENV)/ready
 check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright -p .
 	$(BIN)/lint-imports
 
 format: $(VENV)/ready
