@@ -2,7 +2,7 @@
 
 A `Mesh` is passed in, never a global; one process can hold several. Groups are cached by their
 ranks: an axis that spans the same ranks as another (ep and tp, say) shares its group, an axis over
-all ranks is the world group, and an axis of size 1 has no group at all.
+all ranks has the group that the mesh was made of, and an axis of size 1 has no group at all.
 """
 
 from __future__ import annotations
@@ -40,9 +40,43 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    @cached_property
+    def backend(self) -> str:
+        """The name of the backend that moves the tensors of `device`: "gloo", "nccl"."""
+        assert self.group is not None, "an axis of one rank has no backend"
+        return self.group._get_backend(self.device).name()
+
+    @classmethod
+    def from_group(
+        cls,
+        group: ProcessGroup | DeviceMesh,
+        name: str = "group",
+        *,
+        device: torch.device | str | None = None,
+        ledger: Ledger | None = None,
+    ) -> Axis:
+        """The ranks of an existing process group, or of a DeviceMesh of one dimension.
+
+        `device` defaults to the current CUDA device for NCCL, to the CPU for other backends.
+        Raises ValueError on a rank that is not in the group.
+        """
+        group = _process_group(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return cls(
+            name=name,
+            ranks=ranks,
+            index=dist.get_rank(group),
+            group=group if len(ranks) > 1 else None,
+            device=_device_of(group, device),
+            ledger=Ledger() if ledger is None else ledger,
+        )
+
 
 class Mesh:
-    """All axes of a `Layout` (the names of `moemesh.config.layout.AXES`) for one rank."""
+    """All axes of a `Layout` (the names of `moemesh.config.layout.AXES`) for one rank.
+
+    `rank` counts from 0 among the ranks of the mesh; the `ranks` of its axes are global ones.
+    """
 
     def __init__(
         self,
@@ -51,9 +85,12 @@ class Mesh:
         device: torch.device,
         groups: dict[tuple[int, ...], ProcessGroup | None],
         control_group: ProcessGroup | None,
+        global_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Use :meth:`create` or :meth:`single`; `groups` are this rank's, by their ranks."""
+        """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups` are this rank's, by
+        their ranks in the mesh; ``global_ranks[rank]`` defaults to ``rank``."""
         self.layout = layout
+        self._global_ranks = global_ranks or tuple(range(layout.world_size))
         self.rank = rank
         self.device = device
         self.ledger = Ledger()
@@ -80,24 +117,59 @@ class Mesh:
         Raises ValueError when the layout's world size is not the number of running ranks.
         """
         assert dist.is_initialized(), "Mesh.create needs a process group (or use Mesh.single)"
-        if layout.world_size != dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return cls.from_group(dist.group.WORLD, layout, device)
+
+    @classmethod
+    def from_group(
+        cls,
+        group: ProcessGroup | DeviceMesh,
+        layout: Layout | None = None,
+        device: torch.device | str | None = None,
+    ) -> Mesh:
+        """A mesh over the ranks of an existing group, or of a DeviceMesh of one dimension; all
+        ranks of the group call this at the same point, and no others need to.
+
+        `layout` defaults to experts over all ranks (ep = dp = size); `device` is as in
+        :meth:`Axis.from_group`. Raises ValueError when the layout has another number of ranks.
+        """
+        whole = Axis.from_group(group, device=device)
+        layout = layout or Layout(dp=whole.size, ep=whole.size)
+        if layout.world_size != whole.size:
             raise ValueError(
-                f"the layout needs {layout.world_size} ranks, {dist.get_world_size()} are running"
+                f"the layout needs {layout.world_size} ranks, {whole.size} are running"
             )
-        device, rank = torch.device(device), dist.get_rank()
-        timeout = _world_timeout(device)
-        groups: dict[tuple[int, ...], ProcessGroup | None] = {
-            tuple(range(layout.world_size)): dist.group.WORLD
-        }
+        group = _process_group(group)
+        # Ranks outside of the group take no part in making those inside of it.
+        is_local = group is not dist.group.WORLD
+        if is_local and layout.pp > 1:
+            raise ValueError(f"a pipeline (pp = {layout.pp}) needs a mesh over all ranks")
+        timeout = _timeout(group, whole.device)
+        groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(whole.size)): whole.group}
         for name in AXES:
             for ranks in layout.groups(name):
-                if len(ranks) > 1 and ranks not in groups:
-                    group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
-                    groups[ranks] = group if rank in ranks else None
+                if len(ranks) == 1 or ranks in groups:
+                    continue
+                groups[ranks] = None
+                is_member = whole.index in ranks
+                if is_member or not is_local:
+                    made = dist.new_group(
+                        [whole.ranks[rank] for rank in ranks],
+                        timeout=timeout,
+                        use_local_synchronization=is_local,
+                        group_desc=name,
+                    )
+                    groups[ranks] = made if is_member else None
         control_group = None
-        if dist.get_backend() != "gloo" and layout.world_size > 1:
-            control_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-        return cls(layout, rank, device, groups, control_group)
+        if whole.size > 1 and whole.backend != "gloo":
+            control_group = dist.new_group(
+                list(whole.ranks),
+                backend="gloo",
+                timeout=timeout,
+                use_local_synchronization=is_local,
+                group_desc="control",
+            )
+        return cls(layout, whole.index, whole.device, groups, control_group, whole.ranks)
 
     @classmethod
     def single(cls, device: torch.device | str) -> Mesh:
@@ -115,46 +187,41 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.layout}, {self.device})"
 
-    @cached_property
-    def dense(self) -> DeviceMesh:
-        """The (pp, dp, cp, tp) view as a torch DeviceMesh. Needs a process group."""
-        return self._view("dense")
-
-    @cached_property
-    def expert(self) -> DeviceMesh:
-        """The (pp, edp, ep, etp) view as a torch DeviceMesh. Needs a process group."""
-        return self._view("expert")
-
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         return Axis(
             name=name,
-            ranks=ranks,
+            ranks=tuple(self._global_ranks[rank] for rank in ranks),
             index=ranks.index(self.rank),
             group=self._groups[ranks] if len(ranks) > 1 else None,
             device=self.device,
             ledger=self.ledger,
         )
 
-    def _view(self, view: str) -> DeviceMesh:
-        degrees = self.layout.dimensions(view)
-        groups = [self[name].group or self._alone for name in degrees]
-        ranks = torch.arange(self.world_size).reshape(tuple(degrees.values()))
-        return DeviceMesh.from_group(
-            groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(degrees)
-        )
 
-    @cached_property
-    def _alone(self) -> ProcessGroup:
-        """A group of this rank only: DeviceMesh wants one for every dimension of size 1."""
-        if self.world_size == 1:
-            assert dist.group.WORLD is not None, "a DeviceMesh needs a process group"
-            return dist.group.WORLD
-        # Synchronised locally, that is not at all: ranks may ask for their views at any time.
-        return dist.new_group([self.rank], use_local_synchronization=True, group_desc="alone")
+def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"a DeviceMesh of one dimension is needed, this one has {group.ndim}: "
+                f"choose one of {', '.join(map(str, names))}"
+            )
+        return group.get_group()
+    # Other ranks get a number in place of the group (dist.GroupMember.NON_GROUP_MEMBER).
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"rank {dist.get_rank()} is not in the group")
+    return group
 
 
-def _world_timeout(device: torch.device) -> timedelta:
-    """The timeout that the world group was made with; new groups would fall back to torch's own."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world._get_backend(device).options._timeout
+def _device_of(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    cuda = torch.device("cuda")
+    if cuda in group._device_types and group._get_backend(cuda).name() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout that the group was made with; new groups would fall back to torch's default."""
+    return group._get_backend(device).options._timeout

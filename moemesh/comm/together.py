@@ -48,7 +48,8 @@ def run_together(
     """
     if mesh.world_size == 1:
         return [_outcome(work)]
-    store = dist.PrefixStore(f"moemesh/together/{name}", _get_default_store())
+    ranks = "-".join(map(str, mesh["world"].ranks))
+    store = dist.PrefixStore(f"moemesh/consensus/{name}/{ranks}", _get_default_store())
     call = store.add(f"calls/{mesh.rank}", 1)
     store = dist.PrefixStore(f"call/{call}", store)
     deadline = time.monotonic() + timeout_seconds

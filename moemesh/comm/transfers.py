@@ -338,4 +338,4 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _is_nccl(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "nccl"
+    return axis.backend == "nccl"

@@ -1,13 +1,15 @@
-"""Axes, shared groups, DeviceMesh views, and what a mesh refuses."""
+"""Axes, shared groups, meshes over existing groups, and the layouts that a mesh refuses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
 
-from moemesh.comm.mesh import Mesh
+from moemesh.comm import collectives
+from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.together import run_together
 from moemesh.config.layout import AXES, Layout
 from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
 
@@ -45,25 +47,56 @@ def test_every_axis_has_its_group_and_equal_groups_are_one(layout):
     mesh_on_ranks(layout, look)
 
 
-def views(mesh: Mesh) -> None:
-    for view, name in ((mesh.dense, "dense"), (mesh.expert, "expert")):
-        degrees = mesh.layout.dimensions(name)
-        assert view.mesh_dim_names == tuple(degrees)
-        assert tuple(view.shape) == tuple(degrees.values())
-        assert list(view.get_coordinate()) == [mesh.coordinates[axis] for axis in degrees]
-        for axis in degrees:
-            if mesh[axis].size > 1:
-                assert view.get_group(axis) is mesh[axis].group
-    flat = torch.arange(8.0)
-    shards = [Replicate(), Replicate(), Replicate(), Shard(0)]
-    tp = mesh["tp"]
-    sharded = DTensor.from_local(flat.chunk(tp.size)[tp.index], mesh.dense, shards)
-    assert torch.equal(sharded.full_tensor(), flat)
+def from_groups(rank: int) -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own, other = halves[rank % 2], halves[1 - rank % 2]
+    axis = Axis.from_group(own, "experts")
+    assert (axis.name, axis.ranks) == ("experts", (rank % 2, rank % 2 + 2))
+    assert (axis.index, axis.size, axis.group) == (rank // 2, 2, own)
+    assert (axis.device, axis.backend) == (torch.device("cpu"), "gloo")
+    gathered = collectives.all_gather(torch.tensor([rank]), axis, caller="t")
+    assert gathered.tolist() == list(axis.ranks) and len(axis.ledger) == 1
+    assert Axis.from_group(init_device_mesh("cpu", (4,)), ledger=axis.ledger).ranks == (0, 1, 2, 3)
+    alone = Axis.from_group(dist.new_group([rank], use_local_synchronization=True))
+    assert alone.size == 1 and alone.group is None
+    # The two halves build their meshes independently of one another, in different layouts.
+    layout = Layout(dp=2, ep=2) if rank % 2 else Layout(tp=2, ep=2, ranks_per_node=1)
+    mesh = Mesh.from_group(own, layout)
+    assert mesh["ep"].group is own and mesh["ep"].ranks == axis.ranks
+    assert mesh.rank == rank // 2 and mesh.control is mesh["world"]
+    assert [mesh[name].size for name in ("dp", "tp", "ep_rail")] == (
+        [2, 1, 1] if rank % 2 else [1, 2, 2]
+    )
+    assert [o.problem for o in run_together(lambda: None, mesh, name="t", timeout_seconds=20)] == [
+        None,
+        None,
+    ]
+    with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
+        Axis.from_group(other)
+    with pytest.raises(ValueError, match="has 2: choose one of dp, ep"):
+        Axis.from_group(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    with pytest.raises(ValueError, match="the layout needs 4 ranks, 2 are running"):
+        Mesh.from_group(own, Layout(dp=4))
+    with pytest.raises(ValueError, match="pp = 2"):
+        Mesh.from_group(own, Layout(pp=2))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout()])
-def test_device_mesh_views_use_the_same_groups(layout):
-    mesh_on_ranks(layout, views)
+def test_axes_and_meshes_over_groups_of_the_users_own():
+    run_on_ranks(4, from_groups)
+
+
+def subgroups(mesh: Mesh) -> None:
+    part = Mesh.from_group(mesh["dp"].group, Layout(dp=4, ep=2))
+    pair = [0, 1] if part.rank < 2 else [2, 3]
+    assert part["ep"].ranks == tuple(mesh["dp"].ranks[index] for index in pair)
+    total = torch.tensor([mesh.rank])
+    dist.all_reduce(total, group=part["edp"].group)
+    assert total.item() == sum(part["edp"].ranks)
+
+
+@pytest.mark.slow
+def test_a_mesh_inside_one_axis_of_another():
+    mesh_on_ranks(Layout(pp=2, dp=4), subgroups)
 
 
 def timeouts(rank: int) -> None:
