@@ -24,6 +24,9 @@ def show_schedule(
     wgrad: Annotated[str, typer.Option(help="Likewise, weight-gradient half.")] = "1",
     block: Annotated[str | None, typer.Option(help="Of a forward with a backward.")] = None,
     comm: Annotated[str, typer.Option(help="Of a message between two ranks.")] = "0",
+    costs: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Times that a run has measured.")
+    ] = None,
     weight_memory: Annotated[
         str, typer.Option(help="Share of the activations that weight gradients need.")
     ] = "1",
@@ -65,6 +68,7 @@ def show_schedule(
         wgrad=wgrad,
         block=block,
         comm=comm,
+        run=costs,
         weight_memory=weight_memory,
         memory_cap=memory_cap,
         relaxed=relaxed,
@@ -88,3 +92,5 @@ def show_schedule(
 
     picture = timeline_text.draw(found.simulation.timeline)
     typer.echo(picture if as_text else command.table(found, picture))
+    if save is not None and not as_text:
+        typer.echo(command.saved(found.schedule, save))

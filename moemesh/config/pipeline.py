@@ -15,12 +15,24 @@ V_SCHEDULES = ("zb_v", "dualpipe_v")
 #: Schedules of two pipes: two ranks hold every stage, and sum its gradients.
 MIRRORED_SCHEDULES = ("chimera", "dualpipe")
 
+#: Endings by which a schedule in a file is known; any other file is named with a slash.
+SCHEDULE_FILES = (".txt", ".csv")
+
+
+def is_schedule_file(name: str) -> bool:
+    """Whether `name` stands for a file and not for a schedule that has a generator."""
+    return name.endswith(SCHEDULE_FILES) or "/" in name
+
 
 class PipelinedPlan(Protocol):
     """What the rules read of a plan."""
 
     @property
     def schedule(self) -> str: ...
+    @property
+    def schedule_costs(self) -> str: ...
+    @property
+    def schedule_memory_cap(self) -> float | None: ...
     @property
     def pp(self) -> int: ...
     @property
@@ -39,7 +51,7 @@ def pipeline_problems(
     plan: PipelinedPlan, model: ModelConfig | None, seq_len: int | None
 ) -> list[Problem]:
     """Everything that is wrong with them. A length or model that is not known breaks no rule."""
-    problems = _slice_rules(plan, seq_len) + _validation_rules(plan)
+    problems = _slice_rules(plan, seq_len) + _validation_rules(plan) + _search_rules(plan)
     return problems if model is None else problems + _stage_rules(plan, model)
 
 
@@ -65,9 +77,33 @@ def _validation_rules(plan: PipelinedPlan) -> list[Problem]:
     return [_problem(plan, "conflict", "optimizer_validation", message, fix, *keys)]
 
 
+def _search_rules(plan: PipelinedPlan) -> list[Problem]:
+    """Only the automatic scheduler reads costs and a memory cap."""
+    if plan.schedule == "search":
+        return []
+    given = [
+        name
+        for name, default in (("schedule_costs", "estimated"), ("schedule_memory_cap", None))
+        if getattr(plan, name) != default
+    ]
+    fix = "leave {} out, or schedule = search"
+    message = "{} belongs to schedule = search, not {}"
+    return [
+        _problem(
+            plan,
+            "conflict",
+            name,
+            message.format(name, plan.schedule),
+            fix.format(name),
+            "plan.schedule",
+        )
+        for name in given
+    ]
+
+
 def _slice_rules(plan: PipelinedPlan, seq_len: int | None) -> list[Problem]:
-    """Only one schedule cuts sequences, and no slice may be empty."""
-    if plan.schedule != "terapipe":
+    """Only one schedule, or a file, cuts sequences, and no slice may be empty."""
+    if plan.schedule != "terapipe" and not is_schedule_file(plan.schedule):
         if plan.slices is None:
             return []
         message = f"slices belongs to schedule = terapipe, not {plan.schedule}"

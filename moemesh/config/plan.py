@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from math import ceil, gcd
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from moemesh.config.asynchronous import asynchronous_problems
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.config.pipeline import V_SCHEDULES, pipeline_problems
+from moemesh.config.pipeline import V_SCHEDULES, is_schedule_file, pipeline_problems
 from moemesh.config.section import (
     COUNT,
+    POSITIVE,
     SIZE,
     Range,
     Section,
@@ -43,6 +44,16 @@ ScheduleName = Literal[
     "pipedream_2bw",
     "ampnet",
 ]
+
+
+def _schedule_file(name: str) -> str:
+    if not is_schedule_file(name):
+        raise ValueError("neither the name of a schedule nor a file")
+    return name
+
+
+#: A file that ``moemesh schedule --save`` wrote: text, or .csv.
+ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
 OptimizerValidation = Literal["before", "after"]
 AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
@@ -73,7 +84,13 @@ class Plan(Section):
     combine: Combine = "fast"
     payload: Payload = "same"
     dispatch_chunks: int = 1
-    schedule: ScheduleName = "1f1b"
+    #: A name, a file of a schedule, or "search" for the best order that the automatic scheduler
+    #: finds for the costs of this plan.
+    schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
+    #: search: where operation times come from: "estimated" from the model, or the folder of a run.
+    schedule_costs: str = "estimated"
+    #: search: most activation on a rank, in microbatches on its share of layers; None: no bound.
+    schedule_memory_cap: float | None = None
     stages_per_rank: int = 1
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
     layers_per_stage: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
@@ -113,6 +130,7 @@ class Plan(Section):
         "update_window": SIZE,
         "max_in_flight": SIZE,
         "slices": SIZE,
+        "schedule_memory_cap": POSITIVE,
         "spare_slots": COUNT,
         "ranks_per_node": SIZE,
     }
@@ -147,7 +165,7 @@ class Plan(Section):
     @property
     def num_slices(self) -> int:
         """Slices into which a sequence is cut on its way through the pipeline."""
-        return (self.slices or self.pp) if self.schedule == "terapipe" else 1
+        return (self.slices or self.pp) if self.schedule == "terapipe" else self.slices or 1
 
     @property
     def num_update_microbatches(self) -> int:

@@ -247,8 +247,11 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
 
 
 def choices_of(annotation: object) -> tuple[str, ...]:
-    """The names a Literal allows; empty for any other type."""
-    return tuple(choice for choice in get_args(annotation) if isinstance(choice, str))
+    """The names that a Literal, or a union with one, allows; empty for any other type."""
+    names: list[str] = []
+    for choice in get_args(annotation):
+        names += [choice] if isinstance(choice, str) else choices_of(choice)
+    return tuple(names)
 
 
 def _close(word: str, names: Iterable[str], cutoff: float) -> list[str]:

@@ -33,6 +33,7 @@ from moemesh.parallel.recompute import set_recompute
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary
 from moemesh.parallel.tensor.tokens import ShardedTokens
 from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
 
@@ -69,14 +70,15 @@ def parallelize(
     seed: int,
     dtype: torch.dtype,
     tokens_per_rank: int,
+    schedule: Schedule | None = None,
 ) -> ParallelModel:
     """Build this rank's part of the model; on a mesh of one rank that is the plain model.
 
     `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
-    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. Raises
-    ValueError when the plan's schedule cannot be made, with the numbers.
+    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. `schedule`
+    None makes that of the plan. Raises ValueError when it cannot be made, with the numbers.
     """
-    schedule = build_step(plan)
+    schedule = schedule or build_step(plan, config)
     parts = stage_parts(config, plan, schedule)
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import ceil
+from typing import get_args
 
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan, ScheduleName
 from moemesh.config.stages import cut_layers
@@ -25,8 +26,15 @@ def from_plan(
 ) -> PlannedLayout:
     """What `moemesh train` does under `plan`: fp32 gradients, flash attention, fused loss.
 
-    With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be.
+    With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be, and
+    for a plan whose schedule has no name: closed forms are those of names.
     """
+    name = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
+    if name is None:
+        raise UserError(
+            f"schedule = {plan.schedule} has no formulas to be priced by: give the name of a "
+            "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
+        )
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
@@ -43,7 +51,7 @@ def from_plan(
         seq_len=seq_len,
         global_batch=global_batch,
         microbatch=max(share, 1),
-        schedule=plan.schedule,
+        schedule=name,
         stages_per_rank=plan.stages_per_rank,
         layers_per_stage=layers_per_stage,
         attention_exit=plan.attention_exit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from moemesh.schedule.costs import Costs
 from moemesh.schedule.files import load
 from moemesh.schedule.one_f_one_b import one_f_one_b
 from moemesh.schedule.simulate import Simulation, simulate
+from moemesh.schedule.stage_times import costs_of_run
 from moemesh.schedule.versions import versions
 
 #: A cost on the command line: one number for all stages, or one for each with commas.
@@ -28,7 +29,8 @@ LINE = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The words of the command line. Costs are texts: a number, or one per stage with commas."""
+    """The words of the command line. Costs are texts: a number, or one per stage with commas; or
+    those that `run`, the folder of a run, has measured."""
 
     name: str
     ranks: int | None = None
@@ -42,6 +44,7 @@ class Request:
     wgrad: str = "1"
     block: str | None = None
     comm: str = "0"
+    run: Path | None = None
     weight_memory: str = "1"
     memory_cap: str | None = None
     relaxed: bool = False
@@ -110,7 +113,11 @@ def answer(request: Request) -> Answer:
         if problems:
             raise UserError(_joined(problems))
         simulation = simulate(
-            schedule, costs, relax_wrap=request.relaxed, weight_memory=held, unit="ticks"
+            schedule,
+            costs,
+            relax_wrap=request.relaxed,
+            weight_memory=held,
+            unit="ticks" if request.run is None else "seconds",
         )
     except ValueError as error:
         # Costs for another number of stages, say: all of these are the user's to mend.
@@ -129,6 +136,23 @@ def answer(request: Request) -> Answer:
         notes=notes,
         bound=bound,
     )
+
+
+def saved(schedule: Schedule, path: Path) -> str:
+    """What to say of a schedule that was written to `path`: how to train with it."""
+    if schedule.update is not None:
+        return f"saved to {path}"
+    keys = {
+        "pp": (schedule.num_ranks, 1),
+        "stages_per_rank": (schedule.stages_per_rank, 1),
+        "microbatches": (schedule.total_microbatches, 1),
+        "slices": (schedule.num_slices, 1),
+        "schedule": (path, None),
+    }
+    given = [
+        f"--set plan.{key}={value}" for key, (value, default) in keys.items() if value != default
+    ]
+    return f"saved; train with it: moemesh train {' '.join(given)}"
 
 
 def weight_copies(schedule: Schedule) -> tuple[int, ...]:
@@ -263,6 +287,18 @@ def _costs(request: Request, problems: list[str]) -> tuple[Costs, float]:
     if held > 1:
         problems.append(f"--weight-memory {held} is a share of the activations: at most 1")
         held = 1
+    if request.run is not None:
+        given = {
+            "--forward": request.forward != "1",
+            "--dgrad": request.dgrad != "1",
+            "--wgrad": request.wgrad != "1",
+            "--block": block is not None,
+        }
+        problems += [
+            f"{name} and --costs are both costs: keep one" for name, is_ in given.items() if is_
+        ]
+        message = _number("--comm", request.comm, problems)
+        return replace(costs_of_run(request.run), message=message), held
     costs = Costs(
         forward=_numbers("--forward", request.forward, problems),
         input_gradient=_numbers("--dgrad", request.dgrad, problems),
@@ -311,6 +347,8 @@ def _closed(request: Request, schedule: Schedule, costs: Costs, held: float) -> 
 
 
 def _costs_text(request: Request) -> str:
+    if request.run is not None:
+        return f"seconds of each stage measured by {request.run}, message {request.comm}"
     block = "" if request.block is None else f", block {request.block}"
     return (
         f"forward {request.forward}, input gradient {request.dgrad}, "

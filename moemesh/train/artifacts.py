@@ -26,8 +26,8 @@ from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.folder import RunFolder
-from moemesh.train.foreseen import simulated
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.simulated_timeline import simulated
 from moemesh.train.step import StepResult
 
 #: So many steps in a row without a finite gradient end a run: the weights cannot recover.

@@ -20,9 +20,10 @@ from moemesh.train.console import Console
 from moemesh.train.corpus import Corpus
 from moemesh.train.data import Samples
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
-from moemesh.train.folder import RunFolder, RunFolderError, compare, refuse_changes
+from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
 from moemesh.train.remarks import refuse_too_large
+from moemesh.train.run_schedule import readable, settle
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import Job
 from moemesh.train.trainer import train as train_rank
@@ -45,17 +46,18 @@ def train(
     already), and as a rank of torchrun (rank 0 locks it).
     """
     resolved = load_run([config_file] if config_file else [], overrides)
-    if problems := untrainable(resolved):
-        raise ConfigError(problems)
     config = resolved.config
     path = (out or default_folder(config_file, config)).expanduser()
+    readable_config = replace(config, plan=readable(config.plan, path))
+    if problems := untrainable(replace(resolved, config=readable_config)):
+        raise ConfigError(problems)
     if launch.launched():
         return _rank(config, RunFolder.open(path), path)
     if launch.joined():
         return _rank(config, None, path, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
     if config.train.device == "cpu" or not torch.cuda.is_available():
-        refuse_too_large(config)
+        refuse_too_large(readable_config)
     samples = open_samples(config)  # a mistake in the data is told before any process starts
     folder = _open_folder(config, path, allowed_changes)
     try:
@@ -102,11 +104,14 @@ def _open_folder(config: RunConfig, path: Path, allowed_changes: Sequence[str]) 
     folder = RunFolder.open(path, config.train.resume)
     folder.lock()
     earlier = path / "config.toml"
+    changes: list[Change] = []
     if folder.has_run and earlier.exists():
         changes = compare(earlier.read_text(encoding="utf-8"), resolved_toml(config))
         refuse_changes(changes, frozenset(allowed_changes))
         for change in changes:
             print(f"changed since the last call: {change}", flush=True)
+    for note in settle(config, folder, changes):
+        print(note, flush=True)
     return folder
 
 

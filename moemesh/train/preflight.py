@@ -31,7 +31,7 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
                 fix=f"{name} = {names}",
             )
     try:
-        build_step(config.plan)
+        build_step(config.plan, config.model, config.data.seq_len)
     except UserError as error:
         yield Problem(
             code="schedule",

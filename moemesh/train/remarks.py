@@ -9,6 +9,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.memory import format_bytes
@@ -52,13 +53,15 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     )
 
 
-def remarks(config: RunConfig, ranks_on_cpu: int = 0) -> Iterator[str]:
-    """Settings that are legal and probably not what was meant, a sentence each; `ranks_on_cpu`
-    share the cores of this machine."""
+def remarks(
+    config: RunConfig, schedule: Schedule | None = None, ranks_on_cpu: int = 0
+) -> Iterator[str]:
+    """Settings that are legal and probably not what was meant, a sentence each; `schedule`: that of
+    a step; `ranks_on_cpu` share the cores of this machine."""
     plan = config.plan
     yield from _idle_keys(plan)
     if plan.pp > 1:
-        yield from _bubble(plan)
+        yield from _bubble(plan, schedule or build_step(plan, config.model, config.data.seq_len))
     cores = os.cpu_count() or 1
     if ranks_on_cpu > RANKS_PER_CORE * cores:
         yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
@@ -78,9 +81,8 @@ def _idle_keys(plan: Plan) -> Iterator[str]:
                 yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
 
 
-def _bubble(plan: Plan) -> Iterator[str]:
+def _bubble(plan: Plan, schedule: Schedule) -> Iterator[str]:
     """How much of a step ranks wait, where that is much: more microbatches would help."""
-    schedule = build_step(plan)
     if schedule.update is not None:  # it never drains
         return
     simulation = simulate(schedule)

@@ -26,6 +26,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.remarks import remarks
+from moemesh.train.run_schedule import schedule_of_run
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import StepResult, evaluate, gradients_of_step, update
 from moemesh.train.stream import KEPT_STEPS
@@ -48,7 +49,8 @@ def train(job: Job) -> int:
     config, mesh, console = job.config, job.mesh, job.console
     console.say(banner(config, job.folder.path, job.samples, mesh.device))
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
-    for remark in remarks(config, ranks_here if mesh.device.type == "cpu" else 0):
+    schedule = schedule_of_run(config, job.folder, mesh)
+    for remark in remarks(config, schedule, ranks_here if mesh.device.type == "cpu" else 0):
         console.say(f"note: {remark}")
     parallel = parallelize(
         config.model,
@@ -57,6 +59,7 @@ def train(job: Job) -> int:
         seed=config.train.seed,
         dtype=getattr(torch, config.train.dtype),
         tokens_per_rank=config.plan.tokens_per_rank(config.data.seq_len, config.data.global_batch),
+        schedule=schedule,
     )
     optimizer = Optimizer(dict(parallel.model.named_parameters()), config.train)
     artifacts = Artifacts(job.folder, config, parallel, optimizer, console.say)

@@ -11,6 +11,7 @@ from torch import nn
 from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Part, Transformer
 from moemesh.parallel.data import GradientReducer
@@ -49,7 +50,11 @@ class Pipeline:
         self.rank = mesh["pp"].index
         self.digest = digest(schedule)
         digests = gather_json(self.digest, mesh.control)
-        assert len(set(digests)) == 1, f"ranks hold different schedules: {digests}"
+        if len(set(digests)) > 1:
+            raise UserError(
+                f"ranks hold different schedules, with the digests {', '.join(digests)}: give all "
+                "of them the same plan and, where it names a file, the same content"
+            )
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
         self.channels = Channels.create(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)

@@ -98,7 +98,7 @@ class _Step:
         self.wide = max(self.element, 4)
         self.is_uniform = routing is None
         self.routing = routing or uniform_routing(model, self.layout)
-        self.placement = StagePlacement(model, plan)
+        self.placement = StagePlacement(model, plan, seq_len)
         self.schedule = self.placement.schedule
         self.lengths = (seq_len,)
         if self.schedule.num_slices > 1:

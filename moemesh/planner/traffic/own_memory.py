@@ -62,7 +62,8 @@ def predict_memory(
     weight versions: an upper bound of the first. Raises ValueError when the plan's schedule cannot
     be made.
     """
-    placement, layout, element = StagePlacement(model, plan), plan.layout, _ELEMENT[dtype]
+    placement, layout = StagePlacement(model, plan, seq_len), plan.layout
+    element = _ELEMENT[dtype]
     wide = max(element, 4)
     weights = {True: 0, False: 0}
     gradients = states = 0

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build
+from moemesh.schedule.build import build_step
 
 #: Bytes of one bucket of gradients, as in `moemesh.parallel.data`.
 BUCKET_BYTES = 25 << 20
@@ -119,15 +118,9 @@ class StagePlacement:
     Raises ValueError, with the numbers, when there is no such schedule or cut.
     """
 
-    def __init__(self, model: ModelConfig, plan: Plan) -> None:
+    def __init__(self, model: ModelConfig, plan: Plan, seq_len: int = 0) -> None:
         self.model, self.plan = model, plan
-        self.schedule: Schedule = build(
-            plan.schedule,
-            plan.pp,
-            plan.microbatches,
-            stages_per_rank=plan.stages_per_rank,
-            **_schedule_options(plan),
-        )
+        self.schedule: Schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, self.schedule.num_stages, plan.layers_per_stage)
 
     def stages(self, pp_rank: int) -> list[int]:
@@ -152,19 +145,6 @@ class StagePlacement:
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
         return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
-
-
-def _schedule_options(plan: Plan) -> dict[str, Any]:
-    """What schedules of slices, and those of a stream, are told besides."""
-    match plan.schedule:
-        case "terapipe":
-            return {"num_slices": plan.num_slices}
-        case "pipedream_2bw":
-            return {"window": plan.num_update_microbatches}
-        case "ampnet":
-            return {"window": plan.num_update_microbatches, "max_in_flight": plan.max_in_flight}
-        case _:
-            return {}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Times of pipeline operations for the automatic scheduler: estimated from a model, or measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+from moemesh.config.errors import UserError
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.stages import cut_layers, head_cost
+from moemesh.schedule.action import Entry, Kind, Op
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.slicing import stage_costs
+from moemesh.trace.timeline import Record, Timeline
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
+    """Multiply-adds per token of each stage of the plan; messages take no time.
+
+    With W multiply-adds with weights (the head with the last stage) and A of attention scores, a
+    forward takes W + A, its input gradient W + 2 A and what `plan.recompute` computes again, its
+    weight gradient W. Raises ValueError when the model cannot be cut into the plan's stages.
+    """
+    layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
+    forward: list[float] = []
+    inputs: list[float] = []
+    weights: list[float] = []
+    for stage, (weight, per_token) in enumerate(stage_costs(model, layers)):
+        scores = per_token * (seq_len + 1) / 2
+        inner = weight - (head_cost(model) if stage == len(layers) - 1 else 0)
+        again = {"none": 0.0, "selective": scores, "full": inner + scores}[plan.recompute]
+        forward.append(weight + scores)
+        inputs.append(weight + 2 * scores + again)
+        weights.append(weight)
+    return Costs(forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+
+def measured_costs(records: Sequence[Record]) -> Costs:
+    """Median time by kind and stage; of an overlapped block by its two stages.
+
+    A kind that a stage has only run inside blocks is taken as half of them; where a backward was
+    only run whole each of its halves is half of it, where it was only run in halves it is their
+    sum. Operations of stages that are not in `records` take no time.
+    """
+    moments: dict[tuple[int, float, float], list[Record]] = {}
+    for record in records:
+        moments.setdefault((record.rank, record.start, record.end), []).append(record)
+    alone: dict[tuple[str, int], list[float]] = {}
+    blocks: dict[tuple[int, ...], list[float]] = {}
+    for (_, start, end), block in moments.items():
+        stages = [(record.kind, record.stage or 0) for record in block]
+        if len(block) == 1:
+            alone.setdefault(stages[0], []).append(end - start)
+            continue
+        blocks.setdefault(tuple(stage for _, stage in sorted(stages)), []).append(end - start)
+        for key in stages:
+            alone.setdefault(key, [])
+    halves = [time / 2 for times in blocks.values() for time in times]
+    table = {key: median(times or halves) for key, times in alone.items()}
+
+    def of(op: Op) -> float:
+        if (found := table.get((op.kind, op.stage))) is not None:
+            return found
+        if op.kind == "B":
+            return sum(table.get((half, op.stage), 0.0) for half in "IW")
+        return table.get(("B", op.stage), 0.0) / 2 if op.kind in "IW" else 0.0
+
+    def of_block(entry: Entry) -> float:
+        stages = tuple(op.stage for op in sorted(entry))
+        return median(blocks[stages]) if stages in blocks else sum(map(of, entry))
+
+    return Costs(
+        forward=of, input_gradient=of, weight_gradient=of, backward=of, overlapped=of_block
+    )
+
+
+def costs_of_run(folder: Path) -> Costs:
+    """Seconds of each stage, measured in the last step of the run in `folder`.
+
+    Raises UserError when the folder has no timeline, or one without pipeline operations.
+    """
+    path = folder / "timeline.json"
+    try:
+        timeline = Timeline.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): measured costs need the folder of a run "
+            "that has ended"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no timeline of a run: {error}") from error
+    records = [record for record in timeline.last_step().records if record.kind in KINDS]
+    if not records:
+        raise UserError(f"{path} has no operation of a pipeline stage")
+    num_stages = 1 + max(record.stage or 0 for record in records)
+    costs = measured_costs(records)
+
+    def by_stage(cost: object, kind: Kind) -> list[float]:
+        assert callable(cost)
+        return [cost(Op(kind, stage, 0)) for stage in range(num_stages)]
+
+    return Costs(
+        forward=by_stage(costs.forward, "F"),
+        input_gradient=by_stage(costs.input_gradient, "I"),
+        weight_gradient=by_stage(costs.weight_gradient, "W"),
+        backward=by_stage(costs.backward, "B"),
+    )
