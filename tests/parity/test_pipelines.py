@@ -7,13 +7,16 @@ microbatches of a weight in the order of one process, not one bit may differ.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moemesh.schedule.files import save
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
 from tests.parity.training import Shape, Trained, train
+from tests.schedule.orders import random_schedule
 
 DEEP: dict[str, dict[str, Any]] = {
     "moe": MODEL | {"num_layers": 8},
@@ -106,6 +109,58 @@ def test_reordered_sums_differ_by_rounding_only(plan: dict[str, Any]) -> None:
 def test_pipelines_join_the_other_axes(model: str, plan: dict[str, Any]) -> None:
     got = train(DEEP[model], plan, TRAIN | {"steps": 2}, SHAPE)
     assert_same(got, one_process(model, plan["microbatches"], 2))
+
+
+#: Files: name -> (placement of each pipe, microbatches of each, slices), of orders that no
+#: generator makes; and the schedules that are hand-written or searched.
+RANDOM: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int]] = {
+    "linear": (((0, 1),), (4,), 1),
+    "looped": (((0, 1, 0, 1),), (4,), 1),
+    "v of three": (((0, 1, 1, 0, 0, 1),), (3,), 1),
+    "anywhere": (((1, 0, 0, 0),), (3,), 1),
+    "two pipes": (((0, 1, 1, 0), (1, 0, 0, 1)), (2, 2), 1),
+    "slices": (((0, 1),), (3,), 2),
+}
+HAND_WRITTEN = """pipeline-schedule v1  name=mine ranks=2 stages=2 slices=1 microbatches=3
+place 0: 1 0                            # the first stage on rank 1
+rank 0: 1F0 1B0 1F2 1I2 1F1 1W2 1B1
+rank 1: 0F0 0F2 0F1 0B0 0I2 0B1 0W2
+"""
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_file_of_any_order_equals_one_process(tmp_path: Path, name: str) -> None:
+    placement, counts, slices = RANDOM[name]
+    schedule = random_schedule(placement, counts, seed=len(name), num_slices=slices)
+    plan: dict[str, Any] = {
+        "pp": 2,
+        "microbatches": schedule.total_microbatches,
+        "stages_per_rank": schedule.stages_per_rank,
+        "schedule": str(tmp_path / "random.csv"),
+        "slices": slices if slices > 1 else None,
+    }
+    save(schedule, Path(plan["schedule"]))
+    got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
+    expected = one_process("moe", plan["microbatches"])
+    assert worst_difference(got, expected) <= 1e-14
+    assert got.losses == pytest.approx(expected.losses, rel=1e-14)
+    assert got.loads == expected.loads
+
+
+def test_a_hand_written_file_equals_one_process(tmp_path: Path) -> None:
+    """On two pipelines, whose experts share ranks; microbatches out of order."""
+    path = tmp_path / "mine.txt"
+    path.write_text(HAND_WRITTEN)
+    plan = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3, "schedule": str(path)}
+    assert_same(train(DEEP["moe"], plan, TRAIN | {"steps": 2}, SHAPE), one_process("moe", 3, 2))
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_searched_schedule_equals_one_process(stages: int) -> None:
+    """The automatic scheduler keeps microbatches in order: not one bit differs."""
+    plan = {"pp": 4, "microbatches": 8, "schedule": "search", "stages_per_rank": stages}
+    got = train(DEEP["moe"], plan | {"schedule_memory_cap": 5.0}, ONE_STEP, SHAPE)
+    assert worst_difference(got, one_process("moe", 8)) == 0
 
 
 def test_the_reference_depends_on_every_microbatch() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from moemesh.schedule.files import load
+from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline
 from tests.config.test_mistakes import run
 from tests.parallel.pipelining import SYNCHRONOUS
@@ -82,6 +84,16 @@ def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> N
         ({"plan__pp": 8, "plan__schedule": "zb_v"}, ["zb_v", "16", "num_layers is 8", "pp = 4"]),
         ({"plan__pp": 2, "plan__layers_per_stage": [3, 4]}, ["[4, 4]", "num_layers (8)"]),
         ({"plan__pp": 2, "plan__stages_per_rank": 2}, ["stages_per_rank"]),
+        ({"plan__pp": 2, "plan__schedule": "zbh1"}, ["zb_h1", "choices"]),
+        ({"plan__pp": 2, "plan__schedule": "no.txt"}, ["no.txt", "No such file"]),
+        (
+            {"plan__pp": 2, "plan__schedule_memory_cap": 2.0},
+            ["schedule_memory_cap belongs to schedule = search, not 1f1b"],
+        ),
+        (
+            {"plan__pp": 2, "plan__schedule": "search", "plan__schedule_costs": "no/run"},
+            ["no/run/timeline.json", "No such file"],
+        ),
     ],
 )
 def test_conditions_of_a_schedule_are_told_before_anything_starts(
@@ -96,6 +108,59 @@ def test_conditions_of_a_schedule_are_told_before_anything_starts(
     assert code == 2
     assert all(word in err for word in words), err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_searched_schedule_trains_from_the_command_line(
+    tmp_path: Path,
+    one_device: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`schedule search --save`, then `train` with the file: by a relative path, resumed when the
+    file has changed, and when it is gone."""
+    monkeypatch.chdir(tmp_path)
+    words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
+    saved = runs.moemesh(*words, "--save", "s.txt")
+    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved.stdout
+    keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
+    keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
+    out = tmp_path / "run"
+    assert_same_losses(runs.train(out, **keys), one_device)
+    assert (out / "schedule.txt").read_text() == Path("s.txt").read_text()
+    simulated = Timeline.from_json(json.loads((out / "timeline_simulated.json").read_text()))
+    assert simulated.digest == digest(load(out / "schedule.txt"))
+
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    runs.moemesh("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    again = runs.moemesh(*runs.arguments(out, **keys))
+    assert "changed since the last call: the schedule s.txt: digest" in again.stdout
+    assert load(out / "schedule.txt").name == "dualpipe_v"
+    assert_same_losses(runs.metrics(out), one_device)
+
+    for step in (3, 4):
+        shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    Path("s.txt").unlink()
+    again = runs.moemesh(*runs.arguments(out, **keys))
+    assert "s.txt is gone: the run goes on with its copy" in again.stdout
+    assert_same_losses(runs.metrics(out), one_device)
+
+
+@pytest.mark.slow
+def test_costs_of_a_run_make_the_schedule_of_the_next(
+    tmp_path: Path, one_device: list[dict[str, Any]]
+) -> None:
+    keys = DEEP | {"plan__pp": 2, "train__checkpoint_every": 2}
+    runs.train(tmp_path / "measured", **keys)
+    keys |= {"plan__schedule": "search", "plan__schedule_costs": str(tmp_path / "measured")}
+    out = tmp_path / "run"
+    assert_same_losses(runs.train(out, **keys), one_device)
+    text = (out / "schedule.txt").read_text()
+    # Going on needs no costs: the run has its schedule.
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    (tmp_path / "measured" / "timeline.json").write_text("{}")
+    problem = runs.moemesh(*runs.arguments(tmp_path / "other", **keys))
+    assert problem.returncode == 2 and "is no timeline of a run" in problem.stderr
+    assert_same_losses(runs.train(out, **keys), one_device)
+    assert (out / "schedule.txt").read_text() == text
 
 
 @pytest.mark.slow
