@@ -46,6 +46,7 @@ CONTRACT = {
         "pipedream",
         "pipedream_2bw",
         "ampnet",
+        "search",
     ),
     "data": ("replicate", "zero1", "zero2", "zero3", "parameter_server"),
     "recompute": ("none", "selective", "full"),
