@@ -2,12 +2,13 @@
 
 from moemesh.balance.incremental import Replan, rebalance_incremental, replan_from_scratch
 from moemesh.balance.inputs import BalanceError
-from moemesh.balance.policies import homes_of, permute_experts, shadow_experts
-from moemesh.balance.quotas import QuotaPlan, assign_tokens, plan_quotas
+from moemesh.balance.quotas import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.rebalance import (
     balance_of,
     gpu_loads,
+    homes_of,
     lower_bound,
+    permute_experts,
     rebalance_experts,
     rebalance_published,
 )

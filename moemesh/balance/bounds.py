@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
-from moemesh.balance.counts import counts_by_quotient, slots_at, total
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.packing import counts_by_quotient, slots_at, total
 
 HEAVY, EXCESS, STEPS = 0, 1, 2
 #: Values of x that are tried: in equal and in shrinking distances, and loads that occur.
@@ -29,7 +29,7 @@ PRECISION = 2e-4
 SLACK = 1e-9
 
 
-@entry
+@compiled
 def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     """max(mean load of a GPU, smallest possible largest replica)."""
     bound = total(weight) / num_gpus
@@ -42,7 +42,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     return bound * (1.0 - SLACK)
 
 
-@entry
+@compiled
 def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: float) -> float:
     """A lower bound from `low` (a bound itself) up, at most `high` (a load that was reached)."""
     per_gpu = num_slots // num_gpus
@@ -67,7 +67,7 @@ def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: f
     return low
 
 
-@inner_loop
+@compiled
 def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> bool:
     """Whether some weight function proves that not all GPUs can stay at or below `limit`."""
     per_gpu = num_slots // num_gpus
@@ -95,7 +95,7 @@ def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> b
     return False
 
 
-@inner_loop
+@compiled
 def light_shares(weight: Floats, most: float) -> Floats:
     """Values of x to try, as shares of `most`: a grid, and loads of light experts themselves."""
     shares = np.empty(NUM_EQUAL + NUM_SHRINKING + NUM_OWN)
@@ -114,7 +114,7 @@ def light_shares(weight: Floats, most: float) -> Floats:
     return shares[: NUM_EQUAL + NUM_SHRINKING + own]
 
 
-@inner_loop
+@compiled
 def weigh(load: float, per_gpu: int, limit: float, family: int, at: float) -> float:
     """The weight of one replica."""
     edge = SLACK * limit
@@ -125,7 +125,7 @@ def weigh(load: float, per_gpu: int, limit: float, family: int, at: float) -> fl
     return max(load - (limit - (per_gpu - 1) * at), 0.0) + min(load - at, 0.0)
 
 
-@inner_loop
+@compiled
 def lightest(
     weight: Floats,
     num_slots: int,
@@ -177,7 +177,7 @@ def lightest(
     return result
 
 
-@inner_loop
+@compiled
 def corners(
     load: float, per_gpu: int, limit: float, family: int, at: float, most: int, points: Ints
 ) -> int:

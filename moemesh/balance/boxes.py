@@ -1,27 +1,35 @@
-"""One box of GPUs (a node, or all): counts and packing together, near the bound.
+"""One box of GPUs (a node, or all): replica counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. For what it leaves
-open there are starts with other counts (`pack_pairs`, `pack_with_companions`) and the descent of
-`polish`; `search` calls them in turn.
+`pack_box` is quick and almost always good enough from five slots per GPU on. For the rest there are
+starts with other counts (`pack_pairs`, `pack_with_companions`), the descent of `polish`, and for
+small boxes a complete search (`exact_box`); `search` calls them in turn.
+
+`pack_pairs` searches counts for two slots per GPU by threshold accepting. Given the replicas, the
+best pairing is a fold, the heaviest with the lightest. At a target T, a replica heavier than T / 2
+needs a light companion of at most T minus its load. By Hall's theorem all find one if, for every x,
+at most as many replicas are heavier than T - x as are at most x. Both are counted on a grid of
+`CELLS` values of x, rounded to the safe side, and the search drives the number of missing
+companions to zero.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
-from moemesh.balance.counts import (
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.packing import (
+    add_up,
     counts_by_quotient,
     counts_with_companions,
+    pack,
+    separate,
     slots_at,
     total,
 )
-from moemesh.balance.packing import add_up, pack, separate
-from moemesh.balance.pairs import search_pairs
 from moemesh.balance.polish import part_twins, polish, recount
 
 
-@inner_loop
+@compiled
 def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slots: Ints) -> float:
     """Fill `slots` with the experts 0 .. len(weight) - 1; returns the largest load of a GPU.
 
@@ -46,7 +54,7 @@ def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slot
     return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
 
 
-@entry
+@compiled
 def pack_pairs(
     weight: Floats,
     num_gpus: int,
@@ -65,7 +73,7 @@ def pack_pairs(
     return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots, unit, load)
 
 
-@entry
+@compiled
 def pack_with_companions(
     weight: Floats,
     num_gpus: int,
@@ -109,7 +117,7 @@ def pack_with_companions(
     return rows
 
 
-@entry
+@compiled
 def polish_box(
     weight: Floats,
     num_gpus: int,
@@ -128,7 +136,7 @@ def polish_box(
     return polish(weight, counts, limit, goal, max_moves, swap_price, slots, unit, load)
 
 
-@entry
+@compiled
 def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
     """Part experts that are twice on a GPU; returns how often that is still so.
 
@@ -146,7 +154,7 @@ def part_box(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots:
     return count_twins(slots, num_gpus)
 
 
-@inner_loop
+@compiled
 def count_twins(slots: Ints, num_gpus: int) -> int:
     """Second and further copies of an expert on one GPU."""
     per_gpu = len(slots) // num_gpus
@@ -157,3 +165,244 @@ def count_twins(slots: Ints, num_gpus: int) -> int:
                 twins += 1
                 break
     return twins
+
+
+CELLS = 128
+#: Missing companions that a step may add at the beginning of the search.
+FIRST_THRESHOLD = 3
+#: Random numbers of the search: a linear congruential generator on 31 bits.
+RANDOM_FACTOR, RANDOM_SHIFT, RANDOM_MASK = 1103515245, 12345, 0x7FFFFFFF
+
+
+@compiled
+def heaviest_pair(weight: Floats, counts: Ints) -> float:
+    """Largest load when these replicas are folded."""
+    value = np.empty(counts.sum())
+    slot = 0
+    for expert in range(len(weight)):
+        for _ in range(counts[expert]):
+            value[slot] = weight[expert] / counts[expert]
+            slot += 1
+    ascending = np.argsort(value, kind="mergesort")
+    top = 0.0
+    for place in range(slot // 2):
+        pair = value[ascending[place]] + value[ascending[slot - 1 - place]]
+        top = max(top, float(pair))
+    return top
+
+
+@compiled
+def search_pairs(
+    weight: Floats,
+    limit: int,
+    bound: float,
+    tolerance: float,
+    num_steps: int,
+    seed: int,
+    counts: Ints,
+) -> float:
+    """Improve `counts` until the largest folded pair is `bound` (1 + tolerance). Returns it.
+
+    Halves the way to the bound: what is reached becomes the new top, what is not the new bottom.
+    """
+    best = heaviest_pair(weight, counts)
+    trial = counts.copy()
+    low = bound
+    for turn in range(10):
+        if best <= bound * (1.0 + tolerance) or best <= low * (1.0 + tolerance):
+            break
+        target = 0.5 * (low + best)
+        trial[:] = counts
+        companions(weight, limit, target, num_steps, seed + turn, trial)
+        reached = heaviest_pair(weight, trial)
+        if reached < best:
+            best = reached
+            counts[:] = trial
+        if best > target:
+            low = target
+    return best
+
+
+@compiled
+def place_on_grid(load: float, target: float) -> int:
+    """First cell from which a replica counts, plus 1, negative for one that needs a companion."""
+    width = 0.5 * target / CELLS
+    if 2.0 * load > target:
+        cell = int(np.floor((target - load) / width))
+        return -1 - max(0, min(cell, CELLS))
+    cell = int(np.ceil(load / width))
+    return 1 + max(0, min(cell, CELLS))
+
+
+@compiled
+def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None:
+    """Enter `copies` replicas (or take away, if negative) into the balance of companions."""
+    cell = place_on_grid(load, target)
+    sign = 1 if cell > 0 else -1
+    balance[sign * cell - 1 :] += sign * copies
+
+
+@compiled
+def missing(balance: Ints) -> int:
+    """Companions that are missing, summed over the grid."""
+    return -int(np.minimum(balance, 0).sum())
+
+
+@compiled
+def companions(
+    weight: Floats, limit: int, target: float, num_steps: int, seed: int, counts: Ints
+) -> None:
+    """Move slots between random experts until every heavy replica has a companion at `target`.
+
+    Threshold accepting: a step may make things a little worse, ever less so. Leaves the best.
+    """
+    num_experts = len(weight)
+    balance = np.zeros(CELLS, np.int64)
+    trial = np.empty(CELLS, np.int64)
+    split = np.empty(num_experts, np.int64)  # experts with two replicas or more
+    num_split = 0
+    for expert in range(num_experts):
+        add_replicas(balance, weight[expert] / counts[expert], counts[expert], target)
+        if counts[expert] > 1:
+            split[num_split] = expert
+            num_split += 1
+    fewest = now = missing(balance)
+    best = counts.copy()
+    random = seed
+    for step in range(num_steps):
+        if fewest == 0 or num_split == 0:
+            break
+        random = (random * RANDOM_FACTOR + RANDOM_SHIFT) & RANDOM_MASK
+        place = (random >> 8) % num_split
+        loser = split[place]
+        random = (random * RANDOM_FACTOR + RANDOM_SHIFT) & RANDOM_MASK
+        winner = (random >> 8) % num_experts
+        if loser == winner or counts[winner] >= limit:
+            continue
+        if weight[loser] > target * (counts[loser] - 1):
+            continue
+        trial[:] = balance
+        for expert, change in ((loser, -1), (winner, 1)):
+            copies = counts[expert]
+            add_replicas(trial, weight[expert] / copies, -copies, target)
+            copies += change
+            add_replicas(trial, weight[expert] / copies, copies, target)
+        result = missing(trial)
+        if (result - now) * num_steps > FIRST_THRESHOLD * (num_steps - step):
+            continue
+        now = result
+        balance[:] = trial
+        counts[loser] -= 1
+        counts[winner] += 1
+        if counts[loser] == 1:
+            num_split -= 1
+            split[place] = split[num_split]
+        if counts[winner] == 2:
+            split[num_split] = winner
+            num_split += 1
+        if now < fewest:
+            fewest = now
+            best[:] = counts
+    counts[:] = best
+
+
+#: A box with more slots is not searched completely.
+MOST_EXACT_SLOTS = 12
+#: Placements of one replica that may be tried in all; then the search is given up.
+MAX_EXACT_STEPS = 60_000
+
+
+@compiled
+def exact_box(weight: Floats, num_gpus: int, top: float, slots: Ints) -> tuple[float, bool]:
+    """Improve on the load `top`; fills `slots` if that is possible, never twice on one GPU.
+
+    Returns the best load of the hottest GPU and whether nothing better exists.
+    """
+    num_experts = len(weight)
+    extra = np.zeros(num_experts, np.int64)
+    extra[0] = len(slots) - num_experts
+    unit = np.empty(num_experts)
+    steps = MAX_EXACT_STEPS
+    while True:
+        heaviest = 0.0
+        most = 0
+        for expert in range(num_experts):
+            unit[expert] = weight[expert] / (extra[expert] + 1)
+            heaviest = max(heaviest, unit[expert])
+            most = max(most, extra[expert] + 1)
+        if most <= num_gpus and heaviest < top:
+            top, steps = exact_packing(extra, unit, num_gpus, top, steps, slots)
+        if steps <= 0:
+            return top, False
+        # The next way to share out the slots beyond one per expert.
+        first = 0
+        while first < num_experts - 1 and extra[first] == 0:
+            first += 1
+        if first == num_experts - 1:
+            return top, True
+        moved = extra[first]
+        extra[first] = 0
+        extra[0] = moved - 1
+        extra[first + 1] += 1
+        steps -= 1
+
+
+@compiled
+def exact_packing(
+    extra: Ints, unit: Floats, num_gpus: int, top: float, steps: int, slots: Ints
+) -> tuple[float, int]:
+    """The best packing of given counts below `top`, heaviest replica first; fills `slots`.
+
+    Returns the load reached (`top` if nothing better exists) and the steps that are left.
+    """
+    num_slots = len(slots)
+    per_gpu = num_slots // num_gpus
+    replicas = np.empty(num_slots, np.int64)
+    place = 0
+    for expert in np.argsort(-unit, kind="mergesort"):
+        for _ in range(extra[expert] + 1):
+            replicas[place] = expert
+            place += 1
+    chosen = np.full(num_slots, -1)
+    load = np.zeros(num_gpus)
+    held = np.zeros(num_gpus, np.int64)
+    depth = 0
+    while steps > 0:
+        steps -= 1
+        expert = replicas[depth]
+        last = chosen[depth]
+        first = last + 1
+        if last >= 0:
+            held[last] -= 1
+            load[last] -= unit[expert]
+            if held[last] == 0:
+                first = num_gpus  # empty GPUs are all alike
+        elif depth > 0 and replicas[depth - 1] == expert:
+            first = chosen[depth - 1] + 1  # copies ascend: never two on a GPU, no order twice
+        gpu = -1
+        for candidate in range(first, num_gpus):
+            fits = held[candidate] < per_gpu
+            if fits and load[candidate] + unit[expert] < top * (1.0 - 1e-12):
+                gpu = candidate
+                break
+            if held[candidate] == 0:
+                break
+        chosen[depth] = gpu
+        if gpu < 0:
+            depth -= 1
+            if depth < 0:
+                break
+            continue
+        held[gpu] += 1
+        load[gpu] += unit[expert]
+        if depth < num_slots - 1:
+            depth += 1
+            continue
+        top = 0.0
+        held[:] = 0
+        for slot in range(num_slots):
+            slots[chosen[slot] * per_gpu + held[chosen[slot]]] = replicas[slot]
+            held[chosen[slot]] += 1
+        for index in range(num_gpus):
+            top = max(top, load[index])
+    return top, steps

@@ -1,22 +1,16 @@
-"""Compiles the inner loops with numba where it is installed; without it the same Python runs.
-
-An inner loop is a plain Python function over numpy arrays, marked with :func:`inner_loop`. The
-compiled form is made from the same source and does the same IEEE operations in the same order (no
-fast math, no library sums, stable sorts), so that both give equal results, bit for bit.
-"""
+"""Numba compilation of the numeric loops, on first use; without numba the same Python runs."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import os
 import sys
-import tempfile
 import threading
-import types
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,30 +23,45 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_marked: dict[str, types.FunctionType] = {}
-_entries: set[str] = set()
-_compiled: dict[str, Callable[..., Any]] = {}
 _lock = threading.Lock()
-_plain: ContextVar[bool] = ContextVar("plain inner loops", default=False)
+_plain: ContextVar[bool] = ContextVar("plain loops", default=False)
 
 
-def inner_loop(function: Function) -> Function:
-    """Mark a function as an inner loop. It may call numpy and other inner loops only."""
-    assert isinstance(function, types.FunctionType)
-    assert function.__name__ not in _marked, function.__name__
-    _marked[function.__name__] = function
-    return function  # pyright: ignore[reportReturnType]
+class _Loop:
+    """A function over numpy arrays that numba compiles when it is first called.
+
+    Called from compiled code it is its own compiled form: numba asks a global for `_numba_type_`.
+    Called from Python it is that too, except under :func:`plain_loops` and where numba does not
+    work; the plain function does the same IEEE operations in the same order (no fast math, no
+    library sums, stable sorts), so both give equal results, bit for bit.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.plain = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        function = self.plain if _plain.get() else self.compiled
+        return function(*arguments)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        with _lock:
+            return _compiler()(self.plain)
+
+    @property
+    def _numba_type_(self) -> Any:
+        return getattr(self.compiled, "_numba_type_")  # noqa: B009 (pyright: not a known member)
 
 
-def entry(function: Function) -> Function:
-    """Mark an inner loop that Python calls, through :func:`fast`."""
-    _entries.add(function.__name__)
-    return inner_loop(function)
+def compiled(function: Function) -> Function:
+    """Mark a loop for compilation. It may call numpy and other marked functions only."""
+    return _Loop(function)  # pyright: ignore[reportReturnType]
 
 
 @contextmanager
 def plain_loops() -> Generator[None]:
-    """Run inner loops as plain Python here: for small problems that are not worth a compiler."""
+    """Run the loops as plain Python here: for small problems that are not worth a compiler."""
     token = _plain.set(True)
     try:
         yield
@@ -60,95 +69,53 @@ def plain_loops() -> Generator[None]:
         _plain.reset(token)
 
 
-def fast(function: Function) -> Function:
-    """The form of an inner loop to call: compiled, or itself where that cannot be had.
-
-    The first call in a process loads the compiled code from the user's cache folder, or compiles it
-    (seconds, once a machine and version).
-    """
-    assert function.__name__ in _entries, function.__name__
-    if _plain.get():
-        return function
-    with _lock:
-        if not _compiled:
-            _compiled.update(_compile_all() or _marked)
-    return _compiled[function.__name__]  # type: ignore[return-value]
-
-
 def is_compiled() -> bool:
-    """Whether :func:`fast` gives compiled code here."""
-    return fast(_probe) is not _probe
+    """Whether loops that are called here run as compiled code."""
+    return not _plain.get() and _compiler() is not _unchanged
 
 
-@entry
-def _probe(value: int) -> int:
-    return value + 1
-
-
-def _compile_all() -> dict[str, Callable[..., Any]] | None:
-    """Every marked function, compiled when it is first called; None where numba does not work."""
+@functools.cache
+def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`numba.njit` with a cache on disk, or the identity where numba does not work."""
     try:
         numba: Any = importlib.import_module("numba")
     except ImportError:
-        return None
-    reason = None
-    for folder in (*_cache_folders(numba), None):
+        return _unchanged
+    folder = _cache_folder(numba)
+    options = {"cache": folder is not None, "nogil": True, "error_model": "numpy"}
+
+    def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+        previous = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(folder or "")
         try:
-            loops = _jit(numba, folder)
-            assert loops["_probe"](1) == 2  # compiles, and writes to the cache
-        except Exception as error:
-            reason = error
-            continue
-        return loops
-    warnings.warn(f"numba cannot compile here ({reason!r}): plain Python instead", stacklevel=4)
-    return None
+            return numba.njit(**options)(function)
+        finally:
+            numba.config.CACHE_DIR = previous
 
-
-def _jit(numba: Any, cache: Path | None) -> dict[str, Callable[..., Any]]:
-    """Compiled copies of all marked functions that call each other, not the plain ones."""
-    previous = numba.config.CACHE_DIR
-    compiled: dict[str, Callable[..., Any]] = {}
-    names: list[dict[str, Any]] = []
     try:
-        if cache is not None:
-            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-            numba.config.CACHE_DIR = str(cache)
-        for name, function in _marked.items():
-            own = dict(function.__globals__)
-            names.append(own)
-            copy = types.FunctionType(function.__code__, own, name, function.__defaults__)
-            copy.__module__ = function.__module__
-            options: dict[str, Any] = {"cache": cache is not None, "error_model": "numpy"}
-            if name in _entries:
-                options["nogil"] = True
-            else:
-                # Only compiled code calls it: no way in from Python is needed (compiles faster).
-                options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-            compiled[name] = numba.njit(copy, **options)
-    finally:
-        numba.config.CACHE_DIR = previous
-    # Only now, when all exist: whoever calls a marked function calls its compiled form.
-    for own in names:
-        own.update((name, loop) for name, loop in compiled.items() if name in own)
-    return compiled
+        assert compile_loop(_unchanged)(1) == 1
+    except Exception as error:
+        warnings.warn(f"numba cannot compile here ({error!r}): plain Python instead", stacklevel=4)
+        return _unchanged
+    return compile_loop
 
 
-def _cache_folders(numba: Any) -> Iterator[Path]:
-    """Where compiled code may be kept, best first.
+def _unchanged(value: Any) -> Any:
+    return value
 
-    The folder's name holds a hash of all sources: numba itself looks only at the file of the
-    function, and would keep calling an old version of what that calls.
+
+def _cache_folder(numba: Any) -> Path | None:
+    """Where compiled code is kept; None if nowhere.
+
+    The folder's name holds a hash of all sources of this package: numba itself looks only at the
+    file of a function, and would keep an old version of what that calls.
     """
-    files = {function.__code__.co_filename for function in _marked.values()}
-    text = b"".join(Path(file).read_bytes() for file in sorted(files))
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     version = f"{numba.__version__} {np.__version__} {sys.version}".encode()
-    name = f"moemesh-{hashlib.sha256(text + version).hexdigest()[:16]}"
-    if numba.config.CACHE_DIR:
-        yield Path(numba.config.CACHE_DIR) / name
-    with suppress(RuntimeError):
-        yield Path.home() / ".cache" / "moemesh" / name
-    owner = os.getuid() if hasattr(os, "getuid") else 0
-    folder = Path(tempfile.gettempdir()) / f"moemesh-{owner}"
-    # Code of another user must not be run: in a shared folder anyone may have made this one.
-    if not folder.exists() or (not hasattr(os, "getuid") or folder.stat().st_uid == owner):
-        yield folder / name
+    name = f"moemesh-{hashlib.sha256(sources + version).hexdigest()[:16]}"
+    try:
+        folder = Path(numba.config.CACHE_DIR or Path.home() / ".cache" / "moemesh") / name
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None

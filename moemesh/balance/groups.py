@@ -1,4 +1,4 @@
-"""Expert groups onto nodes, equally many each: folded, swapped, and searched where that pays.
+"""Expert groups onto nodes, equally many each, and the bound of whole layers over all divisions.
 
 A node can carry a set of groups at load T per GPU if their sum is at most T x GPUs of the node, and
 if ceil(load / T) replicas of each expert fit its slots. `members` [nodes x groups per node] holds
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.bounds import quick_bound
-from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
-from moemesh.balance.counts import total
-from moemesh.balance.packing import fold, swap_hottest, swap_opposite
+from moemesh.balance.bounds import box_bound, quick_bound
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.inputs import Shape
+from moemesh.balance.packing import fold, swap_hottest, swap_opposite, total
 
 POSSIBLE, IMPOSSIBLE, UNKNOWN = 1, 0, -1
 #: Places that one search may try.
 MAX_STEPS = 20_000
 
 
-@inner_loop
+@compiled
 def divide_groups(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, precision: float, members: Ints
 ) -> float:
@@ -58,7 +58,7 @@ def divide_groups(
     return bound
 
 
-@inner_loop
+@compiled
 def group_sums(weight: Floats, num_groups: int) -> Floats:
     """Load of each group."""
     size = len(weight) // num_groups
@@ -68,7 +68,7 @@ def group_sums(weight: Floats, num_groups: int) -> Floats:
     return sums
 
 
-@inner_loop
+@compiled
 def gather_node(weight: Floats, num_groups: int, groups: Ints, experts: Ints) -> Floats:
     """Loads of a node's experts; fills `experts` with their logical numbers."""
     size = len(weight) // num_groups
@@ -82,7 +82,7 @@ def gather_node(weight: Floats, num_groups: int, groups: Ints, experts: Ints) ->
     return loads
 
 
-@inner_loop
+@compiled
 def nodes_bound(
     weight: Floats, num_slots: int, num_gpus: int, num_groups: int, members: Ints
 ) -> float:
@@ -96,7 +96,7 @@ def nodes_bound(
     return bound
 
 
-@inner_loop
+@compiled
 def fit_groups(
     weight: Floats, sums: Floats, num_slots: int, num_gpus: int, limit: float, members: Ints
 ) -> int:
@@ -108,7 +108,7 @@ def fit_groups(
     return next_division(sums, need, room, num_slots, state, members)
 
 
-@inner_loop
+@compiled
 def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
     """Slots that each group needs so that no replica is heavier than `limit`."""
     size = len(weight) // num_groups
@@ -118,7 +118,7 @@ def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
     return need
 
 
-@inner_loop
+@compiled
 def next_division(
     sums: Floats, need: Ints, room: float, num_slots: int, state: Ints, members: Ints
 ) -> int:
@@ -177,7 +177,7 @@ def next_division(
     return UNKNOWN
 
 
-@entry
+@compiled
 def other_divisions(
     weight: Floats,
     num_groups: int,
@@ -209,7 +209,7 @@ def other_divisions(
         found += 1
 
 
-@entry
+@compiled
 def first_division(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, members: Ints
 ) -> tuple[float, float]:
@@ -234,3 +234,67 @@ def first_division(
         if answer == IMPOSSIBLE:  # and so is everything below
             proven = low
     return reached, proven
+
+
+#: Divisions of groups onto nodes that are compared by their bounds.
+MAX_DIVISIONS = 128
+
+
+def bounds_of(weights: Floats, shape: Shape) -> Floats:
+    """Loads [layers] that no placement of `weights` [layers, experts] undercuts on all GPUs."""
+    bounds = np.empty(len(weights))
+    for layer, weight in enumerate(weights):
+        low = quick_bound(weight, shape.num_slots, shape.num_gpus)
+        if shape.num_nodes > 1:
+            low = max(low, _over_divisions(weight, shape))
+        bounds[layer] = box_bound(weight, shape.num_slots, shape.num_gpus, low, np.inf)
+    return bounds
+
+
+def _over_divisions(weight: Floats, shape: Shape) -> float:
+    """The smallest bound of any division of the groups onto nodes.
+
+    Where there are too many to look at each, what could be proven of their quick bounds.
+    """
+    members = np.empty((shape.num_nodes, shape.node_groups), np.int64)
+    sizes = (shape.node_slots, shape.node_gpus)
+    quick, proven = first_division(weight, shape.num_groups, *sizes, members)
+    best = _of_division(weight, shape, members, np.inf)
+    if best <= quick:
+        return max(proven, min(best, quick)) if proven >= quick * (1.0 - 1e-5) else proven
+    others, bounds, complete = find_divisions(weight, shape, best)
+    if not complete:
+        return proven
+    for index in np.argsort(bounds, kind="stable"):
+        if bounds[index] >= best:
+            break
+        best = min(best, _of_division(weight, shape, others[index], best))
+    return best
+
+
+def find_divisions(weight: Floats, shape: Shape, limit: float) -> tuple[Ints, Floats, bool]:
+    """Divisions [n, nodes, groups per node] with quick bounds [n] under `limit`; whether all."""
+    others = np.empty((MAX_DIVISIONS, shape.num_nodes, shape.node_groups), np.int64)
+    bounds = np.empty(MAX_DIVISIONS)
+    found, complete = other_divisions(
+        weight, shape.num_groups, shape.node_slots, shape.node_gpus, limit, others, bounds
+    )
+    return others[:found], bounds[:found], complete
+
+
+def experts_of(groups: Ints, shape: Shape) -> Ints:
+    """The experts of some groups, in order of the groups."""
+    size = shape.num_experts // shape.num_groups
+    return (groups[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
+
+
+def _of_division(weight: Floats, shape: Shape, members: Ints, enough: float) -> float:
+    """The largest bound of the nodes of one division; no further than `enough`."""
+    bound = 0.0
+    for groups in members:
+        loads = weight[experts_of(groups, shape)]
+        low = max(bound, quick_bound(loads, shape.node_slots, shape.node_gpus))
+        if low >= enough:
+            return low
+        bound = box_bound(loads, shape.node_slots, shape.node_gpus, low, np.inf)
+    return bound

@@ -1,15 +1,15 @@
-"""What comes in (tensors, arrays, lists), checked; and results of the same kind going out."""
+"""Checks of loads, placements and sizes (tensors, arrays or lists), and results of that kind."""
 
 from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints
-from moemesh.balance.shape import Shape
 from moemesh.config.errors import UserError
 
 Policy = Literal["hierarchical", "global"]
@@ -17,6 +17,42 @@ Effort = Literal["fast", "quality"] | float
 #: More slots of a layer than any machine has: a slip of the hand must not fill the memory.
 MOST_SLOTS = 2**20
 MOST_SECONDS = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Experts, slots, groups of experts, nodes and GPUs.
+
+    The global policy is one group and one node.
+    """
+
+    num_experts: int
+    num_slots: int
+    num_groups: int
+    num_nodes: int
+    num_gpus: int
+
+    @property
+    def per_gpu(self) -> int:
+        """Slots of a GPU."""
+        return self.num_slots // self.num_gpus
+
+    @property
+    def node_slots(self) -> int:
+        return self.num_slots // self.num_nodes
+
+    @property
+    def node_gpus(self) -> int:
+        return self.num_gpus // self.num_nodes
+
+    @property
+    def node_groups(self) -> int:
+        return self.num_groups // self.num_nodes
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether the first packing is optimal: one slot per GPU, or every expert on every GPU."""
+        return self.per_gpu == 1 or self.per_gpu >= self.num_experts // self.num_nodes
 
 
 class BalanceError(UserError):

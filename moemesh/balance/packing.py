@@ -1,4 +1,6 @@
-"""Replicas onto GPUs with equal slots: sorted folds, then swaps. Never one expert twice on a GPU.
+"""Replica counts, and replicas onto GPUs with equal slots: sorted folds, then swaps.
+
+Never one expert twice on a GPU where that can be avoided.
 
 Everywhere: `slots` [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is the
 load of one replica; `load` [GPUs] is kept up to date with both.
@@ -8,8 +10,110 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, inner_loop
-from moemesh.balance.counts import largest
+from moemesh.balance.compiled import Floats, Ints, compiled
+
+
+@compiled
+def counts_by_quotient(weight: Floats, num_slots: int, limit: int, counts: Ints) -> None:
+    """Fill `counts` [experts]: one each, every further slot to the largest load per replica.
+
+    The smallest possible largest replica (Adams' method of apportionment). No count exceeds
+    `limit`; ties go to the lowest expert. A heap makes it O(experts + slots log experts).
+    """
+    num_experts = len(weight)
+    key = weight.copy()
+    heap = np.empty(num_experts, np.int64)
+    for expert in range(num_experts):
+        counts[expert] = 1
+        heap[expert] = expert
+        if limit < 2:
+            key[expert] = -1.0
+    for place in range(num_experts // 2 - 1, -1, -1):
+        sift_down(heap, key, place)
+    for _ in range(num_slots - num_experts):
+        top = heap[0]
+        counts[top] += 1
+        key[top] = weight[top] / counts[top] if counts[top] < limit else -1.0
+        sift_down(heap, key, 0)
+
+
+@compiled
+def sift_down(heap: Ints, key: Floats, place: int) -> None:
+    """Restore a heap of experts, largest key (then lowest number) on top, below `place`."""
+    size = len(heap)
+    moving = heap[place]
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        other = child + 1
+        if other < size and (
+            key[heap[other]] > key[heap[child]]
+            or (key[heap[other]] == key[heap[child]] and heap[other] < heap[child])
+        ):
+            child = other
+        candidate = heap[child]
+        if key[candidate] < key[moving] or (key[candidate] == key[moving] and candidate > moving):
+            break
+        heap[place] = candidate
+        place = child
+    heap[place] = moving
+
+
+@compiled
+def slots_at(weight: Floats, threshold: float) -> int:
+    """Slots that are needed if no replica may be heavier than `threshold`."""
+    used = len(weight)
+    for expert in range(len(weight)):
+        if weight[expert] > threshold:
+            used += int(np.ceil(weight[expert] / threshold - 1e-9)) - 1
+    return used
+
+
+@compiled
+def counts_with_companions(
+    weight: Floats,
+    num_slots: int,
+    num_free: int,
+    limit: int,
+    ascending: Ints,
+    start: int,
+    counts: Ints,
+) -> None:
+    """Fill `counts`: all but `num_free` slots by quotient, the free ones split light experts.
+
+    The halves of light experts are the small companions that heavy replicas need beside them. They
+    are taken from place `start` of `ascending` (experts by load), unsplit ones first.
+    """
+    num_experts = len(weight)
+    counts_by_quotient(weight, num_slots - num_free, limit, counts)
+    step = 0
+    while num_free > 0:
+        expert = ascending[(start + step) % num_experts]
+        if counts[expert] < limit and (step >= num_experts or counts[expert] == 1):
+            counts[expert] += 1
+            num_free -= 1
+        step += 1
+
+
+@compiled
+def largest(values: Floats) -> float:
+    """The largest of some values that are not negative, without numpy's call overhead."""
+    top = 0.0
+    for index in range(len(values)):
+        if values[index] > top:
+            top = values[index]
+    return top
+
+
+@compiled
+def total(values: Floats) -> float:
+    """Sum from left to right (numpy's own order of summation is not the same when compiled)."""
+    result = 0.0
+    for index in range(len(values)):
+        result += values[index]
+    return result
+
 
 #: A swap must lower the load it is meant for by more than rounding.
 SMALLEST_GAIN = 1e-9
@@ -17,7 +121,7 @@ SMALLEST_GAIN = 1e-9
 FEW_GPUS = 24
 
 
-@inner_loop
+@compiled
 def pack(
     weight: Floats,
     counts: Ints,
@@ -38,7 +142,7 @@ def pack(
     return swap_hottest(slots, unit, load, goal)
 
 
-@inner_loop
+@compiled
 def fold(counts: Ints, unit: Floats, num_gpus: int, slots: Ints, load: Floats) -> None:
     """Deal the replicas to the GPUs row by row (balanced largest differencing).
 
@@ -62,7 +166,7 @@ def fold(counts: Ints, unit: Floats, num_gpus: int, slots: Ints, load: Floats) -
             place += 1
 
 
-@inner_loop
+@compiled
 def sort_gpus(load: Floats, lightest: Ints) -> None:
     """Fill `lightest` with the GPUs by load, lightest first, then by number."""
     if len(load) > FEW_GPUS:
@@ -76,7 +180,7 @@ def sort_gpus(load: Floats, lightest: Ints) -> None:
         lightest[place] = gpu
 
 
-@inner_loop
+@compiled
 def spread(counts: Ints, num_gpus: int, slots: Ints) -> None:
     """Deal replicas round robin: up to `num_gpus` copies in a row land on different GPUs."""
     per_gpu = len(slots) // num_gpus
@@ -87,7 +191,7 @@ def spread(counts: Ints, num_gpus: int, slots: Ints) -> None:
             turn += 1
 
 
-@inner_loop
+@compiled
 def add_up(slots: Ints, unit: Floats, load: Floats) -> None:
     """Fill `load` from what lies in the slots."""
     per_gpu = len(slots) // len(load)
@@ -97,7 +201,7 @@ def add_up(slots: Ints, unit: Floats, load: Floats) -> None:
             load[gpu] += unit[slots[slot]]
 
 
-@inner_loop
+@compiled
 def holds(slots: Ints, gpu: int, per_gpu: int, expert: int) -> bool:
     """Whether a GPU has a replica of an expert."""
     for slot in range(gpu * per_gpu, (gpu + 1) * per_gpu):  # noqa: SIM110 (a loop to compile)
@@ -106,7 +210,7 @@ def holds(slots: Ints, gpu: int, per_gpu: int, expert: int) -> bool:
     return False
 
 
-@inner_loop
+@compiled
 def swap(slots: Ints, unit: Floats, load: Floats, first: int, second: int) -> None:
     """Exchange what two slots hold."""
     per_gpu = len(slots) // len(load)
@@ -116,7 +220,7 @@ def swap(slots: Ints, unit: Floats, load: Floats, first: int, second: int) -> No
     slots[first], slots[second] = slots[second], slots[first]
 
 
-@inner_loop
+@compiled
 def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
     """Swap second replicas of an expert off a GPU, at the least load. False when one is left."""
     num_slots = len(slots)
@@ -152,7 +256,7 @@ def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
     return done
 
 
-@inner_loop
+@compiled
 def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
     """Sweeps of swaps between the k-th heaviest and the k-th lightest GPU."""
     num_gpus = len(load)
@@ -188,7 +292,7 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
             return
 
 
-@inner_loop
+@compiled
 def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
     """The best swap of the hottest GPU with any other, until `goal` or no swap lowers it."""
     num_slots = len(slots)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Flags, Floats, Ints, inner_loop
-from moemesh.balance.counts import largest
-from moemesh.balance.packing import add_up, holds, swap
+from moemesh.balance.compiled import Flags, Floats, Ints, compiled
+from moemesh.balance.packing import add_up, holds, largest, swap
 
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Potentials closer than this, relative to T squared, are equal.
@@ -20,13 +19,13 @@ EQUAL = 1e-12
 MAX_DOUBLE_SWAPS = 200_000
 
 
-@inner_loop
+@compiled
 def over(load: float, limit: float) -> float:
     """The potential of one GPU."""
     return (load - limit) * (load - limit) if load > limit else 0.0
 
 
-@inner_loop
+@compiled
 def potential(load: Floats, limit: float) -> float:
     """The potential of all GPUs."""
     result = 0.0
@@ -35,7 +34,7 @@ def potential(load: Floats, limit: float) -> float:
     return result
 
 
-@inner_loop
+@compiled
 def polish(
     weight: Floats,
     counts: Ints,
@@ -102,7 +101,7 @@ def polish(
     return largest(load)
 
 
-@inner_loop
+@compiled
 def hottest(load: Floats, stuck: Flags, limit: float) -> int:
     """The hottest GPU over `limit` that is not stuck, or -1."""
     hot = -1
@@ -112,7 +111,7 @@ def hottest(load: Floats, stuck: Flags, limit: float) -> int:
     return hot
 
 
-@inner_loop
+@compiled
 def locate(slots: Ints, num_experts: int, per_gpu: int, where: Ints) -> None:
     """Fill `where`."""
     found = np.zeros(num_experts, np.int64)
@@ -122,7 +121,7 @@ def locate(slots: Ints, num_experts: int, per_gpu: int, where: Ints) -> None:
         found[expert] += 1
 
 
-@inner_loop
+@compiled
 def exchange(
     slots: Ints, unit: Floats, load: Floats, where: Ints, counts: Ints, first: int, second: int
 ) -> None:
@@ -133,7 +132,7 @@ def exchange(
     swap(slots, unit, load, first, second)
 
 
-@inner_loop
+@compiled
 def relocate(where: Ints, counts: Ints, expert: int, source: int, target: int) -> None:
     """Note that a replica went from one GPU to another."""
     for copy in range(counts[expert]):
@@ -142,7 +141,7 @@ def relocate(where: Ints, counts: Ints, expert: int, source: int, target: int) -
             return
 
 
-@inner_loop
+@compiled
 def recount(slots: Ints, weight: Floats, counts: Ints, unit: Floats) -> None:
     """Fill `counts` and `unit` from what lies in the slots."""
     counts[:] = 0
@@ -152,7 +151,7 @@ def recount(slots: Ints, weight: Floats, counts: Ints, unit: Floats) -> None:
         unit[expert] = weight[expert] / counts[expert]
 
 
-@inner_loop
+@compiled
 def price_splits(
     weight: Floats,
     counts: Ints,
@@ -185,7 +184,7 @@ def price_splits(
                     cost[expert] += over(at + more, limit) - over(at, limit)
 
 
-@inner_loop
+@compiled
 def best_move(
     hot: int,
     weight: Floats,
@@ -244,7 +243,7 @@ def best_move(
     return kind, first, second
 
 
-@inner_loop
+@compiled
 def best_double_swap(
     hot: int, unit: Floats, load: Floats, limit: float, slots: Ints
 ) -> tuple[int, int, int, int]:
@@ -289,7 +288,7 @@ def best_double_swap(
     return found
 
 
-@inner_loop
+@compiled
 def shift(
     slot: int,
     winner: int,
@@ -320,7 +319,7 @@ def shift(
     slots[slot] = winner
 
 
-@inner_loop
+@compiled
 def part_twins(
     weight: Floats, counts: Ints, limit: float, slots: Ints, unit: Floats, load: Floats
 ) -> int:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, entry, inner_loop
-from moemesh.balance.counts import largest, sift_down, total
+from moemesh.balance.compiled import Floats, Ints, compiled
 from moemesh.balance.groups import gather_node
-from moemesh.balance.packing import add_up
+from moemesh.balance.packing import add_up, largest, sift_down, total
 from moemesh.balance.polish import recount
 
 
-@inner_loop
+@compiled
 def single(value: float) -> float:
     """Rounded to float32."""
     return float(np.float32(value))
 
 
-@inner_loop
+@compiled
 def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) -> None:
     """Heaviest first into the lightest pack with room; equal numbers per pack.
 
@@ -45,7 +44,7 @@ def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) 
         held[best] += 1
 
 
-@inner_loop
+@compiled
 def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
     """Fill the slots of one node (or of everything, in the global policy) with its experts."""
     num_experts = len(loads)
@@ -74,7 +73,7 @@ def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
         slots[pack_of[slot] * per_gpu + rank_of[slot]] = replicas[slot]
 
 
-@inner_loop
+@compiled
 def published_division(weight: Floats, num_groups: int, members: Ints, loads: Floats) -> None:
     """Fill `members` [nodes, groups per node], and `loads` with the weights rounded to float32."""
     for expert in range(len(weight)):
@@ -93,7 +92,7 @@ def published_division(weight: Floats, num_groups: int, members: Ints, loads: Fl
         members[node_of[group], rank_of[group]] = group
 
 
-@inner_loop
+@compiled
 def published_layer(
     weight: Floats, num_groups: int, num_nodes: int, num_gpus: int, enough: float, slots: Ints
 ) -> float:
@@ -124,7 +123,7 @@ def published_layer(
     return top
 
 
-@entry
+@compiled
 def published_layers(
     weights: Floats,
     num_groups: int,
@@ -141,7 +140,7 @@ def published_layers(
         )
 
 
-@entry
+@compiled
 def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
     """Largest load of a GPU when every expert's load is split evenly over its replicas."""
     counts = np.empty(len(weight), np.int64)

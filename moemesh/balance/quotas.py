@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moemesh.balance.compiled import Ints, entry, fast, inner_loop
+from moemesh.balance.compiled import Ints, compiled
 from moemesh.balance.inputs import BalanceError, check_count, to_array
 
 #: The target is searched to 1 / PRECISION of the mean.
@@ -80,7 +80,7 @@ def plan_quotas(
             f"counts must be ranks x experts, or experts: {table.ndim} dims, {table.size} numbers"
         )
     totals = np.empty(table.shape[-1], np.int64)
-    if fast(sum_counts)(table.reshape(-1, len(totals)), totals) < 0:
+    if sum_counts(table.reshape(-1, len(totals)), totals) < 0:
         raise BalanceError(f"counts must not be negative, and hold {table.min()}")
     homes = _whole(home, "home")
     if homes.shape != table.shape[-1:]:
@@ -98,7 +98,7 @@ def plan_quotas(
     expert = np.empty((num_ranks, spare), np.int64)
     quota = np.empty((num_ranks, spare), np.int64)
     left = np.empty(len(totals), np.int64)
-    fast(fill_quotas)(totals, homes, expert, quota, left)
+    fill_quotas(totals, homes, expert, quota, left)
     return QuotaPlan(home=homes, spare_expert=expert, spare_quota=quota, home_quota=left)
 
 
@@ -126,7 +126,7 @@ def assign_tokens(plan: QuotaPlan, counts: Any, *, ranks_per_node: int | None = 
     ):
         raise BalanceError("counts are not those that the plan was made for")
     node = check_count(ranks_per_node, "ranks_per_node") if ranks_per_node else 1
-    fast(fill_runs)(table, expert, plan.place_rank, quota, node, sent)
+    fill_runs(table, expert, plan.place_rank, quota, node, sent)
     return sent
 
 
@@ -141,7 +141,7 @@ def _whole(value: Any, name: str) -> Ints:
     return whole
 
 
-@entry
+@compiled
 def sum_counts(counts: Ints, totals: Ints) -> int:
     """Fill `totals` [experts] with sums of `counts` [ranks, experts]; returns the least count."""
     least = counts[0, 0]
@@ -154,7 +154,7 @@ def sum_counts(counts: Ints, totals: Ints) -> int:
     return least
 
 
-@entry
+@compiled
 def fill_quotas(
     totals: Ints, home: Ints, spare_expert: Ints, spare_quota: Ints, home_quota: Ints
 ) -> int:
@@ -210,7 +210,7 @@ def fill_quotas(
     return high
 
 
-@inner_loop
+@compiled
 def spill(
     target: int,
     totals: Ints,
@@ -274,7 +274,7 @@ def spill(
     return True
 
 
-@entry
+@compiled
 def fill_runs(
     counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, node: int, sent: Ints
 ) -> None:
@@ -316,3 +316,48 @@ def fill_runs(
             room[place] -= tokens
             if left[rank, expert] == 0:
                 cursor[expert] += 1
+
+
+def shadow_experts(
+    counts: Any, home: Any, *, shadow_rows: float, max_shadows: int | None = None
+) -> QuotaPlan:
+    """Replicate the hottest experts on every rank, as long as that pays (FasterMoE's rule).
+
+    `counts` [ranks, experts] tokens that each rank sends to each expert, `home` [experts]. Every
+    rank computes its own tokens of a shadowed expert. With S shadows a layer costs
+    `max over ranks of rows + S x shadow_rows`, where `shadow_rows` is what sending one expert's
+    weights and its gradients costs, in rows computed and sent meanwhile. The next hottest expert is
+    added until it does not pay, or there are `max_shadows`. He et al., "FasterMoE" (PPoPP 2022).
+    """
+    if not shadow_rows >= 0:
+        raise BalanceError(f"shadow_rows must not be negative, and is {shadow_rows}")
+    table = np.asarray(counts)
+    if table.ndim != 2:
+        raise BalanceError(f"counts must be ranks x experts, and have {table.ndim} dims")
+    plan = plan_quotas(table, home, 0)
+    table = table.astype(np.int64)
+    totals = table.sum(axis=0)
+    rows = plan.rank_tokens
+    shadows: list[int] = []
+    best = float(rows.max())
+    hottest = np.argsort(-totals, kind="stable")
+    for expert in hottest[: len(totals) if max_shadows is None else max_shadows]:
+        trial = rows + table[:, expert]
+        trial[plan.home[expert]] -= totals[expert]
+        cost = float(trial.max()) + (len(shadows) + 1) * shadow_rows
+        if cost >= best:
+            break
+        best, rows = cost, trial
+        shadows.append(int(expert))
+    spare_expert = np.tile(np.array(shadows, np.int64), (len(table), 1))
+    at_home = plan.home[spare_expert] == np.arange(len(table))[:, None]
+    spare_expert[at_home] = -1
+    spare_quota = np.where(at_home, 0, table[:, shadows])
+    home_quota = totals.copy()
+    home_quota[shadows] = table[plan.home[shadows], shadows]
+    return QuotaPlan(
+        home=plan.home,
+        spare_expert=np.ascontiguousarray(spare_expert),
+        spare_quota=np.ascontiguousarray(spare_quota),
+        home_quota=home_quota,
+    )

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moemesh.balance.compiled import Floats, Ints, fast
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.groups import bounds_of
 from moemesh.balance.inputs import (
     Effort,
     Policy,
@@ -16,8 +17,6 @@ from moemesh.balance.inputs import (
     like,
     scaled,
 )
-from moemesh.balance.layer_bounds import bounds_of
-from moemesh.balance.layers import count_replicas, invert
 from moemesh.balance.search import published, solve
 
 
@@ -92,9 +91,9 @@ def lower_bound(
 def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
     """(physical_to_logical, logical_to_physical, counts) of slots [layers, slots]."""
     counts = np.empty((len(slots), num_experts), np.int64)
-    fast(count_replicas)(slots, counts)
+    count_replicas(slots, counts)
     replicas = np.empty((*counts.shape, int(counts.max())), np.int64)
-    fast(invert)(slots, replicas)
+    invert(slots, replicas)
     return slots, replicas, counts
 
 
@@ -110,3 +109,52 @@ def balance_of(loads: Floats) -> Floats:
     """Load of the hottest GPU over the mean, per layer; 1 for a layer without any load."""
     mean = loads.mean(axis=1)
     return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
+
+
+@compiled
+def count_replicas(slots: Ints, counts: Ints) -> None:
+    """Fill `counts` [layers, experts] from `slots` [layers, slots]."""
+    counts[:] = 0
+    for layer in range(len(slots)):
+        for slot in range(slots.shape[1]):
+            counts[layer, slots[layer, slot]] += 1
+
+
+@compiled
+def invert(slots: Ints, replicas: Ints) -> None:
+    """Fill `replicas` [layers, experts, most replicas] with slots, ascending, then -1."""
+    replicas[:] = -1
+    found = np.empty(replicas.shape[1], np.int64)
+    for layer in range(len(slots)):
+        found[:] = 0
+        for slot in range(slots.shape[1]):
+            expert = slots[layer, slot]
+            replicas[layer, expert, found[expert]] = slot
+            found[expert] += 1
+
+
+def permute_experts(
+    loads: Any,
+    num_gpus: int,
+    *,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    effort: Effort = "quality",
+) -> Any:
+    """Homes without any redundancy: slots [layers, experts] of logical experts, `num_gpus` alike.
+
+    A permutation already pays when loads are skewed, and costs no memory: try it first. Kinds and
+    errors as in `rebalance_experts`.
+    """
+    num_experts = check_loads(loads, "loads").shape[1]
+    return rebalance_experts(loads, num_experts, num_groups, num_nodes, num_gpus, effort=effort)[0]
+
+
+def homes_of(slots: Any, num_gpus: int) -> Any:
+    """Rank of each expert [layers, experts], for a placement without replicas."""
+    placed = np.asarray(slots)
+    homes = np.empty(placed.shape, np.int64)
+    per_gpu = placed.shape[1] // num_gpus
+    for row, slots_of_layer in zip(homes, placed, strict=True):
+        row[slots_of_layer] = np.repeat(np.arange(num_gpus, dtype=np.int64), per_gpu)
+    return like(slots, homes)[0]

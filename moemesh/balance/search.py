@@ -9,13 +9,25 @@ from typing import Literal
 import numpy as np
 
 from moemesh.balance.bounds import box_bound
-from moemesh.balance.boxes import pack_pairs, pack_with_companions, part_box, polish_box
-from moemesh.balance.compiled import Floats, Ints, fast
-from moemesh.balance.exact import MOST_SLOTS, exact_box
-from moemesh.balance.layer_bounds import bounds_of, find_divisions
-from moemesh.balance.layers import pack_layers
+from moemesh.balance.boxes import (
+    MOST_EXACT_SLOTS,
+    exact_box,
+    pack_box,
+    pack_pairs,
+    pack_with_companions,
+    part_box,
+    polish_box,
+)
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.groups import (
+    bounds_of,
+    divide_groups,
+    find_divisions,
+    gather_node,
+    nodes_bound,
+)
+from moemesh.balance.inputs import Shape
 from moemesh.balance.published import heaviest_gpu, published_layers
-from moemesh.balance.shape import Shape
 
 #: Loads that differ by less, relatively, are equal: only the order of summation differs.
 SAME = 1e-12
@@ -26,7 +38,7 @@ FEW_SLOTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """How long to search: `enough` ends it, `tolerance` is aimed for (both relative to the bound).
 
     `kept` numbers of slots are kept for light experts, from `places` places on; `polished` packings
@@ -46,7 +58,7 @@ class Effort:
     patience: int
 
 
-FAST = Effort(
+FAST = SearchEffort(
     tolerance=1e-3,
     enough=1e-2,
     kept=2,
@@ -57,7 +69,7 @@ FAST = Effort(
     divisions=0,
     patience=1,
 )
-QUALITY = Effort(
+QUALITY = SearchEffort(
     tolerance=5e-4,
     enough=2e-3,
     kept=8,
@@ -68,7 +80,7 @@ QUALITY = Effort(
     divisions=6,
     patience=4,
 )
-THOROUGH = Effort(
+THOROUGH = SearchEffort(
     tolerance=1e-5,
     enough=1e-5,
     kept=16,
@@ -112,7 +124,7 @@ class _Layers:
     """
 
     def __init__(
-        self, weights: Floats, shape: Shape, effort: Effort, members: Ints | None = None
+        self, weights: Floats, shape: Shape, effort: SearchEffort, members: Ints | None = None
     ) -> None:
         """The first packings; of a given division of the groups, if there is one."""
         count = len(weights)
@@ -125,7 +137,7 @@ class _Layers:
             members = np.empty((count, shape.num_nodes, shape.node_groups), np.int64)
         else:
             precision = 0.0
-        fast(pack_layers)(
+        pack_layers(
             weights,
             shape.num_gpus,
             effort.tolerance,
@@ -136,7 +148,7 @@ class _Layers:
             self.tops,
         )
 
-    def search(self, layer: int, effort: Effort, enough: float, seed: int) -> None:
+    def search(self, layer: int, effort: SearchEffort, enough: float, seed: int) -> None:
         """Search the nodes of a layer, then other divisions of its groups."""
         shape, weight, floor = self.shape, self.weights[layer], float(self.floors[layer])
         self._search_nodes(layer, effort, enough, np.inf, seed)
@@ -159,7 +171,7 @@ class _Layers:
                 self.slots[layer], self.tops[layer] = other.slots[0], other.tops[0]
 
     def _search_nodes(
-        self, layer: int, effort: Effort, enough: float, ceiling: float, seed: int
+        self, layer: int, effort: SearchEffort, enough: float, ceiling: float, seed: int
     ) -> None:
         """Search the nodes, hottest first; ends where one cannot get below `ceiling`."""
         shape, tops = self.shape, self.tops[layer]
@@ -194,7 +206,7 @@ def search_box(
     num_gpus: int,
     bound: float,
     ceiling: float,
-    effort: Effort,
+    effort: SearchEffort,
     seed: int,
     slots: Ints,
 ) -> float:
@@ -204,13 +216,13 @@ def search_box(
     within the tolerance of it. Where it shows that `ceiling` cannot be undercut, it ends at once.
     """
     num_slots = len(slots)
-    top = fast(heaviest_gpu)(weight, slots, num_gpus)
-    if num_slots <= MOST_SLOTS and effort.polished:
-        top, finished = fast(exact_box)(weight, num_gpus, top, slots)
+    top = heaviest_gpu(weight, slots, num_gpus)
+    if num_slots <= MOST_EXACT_SLOTS and effort.polished:
+        top, finished = exact_box(weight, num_gpus, top, slots)
         if finished:
             return top
     if effort.polished:
-        bound = fast(box_bound)(weight, num_slots, num_gpus, bound, top)
+        bound = box_bound(weight, num_slots, num_gpus, bound, top)
     goal = bound * (1.0 + effort.tolerance)
     if top <= goal or bound >= ceiling:
         return top
@@ -219,19 +231,17 @@ def search_box(
     starts[0], tops[0] = slots, top
     box = (weight, num_gpus, bound, effort.tolerance)
     if num_slots == 2 * num_gpus:
-        tops[1] = fast(pack_pairs)(*box, effort.pair_steps, seed, starts[1])
+        tops[1] = pack_pairs(*box, effort.pair_steps, seed, starts[1])
         rows = 2
     else:
-        rows = fast(pack_with_companions)(*box, effort.kept, effort.places, seed, starts, tops)
+        rows = pack_with_companions(*box, effort.kept, effort.places, seed, starts, tops)
     order = np.argsort(tops[:rows], kind="stable")
     # The most promising starts are polished, until one is good enough or nothing gets better.
     failures = 0
     for row in order[: max(effort.polished, 1)]:
         reached = float(tops[row])
         if effort.polished and reached > goal:
-            reached = fast(polish_box)(
-                weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row]
-            )
+            reached = polish_box(weight, num_gpus, bound, goal, effort.moves, 1.0, starts[row])
         failures = 0 if reached < top else failures + 1
         if reached < top:
             top = reached
@@ -271,7 +281,7 @@ def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tu
     tops = np.empty(len(weights))
     if enough is None:
         enough = np.full(len(weights), np.inf)
-    fast(published_layers)(
+    published_layers(
         weights, shape.num_groups, shape.num_nodes, shape.num_gpus, enough, slots, tops
     )
     return slots, tops
@@ -313,9 +323,9 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
         experts, local = _local(part)
         loads = weight[experts]
         for by_swaps in (False, False, True):
-            left = fast(part_box)(loads, gpus, limit, by_swaps, local)
+            left = part_box(loads, gpus, limit, by_swaps, local)
             aim = limit if by_swaps else 0.999 * limit
-            top = fast(polish_box)(loads, gpus, aim, aim, QUALITY.moves, 1.0, local)
+            top = polish_box(loads, gpus, aim, aim, QUALITY.moves, 1.0, local)
             if not left:
                 break
         if left or top > limit * (1.0 + SAME):
@@ -333,3 +343,45 @@ def _rescue(weight: Floats, shape: Shape, limit: float) -> Ints | None:
         if trial.tops.max() <= limit * (1.0 + SAME):
             return trial.slots[0]
     return None
+
+
+@compiled
+def pack_layers(
+    weights: Floats,
+    num_gpus: int,
+    tolerance: float,
+    precision: float,
+    members: Ints,
+    slots: Ints,
+    floors: Floats,
+    tops: Floats,
+) -> None:
+    """The first packing of every layer. The global policy is one group and one node.
+
+    `weights` [layers, experts]. Fills `members` [layers, nodes, groups per node] (with a precision
+    of 0 they are given), `slots` [layers, slots], `floors` [layers] (the largest of the nodes'
+    quick bounds) and `tops` [layers, nodes] (the load of the hottest GPU of each node).
+    """
+    num_nodes = members.shape[1]
+    num_groups = num_nodes * members.shape[2]
+    node_slots = slots.shape[1] // num_nodes
+    node_gpus = num_gpus // num_nodes
+    experts = np.empty(weights.shape[1] // num_nodes, np.int64)
+    for layer in range(len(weights)):
+        weight = weights[layer]
+        groups = members[layer]
+        if precision > 0.0:
+            floors[layer] = divide_groups(
+                weight, num_groups, node_slots, node_gpus, precision, groups
+            )
+        else:
+            floors[layer] = nodes_bound(weight, node_slots, node_gpus, num_groups, groups)
+        worst = floors[layer]
+        for node in range(num_nodes):
+            loads = gather_node(weight, num_groups, groups[node], experts)
+            part = slots[layer, node * node_slots : (node + 1) * node_slots]
+            # No node is balanced better than the worst one before it: nothing would be gained.
+            tops[layer, node] = pack_box(loads, node_gpus, worst, tolerance, part)
+            worst = max(worst, tops[layer, node])
+            for slot in range(node_slots):
+                part[slot] = experts[part[slot]]

@@ -1,10 +1,8 @@
-"""A fixed placement and a known load: what share of each expert's load each replica takes.
+"""A fixed placement and a known load: the share of each expert's load that each replica takes.
 
-The linear program "least load of the hottest GPU" (and then of the next hottest, and so on) is
-solved exactly by flows. At a trial load T the experts pour their load into their GPUs, each up to
-T. What does not fit shows a set of experts X that share too few GPUs N(X): then T must be at least
-load(X) / |N(X)|, which is the next trial (discrete Newton). When all fits, the GPUs of X are full,
-and the same is done with what is left.
+A linear program minimises the load of the hottest GPU, then of the next hottest, and so on: a GPU
+whose constraint has a price is at the optimum in every solution, so it keeps that load and the next
+program is about the others.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from moemesh.balance.compiled import Flags, Floats, Ints, entry, fast, inner_loop
+from moemesh.balance.compiled import Floats, Ints
 from moemesh.balance.inputs import check_loads, check_placement, like, scaled
 from moemesh.balance.rebalance import balance_of
 
-#: Loads below this share of the trial load are rounding.
-ROUNDING = 1e-12
+#: Precision of the solver; loads are scaled to at most 1.
+TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +42,10 @@ def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
     """
     given = check_loads(loads, "loads")
     slots = check_placement(placement, given.shape[1], num_gpus, len(given), "placement")
-    flow = np.zeros(slots.shape)
     weights = scaled(given)
-    for layer in range(len(given)):
-        fast(fill_shares)(weights[layer], slots[layer], num_gpus, flow[layer])
-    whole = np.take_along_axis(weights, slots, axis=1)
+    flow = np.stack([_fair_flow(*layer, num_gpus) for layer in zip(weights, slots, strict=True)])
+    sums = [np.bincount(*layer, given.shape[1]) for layer in zip(slots, flow, strict=True)]
+    whole = np.take_along_axis(np.stack(sums), slots, axis=1)
     copies = np.stack([np.bincount(row, minlength=given.shape[1])[row] for row in slots])
     shares = np.divide(flow, whole, out=1.0 / copies, where=whole > 0)
     value = shares * np.take_along_axis(given, slots, axis=1)
@@ -57,124 +54,35 @@ def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
     return Split(shares=kinds[0], gpu_loads=kinds[1], balance=tuple(balance_of(per_gpu).tolist()))
 
 
-@entry
-def fill_shares(weight: Floats, slots: Ints, num_gpus: int, flow: Floats) -> None:
-    """Fill `flow` [slots] with the load of each slot of one layer."""
-    num_experts = len(weight)
-    per_gpu = len(slots) // num_gpus
-    start = np.zeros(num_experts + 1, np.int64)  # where the slots of each expert begin in `own`
-    for slot in range(len(slots)):
-        start[slots[slot] + 1] += 1
-    for expert in range(num_experts):
-        start[expert + 1] += start[expert]
-    fill = start.copy()
-    own = np.empty(len(slots), np.int64)
-    for slot in range(len(slots)):
-        own[fill[slots[slot]]] = slot
-        fill[slots[slot]] += 1
-    open_expert = weight > 0.0
-    open_gpu = np.ones(num_gpus, np.bool_)
-    flow[:] = 0.0
+def _fair_flow(weight: Floats, slots: Ints, num_gpus: int) -> Floats:
+    """The load of each slot [slots] of one layer."""
+    from scipy.optimize import linprog  # 0.2 s to import
+    from scipy.sparse import csr_array
+
+    places = np.arange(len(slots))
+    gpu = places // (len(slots) // num_gpus)
+    ones = np.ones(len(slots))
+    of_expert = csr_array((ones, (slots, places)), shape=(len(weight), len(slots) + 1))
+    of_gpu = csr_array((ones, (gpu, places)), shape=(num_gpus, len(slots) + 1)).tolil()
+    of_gpu[:, len(slots)] = -1.0  # the last unknown is the largest load that is still open
+    limits = np.zeros(num_gpus)
+    is_open = np.ones(num_gpus, np.bool_)
+    goal = np.append(np.zeros(len(slots)), 1.0)
     while True:
-        load = 0.0
-        for expert in range(num_experts):
-            if open_expert[expert]:
-                load += weight[expert]
-        if load == 0.0:
-            return
-        trial = load / open_gpu.sum()
-        tight_expert = open_expert.copy()
-        tight_gpu = open_gpu.copy()
-        while True:
-            for slot in range(len(slots)):
-                if open_expert[slots[slot]]:
-                    flow[slot] = 0.0
-            seen_expert, seen_gpu, poured = pour(
-                weight, slots, per_gpu, start, own, open_expert, open_gpu, trial, flow
-            )
-            if poured:
-                break
-            tight_expert = seen_expert
-            tight_gpu = seen_gpu
-            load = 0.0
-            for expert in range(num_experts):
-                if seen_expert[expert]:
-                    load += weight[expert]
-            following = load / seen_gpu.sum()
-            if following <= trial * (1.0 + ROUNDING):
-                trial *= 1.0 + 4.0 * ROUNDING  # only rounding is missing
-            else:
-                trial = following
-        for expert in range(num_experts):
-            open_expert[expert] = open_expert[expert] and not tight_expert[expert]
-        for gpu in range(num_gpus):
-            open_gpu[gpu] = open_gpu[gpu] and not tight_gpu[gpu]
-
-
-@inner_loop
-def pour(
-    weight: Floats,
-    slots: Ints,
-    per_gpu: int,
-    start: Ints,
-    own: Ints,
-    open_expert: Flags,
-    open_gpu: Flags,
-    trial: float,
-    flow: Floats,
-) -> tuple[Flags, Flags, bool]:
-    """Pour open experts into open GPUs up to `trial` each, along shortest augmenting paths.
-
-    Returns (experts, GPUs, False) that share too little room, or (..., True) when all fits.
-    """
-    num_gpus = len(open_gpu)
-    room = np.full(num_gpus, trial)
-    came_by = np.empty(num_gpus, np.int64)  # slot through which a GPU was reached
-    back_by = np.empty(len(weight), np.int64)  # slot whose flow an expert would take back
-    queue = np.empty(len(weight), np.int64)
-    seen_expert = np.zeros(len(weight), np.bool_)
-    seen_gpu = np.zeros(num_gpus, np.bool_)
-    for source in range(len(weight)):
-        left = weight[source] if open_expert[source] else 0.0
-        while left > ROUNDING * trial:
-            seen_expert[:] = False
-            seen_gpu[:] = False
-            seen_expert[source] = True
-            queue[0] = source
-            head, tail, end = 0, 1, -1
-            while head < tail and end < 0:
-                expert = queue[head]
-                head += 1
-                for index in range(start[expert], start[expert + 1]):
-                    gpu = own[index] // per_gpu
-                    if seen_gpu[gpu] or not open_gpu[gpu]:
-                        continue
-                    seen_gpu[gpu] = True
-                    came_by[gpu] = own[index]
-                    if room[gpu] > ROUNDING * trial:
-                        end = gpu
-                        break
-                    for slot in range(gpu * per_gpu, (gpu + 1) * per_gpu):
-                        other = slots[slot]
-                        if flow[slot] > 0.0 and open_expert[other] and not seen_expert[other]:
-                            seen_expert[other] = True
-                            back_by[other] = slot
-                            queue[tail] = other
-                            tail += 1
-            if end < 0:
-                return seen_expert, seen_gpu, False
-            amount = min(left, room[end])
-            expert = slots[came_by[end]]
-            while expert != source:
-                amount = min(amount, flow[back_by[expert]])
-                expert = slots[came_by[back_by[expert] // per_gpu]]
-            room[end] -= amount
-            left -= amount
-            flow[came_by[end]] += amount
-            expert = slots[came_by[end]]
-            while expert != source:
-                flow[back_by[expert]] -= amount
-                through = came_by[back_by[expert] // per_gpu]
-                flow[through] += amount
-                expert = slots[through]
-    return seen_expert, seen_gpu, True
+        found: Any = linprog(
+            goal,
+            A_ub=of_gpu,
+            b_ub=limits,
+            A_eq=of_expert,
+            b_eq=weight,
+            method="highs-ds",
+            options={"primal_feasibility_tolerance": TOLERANCE},
+        )
+        assert found.success, found.message
+        tight = is_open & (found.ineqlin.marginals < -TOLERANCE)
+        is_open &= ~tight
+        if found.fun <= TOLERANCE or not tight.any() or not is_open.any():
+            return np.maximum(found.x[:-1], 0.0)
+        for index in np.flatnonzero(tight):
+            of_gpu[index, len(slots)] = 0.0
+            limits[index] = found.fun
