@@ -117,12 +117,14 @@ def _is_number(cell: str) -> bool:
 def _read_numpy(path: Path, keys: tuple[str, ...]) -> Any:
     try:
         loaded: Any = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise BalanceError(f"{path}: no NumPy file of numbers") from error
-    if isinstance(loaded, np.ndarray):
-        return loaded  # pyright: ignore[reportUnknownVariableType]
-    with loaded:
-        data = {name: loaded[name] for name in loaded.files}
+        if isinstance(loaded, np.ndarray):
+            return loaded  # pyright: ignore[reportUnknownVariableType]
+        with loaded:
+            data = {name: loaded[name] for name in loaded.files}
+    except OSError:
+        raise
+    except Exception as error:  # damage ends in errors of zipfile, zlib, struct, tokenize and numpy
+        raise BalanceError(f"{path}: no NumPy file of numbers, or a damaged one") from error
     return next(iter(data.values())) if len(data) == 1 else _pick(data, keys)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,7 +259,8 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     Two levels of assignment: GPUs for each pair of nodes, then nodes. Also puts what stays on a GPU
     into its old slot. Returns the number of moved copies.
     """
-    from scipy.optimize import linear_sum_assignment  # 0.2 s, and few runs come here
+    # 0.2 s to import, and few runs come here.
+    assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 
     node_gpus = num_gpus // num_nodes
     missing = np.empty((num_gpus, num_gpus), np.int64)
@@ -267,10 +269,10 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     inside = np.empty((num_nodes, num_nodes, node_gpus), np.int64)
     between = np.empty((num_nodes, num_nodes), np.int64)
     for old, new in np.ndindex(num_nodes, num_nodes):
-        rows, inside[old, new] = linear_sum_assignment(blocks[old, new])
+        rows, inside[old, new] = assign(blocks[old, new])
         between[old, new] = blocks[old, new][rows, inside[old, new]].sum()
-    nodes, chosen = linear_sum_assignment(between)
-    gpus = chosen[:, None] * node_gpus + inside[nodes, chosen]
+    nodes, chosen = assign(between)
+    gpus: Ints = chosen[:, None] * node_gpus + inside[nodes, chosen]
     slots[:] = slots.reshape(num_gpus, -1)[gpus.reshape(-1)].reshape(-1)
     keep_slots(slots, previous, num_gpus)
     return int(between[nodes, chosen].sum())

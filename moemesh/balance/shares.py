@@ -7,6 +7,7 @@ program is about the others.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +57,20 @@ def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
 
 def _fair_flow(weight: Floats, slots: Ints, num_gpus: int) -> Floats:
     """The load of each slot [slots] of one layer."""
-    from scipy.optimize import linprog  # 0.2 s to import
-    from scipy.sparse import csr_array
+    optimize: Any = importlib.import_module("scipy.optimize")  # 0.2 s
+    sparse: Any = importlib.import_module("scipy.sparse")
 
     places = np.arange(len(slots))
     gpu = places // (len(slots) // num_gpus)
     ones = np.ones(len(slots))
-    of_expert = csr_array((ones, (slots, places)), shape=(len(weight), len(slots) + 1))
-    of_gpu = csr_array((ones, (gpu, places)), shape=(num_gpus, len(slots) + 1)).tolil()
+    of_expert = sparse.csr_array((ones, (slots, places)), shape=(len(weight), len(slots) + 1))
+    of_gpu = sparse.csr_array((ones, (gpu, places)), shape=(num_gpus, len(slots) + 1)).tolil()
     of_gpu[:, len(slots)] = -1.0  # the last unknown is the largest load that is still open
     limits = np.zeros(num_gpus)
     is_open = np.ones(num_gpus, np.bool_)
     goal = np.append(np.zeros(len(slots)), 1.0)
     while True:
-        found: Any = linprog(
+        found: Any = optimize.linprog(
             goal,
             A_ub=of_gpu,
             b_ub=limits,

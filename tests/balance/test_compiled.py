@@ -126,7 +126,7 @@ def test_the_cache_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_neither_torch_nor_numba_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, moemesh.balance.command\n"
+        "import sys, moemesh.balance\n"
         "print([name for name in ('torch', 'numba') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,14 +13,25 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from moemesh.balance.command import Settings, command, place
+from moemesh.balance.files import load_table
 from moemesh.balance.inputs import BalanceError
-from moemesh.report.balance import balance_heat_maps
+from moemesh.cli.balancing import BalanceSettings, balance, place
 from moemesh.trace.loads import LayerLoads
 from tests.balance.cases import check_maps, hottest
 
 LOADS = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]]
 LOADS += [[20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+
+
+def command(path: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    """The output of the verb."""
+    balance(**DEFAULTS | {"loads": path} | options)
+    return capsys.readouterr().out
+
+
+DEFAULTS = {
+    field.name: field.default for field in fields(BalanceSettings) if field.default is not MISSING
+}
 SIZES: dict[str, Any] = {"replicas": 16, "gpus": 8, "nodes": 2, "groups": 4}
 
 
@@ -50,8 +62,7 @@ def write(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ["a.json", "keyed.json", "a.csv", "a.npy", "a.npz", "loads.jsonl"])
 def test_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, name)
-    assert command(Settings(loads=path, **SIZES), as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command(path, capsys, **SIZES, as_json=True))
     keys = ("physical_to_logical", "logical_to_physical", "replica_count")
     check_maps(tuple(found[key] for key in keys), 12, 16)
     top = hottest(np.array(LOADS, float), found["physical_to_logical"], 8)
@@ -59,30 +70,27 @@ def test_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["balance"] == pytest.approx(top * 8 / np.sum(LOADS, axis=1))
     assert all(b <= a * (1 + 1e-9) for a, b in zip(found["balance"], found["bound"], strict=True))
     if name == "loads.jsonl":  # the run's folder says the same
-        command(Settings(loads=tmp_path, **SIZES), as_json=True)
-        assert json.loads(capsys.readouterr().out) == found
+        assert json.loads(command(tmp_path, capsys, **SIZES, as_json=True)) == found
 
 
 def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "a.json")
-    command(Settings(loads=path, **SIZES), as_json=True)
     old = tmp_path / "old.json"
-    old.write_text(capsys.readouterr().out)
-    again = place(Settings(loads=path, previous=old, **SIZES))
+    old.write_text(command(path, capsys, **SIZES, as_json=True))
+    again = place(BalanceSettings(loads=path, previous=old, **SIZES))
     assert again.to_json()["moved"] == [0, 0]
     reversed_loads = tmp_path / "reversed.json"
     reversed_loads.write_text(json.dumps([row[::-1] for row in LOADS]))
-    moved = place(Settings(loads=reversed_loads, previous=old, **SIZES)).to_json()
+    moved = place(BalanceSettings(loads=reversed_loads, previous=old, **SIZES)).to_json()
     assert sum(moved["moved"]) > 0
     assert [sum(map(len, rounds)) for rounds in moved["transfers"]] == moved["moved"]
     with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas says 24"):
-        place(Settings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
+        place(BalanceSettings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
 
 
 def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, svg = write(tmp_path, "a.csv"), tmp_path / "out.svg"
-    command(Settings(loads=path, **SIZES), balance_heat_maps, svg=svg)
-    lines = capsys.readouterr().out.splitlines()
+    lines = command(path, capsys, **SIZES, svg=svg).splitlines()
     assert lines[0].startswith("2 layers: 12 experts in 16 slots on 8 GPUs")
     assert lines[1].startswith("hottest GPU / mean ")
     assert max(map(len, lines[:2])) <= 80
@@ -91,11 +99,66 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())
     with pytest.raises(BalanceError, match="No such file or directory"):
-        command(Settings(loads=path, **SIZES), balance_heat_maps, svg=tmp_path / "no" / "a.svg")
+        command(path, capsys, **SIZES, svg=tmp_path / "no" / "a.svg")
+
+
+def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One expert on both GPUs fills up the GPU that has room; nothing moves."""
+    path, old = tmp_path / "a.json", tmp_path / "old.json"
+    path.write_text("[[6, 2, 0]]")
+    old.write_text("[[0, 2, 0, 1]]")
+    found = place(BalanceSettings(loads=path, gpus=2, previous=old, shares=True)).to_json()
+    assert found["physical_to_logical"] == [[0, 2, 0, 1]] and "moved" not in found
+    assert found["shares"][0] == pytest.approx([4 / 6, 1, 2 / 6, 1])
+    assert found["balance"] == pytest.approx([1.0]) and found["balance_before"] == [1.25]
+    printed = command(path, capsys, gpus=2, previous=old, shares=True)
+    assert printed.splitlines()[-1] == "layer 0: 0 (67%) 2 (100%) | 0 (33%) 1 (100%)"
+    with pytest.raises(BalanceError, match="--shares needs the placement in use"):
+        place(BalanceSettings(loads=path, gpus=2, shares=True))
+
+
+def test_the_published_policy(tmp_path: Path) -> None:
+    """DeepSeek's algorithm: 156 / 179.5 where 151 / 179.5 is possible."""
+    path = write(tmp_path, "a.json")
+    found = place(BalanceSettings(loads=path, policy="published", **SIZES))
+    assert found.loads_after.max(axis=1).tolist() == [156.0, 179.5]
+    with pytest.raises(BalanceError, match="leave out --previous"):
+        old = tmp_path / "old.json"
+        old.write_text(json.dumps(found.to_json()))
+        place(BalanceSettings(loads=path, policy="published", previous=old, **SIZES))
+
+
+def test_a_warning_where_groups_do_not_fit_the_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "a.json")
+    balance(**DEFAULTS | {"loads": path} | SIZES | {"nodes": 3})
+    assert "nodes (3) do not divide groups (4), so the policy is global" in capsys.readouterr().err
+    balance(**DEFAULTS | {"loads": path, "policy": "global"} | SIZES | {"nodes": 3})
+    balance(**DEFAULTS | {"loads": path} | SIZES)
+    assert not capsys.readouterr().err
+
+
+def test_damaged_numpy_files(tmp_path: Path) -> None:
+    """Any byte may be wrong, or the end missing: an error or other numbers, no traceback."""
+    for name in ("a.npz", "a.npy"):
+        good = write(tmp_path, name).read_bytes()
+        damaged = [good[:end] for end in range(0, len(good), 7)]
+        damaged += [
+            good[:at] + bytes([good[at] ^ 0xFF]) + good[at + 1 :] for at in range(0, len(good), 3)
+        ]
+        refused = 0
+        for data in damaged:
+            (tmp_path / name).write_bytes(data)
+            try:
+                load_table(tmp_path / name)
+            except BalanceError as error:
+                refused += str(error).startswith(str(tmp_path / name))
+        assert refused > len(damaged) // 4
 
 
 def test_without_replicas_it_permutes(tmp_path: Path) -> None:
-    found = place(Settings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
+    found = place(BalanceSettings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
     assert found.replica_count.max() == 1 and found.after.mean() < found.before.mean()
 
 
@@ -124,7 +187,7 @@ def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> 
     if text is not None:
         path.write_text(text)
     with pytest.raises(BalanceError, match=message):
-        place(Settings(loads=path, replicas=4, gpus=2))
+        place(BalanceSettings(loads=path, replicas=4, gpus=2))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +200,7 @@ def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> 
 )
 def test_sizes_that_make_no_sense(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BalanceError, match=message):
-        place(Settings(loads=write(tmp_path, "a.json"), **SIZES | change))
+        place(BalanceSettings(loads=write(tmp_path, "a.json"), **SIZES | change))
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Options of a verb from the fields of a frozen dataclass."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import wraps
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+
+def options_from(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the first parameter of a verb by one option for each field of `settings`.
+
+    A field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`, keywords
+    being those of `typer.Option` (`min`, `metavar`, ...); with `{"argument": True}` among them the
+    field is an argument. Its default is the field's. The verb gets an instance of `settings`.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(verb)
+        _, *others = signature.parameters.values()
+        own = list(_parameters(settings))
+        names = [parameter.name for parameter in own]
+
+        @wraps(verb)
+        def call(**given: Any) -> None:
+            verb(settings(**{name: given.pop(name) for name in names}), **given)
+
+        others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+        # typer reads both, and follows `__wrapped__` to the verb's own if it is there.
+        call.__signature__ = signature.replace(parameters=[*own, *others])  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in (*own, *others)}
+        del call.__wrapped__  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _parameters(settings: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(settings, include_extras=True)
+    found: list[inspect.Parameter] = []
+    for field in fields(settings):
+        kind, text, *more = get_args(hints[field.name])
+        keywords: dict[str, Any] = dict(more[0]) if more else {}
+        make = typer.Argument if keywords.pop("argument", False) else typer.Option
+        names = keywords.pop("names", ())
+        found.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=Annotated[kind, make(*names, help=text, **keywords)],
+            )
+        )
+    return found
