@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moemesh.model.dispatcher import Rows
 from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_mlp import Later, expert_mlp
-from moemesh.ops.permute import slice_map
 
 #: gate_up and down of some experts.
 Weights: TypeAlias = tuple[Tensor, Tensor]
@@ -23,10 +21,9 @@ Weights: TypeAlias = tuple[Tensor, Tensor]
 class Experts(nn.Module):
     """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F].
 
-    ``max_rows`` bounds memory under any routing: more rows than that are computed piece by piece,
-    each piece once more in the backward instead of kept. Slower, but one rank that gets the rows of
-    all keeps no more than ``max_rows`` x 2 F numbers of its own beside the rows it was sent. None:
-    no bound.
+    ``max_rows`` bounds memory under any routing: more rows than that are computed in blocks, each
+    once more in the backward instead of kept. Slower, but one rank that gets the rows of all never
+    has more than ``max_rows`` x 2 F numbers of its own beside the rows it was sent. None: no bound.
     """
 
     def __init__(self, num_experts: int, hidden: int, width: int) -> None:
@@ -44,10 +41,10 @@ class Experts(nn.Module):
             )
         own = self.gate_up, self.down
         if rows.replicas is None:
-            return self._bounded(rows, own, put_off)
+            return self._compute(rows, own, put_off)
         home, spare, counts_S, weights = rows.replicas
         home_weights_R, spare_weights_R = rows.weights_R.split([home.num_rows, spare.num_rows])
-        y_RH = self._bounded(
+        y_RH = self._compute(
             Rows(rows.source_NH, home, home_weights_R, rows.counts_L), own, put_off
         )
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
@@ -55,30 +52,18 @@ class Experts(nn.Module):
         if not len(counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
         replicas = Rows(rows.source_NH, spare, spare_weights_R, counts_S)
-        return torch.cat([y_RH, self._bounded(replicas, fetched, None)])
+        return torch.cat([y_RH, self._compute(replicas, fetched, None)])
 
-    def _bounded(self, rows: Rows, weights: Weights, put_off: Later | None) -> Tensor:
-        if self.max_rows is None or rows.map.num_rows <= self.max_rows:
-            return _compute(rows, weights, put_off)
-        return torch.cat(
-            [
-                checkpoint(self._piece, rows, weights, start, use_reentrant=False)
-                for start in range(0, rows.map.num_rows, self.max_rows)
-            ]
+    def _compute(self, rows: Rows, weights: Weights, put_off: Later | None) -> Tensor:
+        return expert_mlp(
+            rows.source_NH,
+            rows.map,
+            rows.weights_R,
+            rows.counts_L,
+            *weights,
+            put_off,
+            self.max_rows,
         )
-
-    def _piece(self, rows: Rows, weights: Weights, start: int) -> Tensor:
-        assert self.max_rows is not None
-        stop = min(start + self.max_rows, rows.map.num_rows)
-        ends_L = rows.counts_L.cumsum(0).clamp(start, stop)
-        counts_L = torch.diff(ends_L, prepend=ends_L.new_tensor([start]))
-        part = slice_map(rows.map, start, stop)
-        rows = Rows(rows.source_NH, part, rows.weights_R[start:stop], counts_L)
-        return _compute(rows, weights, None)
-
-
-def _compute(rows: Rows, weights: Weights, put_off: Later | None) -> Tensor:
-    return expert_mlp(rows.source_NH, rows.map, rows.weights_R, rows.counts_L, *weights, put_off)
 
 
 class _NoRows(torch.autograd.Function):

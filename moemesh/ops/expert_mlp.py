@@ -13,6 +13,11 @@ product of gate and up are kept: it saves the source, h and nothing else of acti
 
 It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
 operation to the next; only h, the output and the gradient of the copied rows are ever whole.
+
+With more rows than `max_rows` not even h is kept: blocks have at most `max_rows` rows, and the
+backward computes the h of each once more. This happens inside of the Function, so that autograd
+sees the same graph on a rank with many rows as on any other: what a backward sends, and when, must
+not depend on how many rows a rank has.
 """
 
 from __future__ import annotations
@@ -61,12 +66,26 @@ class Block(NamedTuple):
     ends_D: Tensor
 
 
-def expert_blocks(counts_E: Tensor, num_rows: int) -> list[Block]:
-    """Cut the experts into blocks, at least one; an accelerator gets one: no wait for counts."""
+def expert_blocks(counts_E: Tensor, num_rows: int, max_rows: int | None = None) -> list[Block]:
+    """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
+    wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
+    """
+    if max_rows is None or num_rows <= max_rows:
+        return _blocks_of_whole_experts(counts_E, 0, num_rows)
+    ends_E, blocks = counts_E.cumsum(0), list[Block]()
+    for start in range(0, num_rows, max_rows):
+        stop = min(start + max_rows, num_rows)
+        within_E = torch.diff(ends_E.clamp(start, stop), prepend=ends_E.new_tensor([start]))
+        blocks += _blocks_of_whole_experts(within_E, start, stop)
+    return [block for block in blocks if block.rows.start < block.rows.stop]
+
+
+def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int) -> list[Block]:
+    """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
     if counts_E.device.type != "cpu":
-        return [Block(slice(0, len(counts_E)), slice(0, num_rows), row_ends(counts_E))]
+        return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
     blocks: list[Block] = []
-    expert = row = end = 0
+    expert, row, end = 0, start, start
     for index, count in enumerate(counts_E.tolist(), start=1):
         end += count
         if end - row >= BLOCK_ROWS or index == len(counts_E):
@@ -92,16 +111,30 @@ class _Whole:
 
 
 class _WeightGradient:
-    """The gradient of stacked weights, block by block: at once, or when somebody asks for it."""
+    """The gradient of stacked weights, block by block: at once, or when somebody asks for it.
+
+    `are_shared`: the rows of an expert may lie in several blocks; then each block is computed and
+    added at once, in fp32 at least.
+    """
 
     def __init__(
-        self, weight: Tensor, blocks: list[Block], needed: bool, *, is_later: bool
+        self,
+        weight: Tensor,
+        blocks: list[Block],
+        needed: bool,
+        *,
+        is_later: bool,
+        are_shared: bool = False,
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
         self._is_later = is_later
         self._whole: _Whole | None = None
         self._last = weight
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
+        self._total: Tensor | None = None
+        if are_shared and needed:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            self._total = torch.zeros_like(weight.flatten(1, -2), dtype=wide)
 
     def add(
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
@@ -124,13 +157,18 @@ class _WeightGradient:
         """The gradient of all blocks that were added; None when it is not needed."""
         if not self._needed:
             return None
-        if self._whole is None:
+        if self._whole is None and self._total is None:
             self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
         for block, grad_BO, x_BI, source_B in self._pending:
             x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
-            out = self._whole[block.experts]
+            out = None if self._whole is None else self._whole[block.experts]
             self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
+            if self._total is not None:
+                self._total[block.experts] += self._last
         self._pending.clear()
+        if self._total is not None:
+            return self._total.to(self._weight.dtype).view_as(self._weight)
+        assert self._whole is not None
         return self._whole.of(self._last).view_as(self._weight)
 
     @staticmethod
@@ -212,41 +250,51 @@ class _ExpertMLP(torch.autograd.Function):
         counts_E: Tensor,
         calls: list[tuple[_WeightGradient, _WeightGradient]] | None,
         anchor: Tensor | None,
+        max_rows: int | None,
     ) -> Tensor:
-        ctx.calls = calls
-        blocks = expert_blocks(counts_E, rows.num_rows)
+        blocks = expert_blocks(counts_E, rows.num_rows, max_rows)
+        is_kept = max_rows is None or rows.num_rows <= max_rows
         gate_up_EGH = gate_up.flatten(1, 2)
-        h = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[1])
+        h = _Whole(blocks, source_NH, rows.num_rows if is_kept else 0, gate_up_EGH.shape[1])
         y = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[2])
-        for experts, part, ends_D in blocks:
-            x_BH = source_NH.index_select(0, rows.source_R[part])
-            h_BG = grouped_gemm(x_BH, gate_up_EGH[experts].transpose(1, 2), ends_D, h[part])
+        for block in blocks:
+            experts, part, ends_D = block
+            out = h[part] if is_kept else None
+            h_BG = _gate_and_up(source_NH, rows, gate_up_EGH, block, out)
             product_BF = swiglu(h_BG, weights_R[part])
             y_BH = grouped_gemm(product_BF, down[experts].transpose(1, 2), ends_D, y[part])
-        ctx.save_for_backward(source_NH, weights_R, gate_up, down, h.of(h_BG))
+        kept = [h.of(h_BG)] if is_kept else []
+        ctx.save_for_backward(source_NH, weights_R, gate_up, down, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
-        ctx.rows, ctx.blocks, ctx.leaves = rows, blocks, (gate_up, down)
+        ctx.rows, ctx.blocks, ctx.leaves, ctx.calls = rows, blocks, (gate_up, down), calls
         return y.of(y_BH)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        source_NH, weights_R, gate_up, down, h_RG = ctx.saved_tensors
-        rows, blocks = ctx.rows, ctx.blocks
+        source_NH, weights_R, gate_up, down, *kept = ctx.saved_tensors
+        rows, blocks, is_kept = ctx.rows, ctx.blocks, bool(kept)
         needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
-        # A queue computes on its own, whenever it runs.
-        calls = None if deferring() else ctx.calls
+        # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
+        # hold as many numbers as were not kept.
+        calls = ctx.calls if is_kept and not deferring() else None
         # A weight that came from elsewhere has a gradient that must go on from here.
-        is_later = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
-        grad_gate_up = _WeightGradient(ctx.leaves[0], blocks, needs_gate_up, is_later=is_later)
-        grad_down = _WeightGradient(ctx.leaves[1], blocks, needs_down, is_later=is_later)
+        is_later = is_kept and (calls is not None or (deferring() and ctx.leaves[0].is_leaf))
+        grad_gate_up, grad_down = (
+            _WeightGradient(leaf, blocks, needed, is_later=is_later, are_shared=not is_kept)
+            for leaf, needed in zip(ctx.leaves, (needs_gate_up, needs_down), strict=True)
+        )
         grad_weights: list[Tensor] = []
         for block in blocks:
             experts, part, ends_D = block
+            if is_kept:
+                h_BG = kept[0][part]
+            else:
+                h_BG = _gate_and_up(source_NH, rows, gate_up_EGH, block)
             grad_product_BF = grouped_gemm(grad_RH[part], down[experts], ends_D)
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
-                grad_product_BF, h_RG[part], weights_R[part]
+                grad_product_BF, h_BG, weights_R[part]
             )
             grad_weights.append(grad_weights_B)
             grad_down.add(block, grad_RH[part], product_BF)
@@ -266,7 +314,20 @@ class _ExpertMLP(torch.autograd.Function):
             None,
             None,
             None if ctx.calls is None else grad_RH.new_zeros(()),
+            None,
         )
+
+
+def _gate_and_up(
+    source_NH: Tensor,
+    rows: RowMap,
+    gate_up_EGH: Tensor,
+    block: Block,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The h of one block."""
+    x_BH = source_NH.index_select(0, rows.source_R[block.rows])
+    return grouped_gemm(x_BH, gate_up_EGH[block.experts].transpose(1, 2), block.ends_D, out)
 
 
 def expert_mlp(
@@ -277,15 +338,17 @@ def expert_mlp(
     gate_up_E2FH: Tensor,
     down_EHF: Tensor,
     put_off: Later | None = None,
+    max_rows: int | None = None,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
     rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
     (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `put_off`
-    leaves them to the end of several calls (:func:`later`).
+    leaves them to the end of several calls (:func:`later`). More rows than `max_rows` are computed
+    in blocks of at most so many, whose h is computed again in the backward instead of kept.
     """
     anchor, calls = put_off or (None, None)
     return _ExpertMLP.apply(
-        source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, calls, anchor
+        source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, calls, anchor, max_rows
     )

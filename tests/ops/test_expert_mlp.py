@@ -1,5 +1,7 @@
 """The blocks of the expert MLP: any cut gives the loop's result, and nothing whole is kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,16 +48,18 @@ def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, qu
     return [y.detach(), source.grad, weights.grad, gate_up.grad, down.grad]
 
 
+@pytest.mark.parametrize("max_rows", [None, 1, 4, 12])
 @pytest.mark.parametrize("block_rows", [1, 3, 5, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_cut_into_blocks_gives_the_loops_result(
-    monkeypatch: pytest.MonkeyPatch, block_rows: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, block_rows: int, dtype: torch.dtype, max_rows: int | None
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_ROWS", block_rows)
     leaves, (experts, upstream) = make(dtype)
     slow = run(expert_mlp_loop, leaves, experts, upstream)
-    fast = run(expert_mlp, leaves, experts, upstream)
-    later = run(expert_mlp, leaves, experts, upstream, WeightGradientQueue())
+    mlp = partial(expert_mlp, max_rows=max_rows)
+    fast = run(mlp, leaves, experts, upstream)
+    later = run(mlp, leaves, experts, upstream, WeightGradientQueue())
     for got, deferred, expected in zip(fast, later, slow, strict=True):
         assert_close(got, expected)
         assert torch.equal(got, deferred)
@@ -70,7 +74,19 @@ def test_blocks_cover_experts_and_rows_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(expert_blocks(torch.zeros(3, dtype=torch.int64), 0)) == 1
 
 
-def test_saved_for_backward_is_the_source_and_h() -> None:
+@pytest.mark.parametrize("max_rows", [1, 4, 14])
+def test_bounded_blocks_cut_experts_where_they_must(max_rows: int) -> None:
+    blocks = expert_blocks(torch.tensor([1, 0, 9, 3, 2, 0]), 15, max_rows)
+    assert [row for b in blocks for row in range(15)[b.rows]] == list(range(15))
+    assert all(b.rows.stop - b.rows.start <= max_rows for b in blocks)
+    counts = torch.zeros(6, dtype=torch.int64)
+    for b in blocks:
+        counts[b.experts] += torch.diff(b.ends_D, prepend=b.ends_D.new_zeros(1))
+    assert counts.tolist() == [1, 0, 9, 3, 2, 0]
+
+
+@pytest.mark.parametrize(("max_rows", "keeps_h"), [(None, True), (13, True), (12, False)])
+def test_saved_for_backward_is_the_source_and_h(max_rows: int | None, keeps_h: bool) -> None:
     leaves, (experts, upstream) = make(torch.float32)
     num_rows, saved = len(upstream), []
 
@@ -79,13 +95,15 @@ def test_saved_for_backward_is_the_source_and_h() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(expert_mlp, leaves, experts, upstream)
+        run(partial(expert_mlp, max_rows=max_rows), leaves, experts, upstream)
     big = sorted(t.numel() for t in saved if t.dim() == 2)
-    assert big == sorted([leaves[0].numel(), num_rows * 2 * WIDTH])
+    assert num_rows == 13
+    assert big == sorted([leaves[0].numel(), *([num_rows * 2 * WIDTH] if keeps_h else [])])
 
 
+@pytest.mark.parametrize("max_rows", [None, 5])
 @pytest.mark.parametrize("through_queue", [False, True])
-def test_several_calls_share_one_weight_gradient(through_queue: bool) -> None:
+def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: int | None) -> None:
     """Three chunks of tokens, one of them empty, backward twice: the gradient of a single call."""
     leaves, (experts, _) = make(torch.float64)
     source, _, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
@@ -97,7 +115,7 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool) -> None:
             rows, _, counts = group_by_expert(chosen, NUM_EXPERTS)
             weights = torch.full((rows.num_rows,), 0.5, dtype=torch.float64)
             weights.requires_grad_()
-            y = expert_mlp(x, rows, weights, counts, gate_up, down, put_off)
+            y = expert_mlp(x, rows, weights, counts, gate_up, down, put_off, max_rows)
             chunks.append(y.square().sum())
         return torch.stack(chunks).sum()
 

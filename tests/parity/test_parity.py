@@ -138,6 +138,23 @@ def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None
     assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
 
 
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ({"vocab_size": 2}, {"tp": 4, "ep": 4}),
+        ({"vocab_size": 3, "tied_embeddings": True}, {"tp": 4, "ep": 2}),
+        ({"vocab_size": 5}, {"pp": 2, "tp": 4, "schedule": "zb_h1", "microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_smaller_than_tp_leaves_ranks_without_rows(
+    model: dict[str, Any], plan: dict[str, Any]
+) -> None:
+    keys = MODEL | model
+    alone = train(keys, {"microbatches": plan.get("microbatches", 1)}, TRAIN, PADDED)
+    assert_same(train(keys, plan, TRAIN, PADDED), alone)
+
+
 def test_the_reference_does_something() -> None:
     """Clipping bites, experts differ in load, the auxiliary loss is there: nothing is vacuous."""
     trained = one_device("moe", Shape())

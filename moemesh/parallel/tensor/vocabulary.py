@@ -23,7 +23,8 @@ from moemesh.parallel.tensor.boundary import enter
 
 
 class ShardedVocabulary:
-    """Rank i of the axis holds the i-th block of vocabulary rows; blocks may differ by one row."""
+    """Rank i of the axis holds the i-th block of vocabulary rows; blocks may differ by one row, and
+    are empty behind the end of a vocabulary smaller than the axis."""
 
     def __init__(self, axis: Axis, vocab_size: int) -> None:
         self.axis = axis
@@ -32,7 +33,10 @@ class ShardedVocabulary:
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
         local_T = tokens_T - self.rows.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.rows))
-        partial_TH = F.embedding(local_T.clamp(0, len(self.rows) - 1), weight_VH)
+        if not self.rows:
+            # A row of zeros to look up, in the graph: the backward needs every rank.
+            weight_VH = F.pad(weight_VH, (0, 0, 0, 1))
+        partial_TH = F.embedding(local_T.clamp(0, len(weight_VH) - 1), weight_VH)
         partial_TH = partial_TH.masked_fill(elsewhere_T[:, None], 0.0)
         sizes = shard_sizes(len(tokens_T), self.axis.size)
         return collectives.reduce_scatter(partial_TH, self.axis, sizes, caller="embedding")
