@@ -103,13 +103,16 @@ def _option_hint(option: str) -> str:
     if not option:
         return ""
     from moemesh.config.schema import sections_with
-    from moemesh.config.suggest import FOREIGN_NAMES
+    from moemesh.config.suggest import alias_hint, aliases
 
     name = option.lstrip("-").replace("-", "_")
     keys = [name] if "." in name else [f"{section}.{name}" for section in sections_with(name)]
-    if name in FOREIGN_NAMES:
-        keys = [FOREIGN_NAMES[name]]
-    return f"Keys of the configuration are set with --set {keys[0]}=VALUE" if keys else ""
+    if name in aliases():
+        keys = [aliases()[name]]
+    if keys:
+        return f"Keys of the configuration are set with --set {keys[0]}=VALUE"
+    hint = alias_hint(name)
+    return f"{hint[0].upper()}{hint[1:]}" if hint else ""
 
 
 def load(config: Path | None, overrides: list[str] | None) -> "Resolved":

@@ -15,7 +15,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.section import divisors, nearest_divisors
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import FOREIGN_NAMES, nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.shapes.load import Model
@@ -155,7 +155,7 @@ def _unknown(table: Mapping[str, Any]) -> list[Problem]:
         if key in _KNOWN:
             continue
         fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
-        if (foreign := FOREIGN_NAMES.get(key, "")).startswith("plan."):
+        if (foreign := aliases().get(key, "")).startswith("plan."):
             fix = f"here it is called {foreign.removeprefix('plan.')}"
         message = f"a plan has no key `{key}`"
         problems.append(_problem("unknown-key", f"plan.{key}", value, message, fix))

@@ -15,7 +15,7 @@ from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.schema import SECTIONS, keys_of
 from moemesh.config.section import Range, divisors, nearest_divisors
-from moemesh.config.suggest import FOREIGN_NAMES, choices_of
+from moemesh.config.suggest import aliases, choices_of
 from moemesh.config.train import TrainConfig
 
 # The public contract: first value of each row is the default.
@@ -97,7 +97,7 @@ def test_sibling_keys_differ_by_two_edits(section: str) -> None:
 
 
 def test_names_of_other_trainers_point_to_keys_and_are_none_themselves() -> None:
-    for name, key in FOREIGN_NAMES.items():
+    for name, key in aliases().items():
         section, leaf = key.split(".")
         assert leaf in keys_of(section), key
         assert name not in keys_of(section), name

@@ -10,7 +10,7 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.config.schema import SECTIONS, all_keys, keys_of
-from moemesh.config.suggest import FOREIGN_NAMES, explain_unknown_key, nearest_choice
+from moemesh.config.suggest import aliases, explain_unknown_key, nearest_choice
 
 ALPHABET = string.ascii_lowercase + "_"
 
@@ -69,7 +69,7 @@ def test_every_key_with_one_typo_stops_a_run() -> None:
         assert (problem.code, problem.key) == ("unknown-key", wrong)
 
 
-@pytest.mark.parametrize(("name", "key"), FOREIGN_NAMES.items())
+@pytest.mark.parametrize(("name", "key"), aliases().items())
 def test_names_of_other_trainers(name: str, key: str) -> None:
     section = key.split(".")[0]
     for written in (f"{section}.{name}", name, f"train.{name}"):
@@ -79,6 +79,11 @@ def test_names_of_other_trainers(name: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
+        ("plan.micro_batch_size", "data.global_batch / (plan.dp x plan.microbatches) sequences"),
+        ("train.per_device_train_batch_size", "data.global_batch / (plan.dp x plan.microbatches)"),
+        ("train.min_lr", "train.final_lr_ratio is the last learning rate over train.lr"),
+        ("train.lr_scheduler", "train.warmup_steps"),
+        ("model.max_position_embeddings", "data.seq_len is the length of a sequence"),
         ("plan.clip", "`clip` belongs to [train]: train.clip"),
         ("model.seq_len", "`seq_len` belongs to [data]"),
         ("train.path", "belongs to [model] and [data]: model.path or data.path"),

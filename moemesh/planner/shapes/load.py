@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import FOREIGN_NAMES, nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.planner.shapes.huggingface import read_huggingface
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 
@@ -175,7 +175,7 @@ def _shape(table: Mapping[str, Any], name: str, origin: str) -> ModelShape:
 def _unknown_key(key: str, value: object, origin: str) -> Problem:
     known = tuple(dict.fromkeys([*ModelConfig.model_fields, *(f.name for f in fields(ModelShape))]))
     fix = nearest_choice(key, known)
-    if (foreign := FOREIGN_NAMES.get(key, "")).startswith("model."):
+    if (foreign := aliases().get(key, "")).startswith("model."):
         fix = f"here it is called {foreign.removeprefix('model.')}"
     message = f"a model has no key `{key}`"
     return Problem(
