@@ -60,6 +60,24 @@ def joined() -> bool:
     return all(name in os.environ for name in _NEEDED)
 
 
+def num_joined() -> int:
+    """How many ranks were started, this one among them; 1 for a process that is none."""
+    return _variable("WORLD_SIZE", 1)
+
+
+def ranks_of_a_node(ranks: Sequence[int]) -> int:
+    """How many of these ranks share a node, where each node holds as many; 1 where they differ, 0
+    where all are on one node or the launcher did not say."""
+    size = _variable("LOCAL_WORLD_SIZE", 0)
+    if not size:
+        return 0
+    nodes = [rank // size for rank in ranks]
+    counts = {nodes.count(node) for node in nodes}
+    if nodes != sorted(nodes) or len(counts) > 1:
+        return 1
+    return 0 if nodes[0] == nodes[-1] else counts.pop()
+
+
 def own_rank() -> int:
     """The rank of this process, known before any connection is made."""
     return _variable("RANK", 0)

@@ -39,15 +39,36 @@ def set_experts(
     config, notes = model.config, []
     if not config.num_moe_layers:
         return notes
-    name = plan.dispatcher
     has_replicas = spreads_replicas(plan)
-    if has_replicas and name == "auto":
-        name = "all_to_all"
+    if has_replicas and plan.dispatcher == "auto":
+        plan = plan.model_copy(update={"dispatcher": "all_to_all"})
         notes.append("dispatcher auto: all_to_all (spare slots)")
+    # Plans are objects of their own: all layers share one dispatcher.
+    dispatcher, note = tested_dispatcher(
+        config, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank
+    )
+    notes += note
+    for moe in model.moe_layers().values():
+        moe.dispatcher = dispatcher
+        # The exact sums run over all rows of an expert: nothing to overlap between chunks.
+        moe.num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+        balanced = tokens_per_rank * config.experts_per_token * plan.etp
+        moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
+    if has_replicas:
+        codec = codec_of(plan.payload)
+        set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
+    return notes
+
+
+def tested_dispatcher(
+    config: ModelConfig, plan: Plan, mesh: Mesh, *, dtype: torch.dtype, tokens_per_rank: int
+) -> tuple[Dispatcher, list[str]]:
+    """The dispatcher of `plan`, self-tested, and a line that says what `auto` decided; every rank
+    of the mesh calls this at the same point."""
+    name, notes = plan.dispatcher, list[str]()
     if name == "auto":
         name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
         notes.append(note)
-    # Plans are objects of their own: all layers share one dispatcher.
     dispatcher = make_dispatcher(name, config, plan, mesh, tokens_per_rank)
     if mesh["ep_etp"].size > 1 and name != "all_to_all":
         self_test(
@@ -59,16 +80,7 @@ def set_experts(
             hidden=config.hidden_size if name == "deepep" else TEST_HIDDEN,
             dtype=dtype if name == "deepep" else torch.float32,
         )
-    for moe in model.moe_layers().values():
-        moe.dispatcher = dispatcher
-        # The exact sums run over all rows of an expert: nothing to overlap between chunks.
-        moe.num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
-        balanced = tokens_per_rank * config.experts_per_token * plan.etp
-        moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
-    if has_replicas:
-        codec = codec_of(plan.payload)
-        set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
-    return notes
+    return dispatcher, notes
 
 
 def spreads_replicas(plan: Plan) -> bool:

@@ -1,0 +1,321 @@
+"""MoELayer in a user's own program: each way of training equals one device, in float64 by SGD."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.model import ModelConfig
+from moemesh.parallel.expert.layer import (
+    LayerError,
+    MoELayer,
+    RoutingOptions,
+    clip_grad_norm_,
+    expert_parameters,
+)
+from tests.ranks import run_on_ranks
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, STEPS, RANKS = 8, 12, 8, 2, 2, 4
+OPTIONS: dict[str, Any] = {
+    "num_shared_experts": 1,
+    "router_score": "sigmoid",
+    "router_scale": 2.0,
+    "aux_loss_coefficient": 0.3,
+    "z_loss_coefficient": 0.2,
+}
+
+
+class Net(nn.Module):
+    """A user's model: two linear layers around experts."""
+
+    def __init__(self, group: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.moe = MoELayer(
+            HIDDEN, WIDTH, EXPERTS, TOP_K, group, dtype=torch.float64, **(OPTIONS | options)
+        )
+        self.outer = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+
+    def forward(self, x: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        h = self.inner(x).tanh()
+        y, aux = checkpoint(self.moe, h, use_reentrant=False) if recompute else self.moe(h)
+        return self.outer(h + y), aux.loss
+
+
+def tokens_of(step: int, rank: int, num_sequences: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(num_sequences, 5, HIDDEN, dtype=torch.float64, generator=generator)
+
+
+def build(**options: Any) -> Net:
+    torch.manual_seed(7)
+    return Net(**options)
+
+
+def one_device(scope: str, clip: float = 0.0, sizes: tuple[int, ...] = (2,) * RANKS) -> Any:
+    """Weights after two steps, and losses, of one process with the tokens of all ranks."""
+    model = build(aux_loss_scope=scope, gradients="sum" if scope == "global" else "mean")
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    losses = []
+    for step in range(STEPS):
+        x = torch.cat([tokens_of(step, rank, size) for rank, size in enumerate(sizes)])
+        y, aux = model(x)
+        loss = y.square().mean() + aux
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses
+
+
+def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, Any]) -> Any:
+    """The same, by one of four ranks, in the way of a user's program."""
+    clip, recompute = options.pop("clip", 0.0), options.pop("recompute", False)
+    sizes = options.pop("sizes", (2,) * RANKS)
+    group = None
+    if way == "replicas":
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    is_sum = way == "sum"
+    model = build(
+        group=group,
+        dispatcher=dispatcher,
+        aux_loss_scope=scope,
+        gradients="sum" if is_sum else "mean",
+        **options,
+    )
+    called: nn.Module = model
+    if way == "ddp" or way == "replicas":
+        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
+        called = DistributedDataParallel(model)
+    if way == "fsdp2":
+        # A block of its own and the root, as programs do.
+        fully_shard(model.moe, ignored_params=set(expert_parameters(model).values()))
+        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    losses = []
+    num_numbers = sum(sizes) * 5 * HIDDEN
+    for step in range(STEPS):
+        y, aux = called(tokens_of(step, rank, sizes[rank]), recompute)
+        loss = (y.square().sum() / num_numbers if is_sum else y.square().mean()) + aux
+        optimizer.zero_grad()
+        loss.backward()
+        if way in ("sum", "mean"):
+            apart = {id(p) for p in expert_parameters(model).values()}
+            for parameter in model.parameters():
+                if id(parameter) not in apart:
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= 1 if is_sum else RANKS
+        model.moe.sync_expert_gradients()
+        if clip:
+            clip_grad_norm_(model, clip)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / (1 if is_sum else RANKS))
+    state = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in model.state_dict().items()
+    }
+    return {key: value.detach().clone() for key, value in state.items()}, losses
+
+
+WAYS = [
+    ("mean", "sequence", "all_to_all", {}),
+    ("ddp", "sequence", "auto", {}),
+    ("ddp", "global", "all_gather", {"clip": 0.5}),
+    ("fsdp2", "global", "all_to_all", {"clip": 0.5, "dispatch_chunks": 2}),
+    ("replicas", "sequence", "all_to_all", {"recompute": True}),
+    ("sum", "global", "low_latency", {"sizes": (0, 1, 5, 2)}),
+    ("ddp", "sequence", "hierarchical", {"combine": "exact", "recompute": True}),
+]
+
+
+@pytest.mark.parametrize(("way", "scope", "dispatcher", "options"), WAYS)
+def test_training_equals_one_device(
+    way: str, scope: str, dispatcher: str, options: dict[str, Any]
+) -> None:
+    sizes = options.get("sizes", (2,) * RANKS)
+    expected, expected_losses = one_device(scope, options.get("clip", 0.0), sizes)
+    for state, losses in run_on_ranks(RANKS, train, way, scope, dispatcher, dict(options)):
+        assert losses == pytest.approx(expected_losses, rel=1e-10)
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def share_state(rank: int, state: dict[str, Tensor]) -> Any:
+    """Draw, load, copy and call a layer over all ranks; both ends of a state dict."""
+    drawn = build().state_dict()
+    torch.manual_seed(rank)  # what is loaded replaces different routers
+    model = build()
+    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    twin = copy.deepcopy(model)
+    x = tokens_of(0, rank)
+    with torch.no_grad():
+        first, second = model(x)[0], twin(x)[0]
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        twin.moe.experts.down.zero_()
+        assert torch.equal(model(x)[0], first) and not torch.equal(twin(x)[0], first)
+    with pytest.raises(RuntimeError, match=r"moe.experts.down: the state has \[2, 8, 12\], the"):
+        model.load_state_dict(state | {"moe.experts.down": state["moe.experts.down"][:2]})
+    with pytest.raises(RuntimeError, match=r"Missing key.*moe\.experts\.down"):
+        model.load_state_dict({k: v for k, v in state.items() if k != "moe.experts.down"})
+    return drawn, model.state_dict(), first
+
+
+def test_state_dicts_hold_all_experts_by_global_id() -> None:
+    torch.manual_seed(99)
+    drawn, other = build(), Net()
+    for ranks in (2, 4):
+        results = run_on_ranks(ranks, share_state, other.state_dict())
+        for rank, (first, loaded, y) in enumerate(results):
+            for found, expected in ((first, drawn.state_dict()), (loaded, other.state_dict())):
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], expected[name]) for name in expected)
+            torch.testing.assert_close(y, other(tokens_of(0, rank))[0], rtol=1e-12, atol=0)
+
+
+def odd_calls(rank: int) -> None:
+    """Everything else that a program does to a layer; the expected values come from all experts."""
+    torch.manual_seed(0)
+    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, router_selection_bias=True)
+    # No token on one rank, with and without a gradient of its own, and none on any.
+    for sizes in ((0, 3), (3, 0), (0, 0)):
+        x = torch.randn(sizes[rank], HIDDEN, requires_grad=rank == 0)
+        y, aux = layer(x)
+        (y.sum() + aux.loss).backward()
+        assert y.shape == x.shape and aux.counts.sum() == sizes[rank] * TOP_K
+    # bfloat16 by autocast and by an input, fp32 weights; then a layer of bfloat16.
+    x = torch.randn(2, 3, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+    assert y.dtype == torch.bfloat16 and layer.experts.gate_up.dtype == torch.float32
+    assert torch.equal(layer(x.bfloat16())[0], y)
+    torch.testing.assert_close(y.float(), layer(x)[0], atol=1e-3, rtol=0.1)
+    y.sum().backward()
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    assert half.router.selection_bias.dtype == torch.float32
+    assert half(x.bfloat16())[0].dtype == torch.bfloat16
+    with pytest.raises(LayerError, match=r"x is torch\.float32, the experts are torch\.bfloat16"):
+        half(x)
+    # Padding is not routed.
+    valid = torch.tensor([[True, False, True], [False, False, False]])
+    y, aux = layer(x, valid)
+    assert y[~valid].abs().max() == 0 and aux.counts.sum() == 2 * TOP_K and bool(aux.finite)
+    layer.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[valid])[0], y[valid])
+    # The bias of the choice moves alike on all ranks: by the counts of all.
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    counts[rank] = 5
+    layer.update_selection_bias(counts)
+    bias = layer.router.selection_bias
+    assert bias is not None and bias[0] == bias[1] < bias[2]
+    bad = x.clone()
+    bad[0, 0, 0] = torch.nan
+    assert not layer(bad)[1].finite
+
+
+def test_empty_inputs_dtypes_padding_and_bias() -> None:
+    run_on_ranks(2, odd_calls)
+
+
+def mistakes(rank: int) -> None:
+    with pytest.raises(LayerError, match=r"num_experts \(7\) must be a multiple of the 2 ranks.*6"):
+        MoELayer(HIDDEN, WIDTH, 7, TOP_K)
+    model = build()
+    with pytest.raises(LayerError, match="DDP has overwritten"):
+        DistributedDataParallel(model)(tokens_of(0, rank))
+    with pytest.raises(LayerError, match="fully_shard would mix the experts of ranks"):
+        fully_shard(build())
+    torch.manual_seed(rank)
+    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
+    with pytest.raises(LayerError, match="ranks 0 and 1 of the group have different router"):
+        layer(torch.ones(3, HIDDEN))
+    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, combine="exact" if rank else "fast")
+    with pytest.raises(LayerError, match="ranks 0 and 1 of the group were built"):
+        layer(torch.ones(3, HIDDEN))
+    alone = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(LayerError, match="rank 1 is not in the group"):
+            MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, alone)
+    else:
+        assert len(MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, alone).experts.down) == EXPERTS
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(LayerError, match="not initialized"):
+        MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, group)
+
+
+def test_mistakes_on_ranks_are_named() -> None:
+    run_on_ranks(2, mistakes)
+
+
+def test_ranks_without_a_process_group_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(LayerError, match="4 ranks were started, but there is no process group"):
+        MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"top_k": 9}, LayerError, r"top_k \(9\) exceeds num_experts \(8\)"),
+        ({"num_experts": 0}, LayerError, "num_experts must be an integer of at least 1, not 0"),
+        ({"hidden_size": 8.0}, LayerError, "hidden_size must be an integer"),
+        ({"dispatcher": "alltoall"}, LayerError, "did you mean all_to_all"),
+        ({"gradients": "average"}, LayerError, "choices: mean, sum"),
+        ({"dispatch_chunks": 0}, LayerError, "at least 1"),
+        ({"router_scores": "softmax"}, TypeError, "did you mean router_score"),
+        ({"router_score": "soft"}, ConfigError, "router_score cannot be"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    sizes = {"hidden_size": HIDDEN, "expert_size": WIDTH, "num_experts": EXPERTS, "top_k": TOP_K}
+    with pytest.raises(error, match=words):
+        MoELayer(**(sizes | change))
+
+
+def test_inputs_that_cannot_be_are_named() -> None:
+    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
+    for x, words in (
+        (torch.ones(3, HIDDEN + 1), r"shape \[3, 9\].*hidden_size = 8"),
+        (torch.ones(3, HIDDEN, dtype=torch.float64), "x is torch.float64"),
+        (torch.ones(3, HIDDEN, dtype=torch.int64), r"x.to\(torch.float32\)"),
+        (torch.ones(3, HIDDEN, device="meta"), "x is on meta, the experts are on cpu"),
+    ):
+        with pytest.raises(LayerError, match=words):
+            layer(x)
+    with pytest.raises(LayerError, match="valid must be bool"):
+        layer(torch.ones(3, HIDDEN), torch.ones(4, dtype=torch.bool))
+
+
+def test_options_are_those_of_the_configuration() -> None:
+    for name, kind in get_type_hints(RoutingOptions).items():
+        assert ModelConfig.model_fields[name].annotation in (kind, kind | None), name
+
+
+def test_a_layer_is_made_on_meta_and_filled_later() -> None:
+    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, device="meta").to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    expected = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
+    assert all(map(torch.equal, layer.state_dict().values(), expected.state_dict().values()))
