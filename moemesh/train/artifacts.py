@@ -56,6 +56,7 @@ class Artifacts:
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
+        self._measured = False
         self._steps = self._skipped = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
@@ -115,11 +116,13 @@ class Artifacts:
             )
 
     @contextmanager
-    def first_step_memory(self, step: int) -> Iterator[None]:
-        """Measure what the first step of this process saves for its backward."""
-        if self._steps:
+    def first_step_memory(self) -> Iterator[None]:
+        """Measure what the first step of this process saves for its backward; later calls do
+        nothing."""
+        if self._measured:
             yield
             return
+        self._measured = True
         with SavedForBackward(self.parallel.model.parameters()) as saved:
             yield
         self._activations = saved.peak_bytes

@@ -22,10 +22,9 @@ from moemesh.train.data import Samples
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
-from moemesh.train.remarks import refuse_too_large
+from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.run_schedule import readable, settle
 from moemesh.train.signals import StopRequest
-from moemesh.train.trainer import Job
 from moemesh.train.trainer import train as train_rank
 
 
@@ -134,7 +133,7 @@ def _rank(
         mesh = Mesh.single(ranks.device) if alone else Mesh.create(layout, ranks.device)
         if folder is None:
             folder = _open_together(mesh, config, path, allowed_changes)
-        job = Job(
+        code = train_rank(
             config=config,
             mesh=mesh,
             folder=folder,
@@ -142,7 +141,6 @@ def _rank(
             console=Console(silent=rank > 0),
             stop=stop,
         )
-        code = train_rank(job)
         launch.stop()
         return code
     except UserError as error:

@@ -19,6 +19,9 @@ import math
 import numpy as np
 import torch
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.model.batch import Batch
 from moemesh.train.corpus import Corpus, DataError
 
 __all__ = ["Corpus", "DataError", "Samples"]
@@ -172,6 +175,33 @@ class Samples:
                 "held_out_samples": len(self.held_out_ids),
             },
         }
+
+
+def own_batches(
+    samples: Samples, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+) -> list[Batch]:
+    """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
+
+    `seed` and `step` (from 1; 0 = none) key the random numbers of a training forward. Shares may
+    differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    """
+    dp = mesh["dp"]
+    found: list[Batch] = []
+    own = shard_range(len(ids), dp.size, dp.index)
+    for index in range(num_parts):
+        part = shard_range(len(own), num_parts, index)
+        rows = slice(own.start + part.start, own.start + part.stop)
+        tokens, targets = (t.to(mesh.device) for t in samples.batch(ids[rows]))
+        found.append(
+            Batch(
+                tokens_BS=tokens,
+                targets_BS=targets,
+                sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
+                seed=seed,
+                step=step,
+            )
+        )
+    return found
 
 
 def _permutation(size: int, seed: int, purpose: int, epoch: int) -> np.ndarray:

@@ -1,50 +1,51 @@
-"""Training whose ranks step before the whole gradient is known, and step again if they must not.
+"""Post-validated steps: update before the whole gradient norm is known, and correct afterwards.
 
-At the end of a step each pipeline rank judges by the squares of its own gradients and those of the
-ranks before it (:mod:`moemesh.parallel.pipeline.post_validation`). With no reason to clip or skip
-it keeps a copy of what a step changes, steps, and goes on to the next step's warm-up. There it
-learns the whole sum: either that was right and the copy goes, or the step is undone from it and
-done as it should have been, clipped or not at all, and the warm-up runs again. The result is that
-of a run that reduces first and steps then, bit by bit.
+At the end of a step each pipeline rank knows the squared gradients of its own stages and of those
+before it (:mod:`moemesh.parallel.pipeline.post_validation`). When these give no reason to clip or
+skip, it copies what a step changes, steps, and goes on to the warm-up of the next step. There it
+receives the whole sum. When the step was right, the copy is dropped; otherwise the step is undone
+from it and taken as it should have been, clipped or not at all, and the warm-up runs again. The
+result is that of a synchronous run, bit by bit.
 
 An AdamW step could also be inverted without a copy, but not safely: ``(v - (1 - b2) g g) / b2``
 cancels where the gradient has just jumped, which is when a step is undone, and in fp32 gives second
 moments with large errors, negative ones among them.
 
-Everything that ranks tell each other about a step travels in one vector with the squares: losses,
-loads, a wish to stop. So no step waits for all stages; in return its row of metrics is written a
-step later, and a wish to stop is obeyed a step later.
+All that ranks exchange about a step travels in one vector with the squares: losses, loads, a stop
+request. So no step waits for all stages; in return its row of metrics is written a step later, and
+a stop request takes effect one step later.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moemesh.comm.collectives import all_reduce_
-from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import gradient_squares, norm_of
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
 from moemesh.parallel.pipeline.program import Objective
-from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.artifacts import Artifacts
-from moemesh.train.asynchronous import Hooks
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
+from moemesh.train.session import Report, Session
 from moemesh.train.step import (
+    FinishedStep,
     StepResult,
     StepSums,
     count_over_step,
     forget_rank_tokens,
+    pack_loads,
+    step_result,
+    unpack_loads,
     update,
 )
 
@@ -68,6 +69,13 @@ class Step:
     seconds: float = 0.0
     result: StepResult | None = None
     undo: _Undo | None = None
+
+    def finished(self) -> FinishedStep:
+        """The step, once it stands."""
+        assert self.result is not None
+        return FinishedStep(
+            number=self.number, result=self.result, recorder=self.recorder, seconds=self.seconds
+        )
 
 
 class _Undo:
@@ -146,6 +154,11 @@ class PostValidation:
             self._settle(step, step.recorder)
             step.seconds += time.perf_counter() - start
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step stands: all stages hold its weights."""
+        return self._waiting is None
+
     def take(self) -> list[Step]:
         """The steps that stand and were not taken yet, in order."""
         taken, self._settled = self._settled, []
@@ -195,90 +208,59 @@ class PostValidation:
         return not result.skipped and not 0 < clip < result.grad_norm
 
     def _report(self, step: Step) -> Tensor:
-        """What this rank adds to the vector of the step, float64: a wish to stop, the two losses,
+        """What this rank adds to the vector of the step, float64: a stop request, the two losses,
         the loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel = self.parallel
         squares = gradient_squares(parallel.reducer.gradients, parallel.placements, parallel.mesh)
-        stop = torch.tensor([float(self._stop_requested())], device=squares.device)
-        parts = [stop, step.sums.losses, *step.sums.loads, squares]
-        return torch.cat([part.flatten().double() for part in parts])
+        stop = squares.new_tensor([float(self._stop_requested())])
+        return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
 
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """What a report says, be it of some ranks or of all."""
         loads = step.sums.loads
-        sizes = [3, *(part.numel() for part in loads)]
-        head, *parts, squares = report.split([*sizes, report.numel() - sum(sizes)])
-        counts_LE, dropped_L, *rank_LP = (
-            part.long().view(like.shape) for part, like in zip(parts, loads, strict=True)
-        )
-        _, loss, aux = head.tolist()
-        norm = norm_of(squares)
-        return StepResult(
-            loss=loss / max(step.num_tokens, 1),
-            aux_loss=aux / max(step.num_scopes, 1),
-            grad_norm=norm.value,
+        sizes = [1, 2, sum(part.numel() for part in loads)]
+        _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])
+        return step_result(
             num_tokens=step.num_tokens,
-            counts_LE=counts_LE,
-            dropped_L=dropped_L,
-            skipped=not norm.is_finite,
-            rank_LP=rank_LP[0] if rank_LP else None,
+            num_scopes=step.num_scopes,
+            losses=losses,
+            loads=unpack_loads(packed, loads),
+            norm=norm_of(squares),
         )
 
 
-def train(
-    config: RunConfig,
-    parallel: ParallelModel,
-    optimizer: Optimizer,
-    artifacts: Artifacts,
-    hooks: Hooks,
-    done: int,
-) -> int:
-    """Train from step `done` to the last, or until asked to stop; the last step saved."""
-    steps = PostValidation(parallel, optimizer, config.train, hooks.stop_requested)
-    saved, settings = done, config.train
-    for number in range(done + 1, settings.steps + 1):
-        recorder = TimelineRecorder(parallel.mesh.rank)
-        recorder.step = number
-        with recorder.span("data"):
-            batches = hooks.batches(number)
-        is_first = number == done + 1
-        with artifacts.first_step_memory(number) if is_first else nullcontext():
-            steps.run(number, batches, recorder)
-        saves = _is_due(number, settings.checkpoint_every, settings.steps)
-        validates = _is_due(number, settings.validate_every, settings.steps)
-        if saves or validates or steps.stopping:
-            steps.flush()
-        validation = hooks.validate() if validates else None
-        for step in steps.take():
-            _record(step, artifacts, hooks, validation if step.number == number else None)
-        if saves or steps.stopping:
-            hooks.save(number)
-            saved = number
-        if steps.stopping:
-            break
-    return saved
+class ValidatedSteps:
+    """Steps that a rank may take before it knows the whole gradient, and corrects if it must."""
 
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps = PostValidation(
+            session.parallel,
+            session.optimizer,
+            session.config.train,
+            lambda: session.stop.requested,
+        )
 
-def _is_due(step: int, every: int, last: int) -> bool:
-    return step == last or bool(every and step % every == 0)
+    def advance(self, first: int, report: Report) -> FinishedStep:
+        session, steps = self._session, self._steps
+        for number in itertools.count(first):
+            recorder = TimelineRecorder(session.mesh.rank)
+            recorder.step = number
+            with recorder.span("data"):
+                batches = session.batches(number)
+            with session.artifacts.first_step_memory():
+                steps.run(number, batches, recorder)
+            if session.interrupts(number) or steps.stopping:
+                steps.flush()
+            finished = [step.finished() for step in steps.take()]
+            if steps.is_settled:
+                break
+            for step in finished:
+                report(step)
+        *earlier, last = finished
+        for step in earlier:
+            report(step)
+        return last
 
-
-def _record(step: Step, artifacts: Artifacts, hooks: Hooks, validation: float | None) -> None:
-    """Write and tell of a step that stands."""
-    result = step.result
-    assert result is not None
-    if result.skipped:
-        hooks.say(f"step {step.number}: a gradient is not finite; no rank updates its weights")
-    row = MetricsRow(
-        step=step.number,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        aux_loss=result.aux_loss,
-        tokens=result.num_tokens,
-        tokens_per_second=result.num_tokens / step.seconds,
-        lr=step.lr,
-        seconds=step.seconds,
-        validation_loss=validation,
-    )
-    artifacts.record(row, result, step.recorder)
-    hooks.finished(row)
+    def is_stopping(self) -> bool:
+        return self._steps.stopping

@@ -30,12 +30,22 @@ def has_name(plan: Plan) -> bool:
 
 
 def readable(plan: Plan, folder: Path) -> Plan:
-    """`plan` with the copy in the run folder in place of a file that is gone."""
+    """`plan` with the copy in the run folder in place of a file, or of measured costs, that are
+    gone."""
     kept = folder / SCHEDULE
-    if has_name(plan) or plan.schedule == "search" or not kept.is_file():
+    source = _source(plan)
+    if source is None or Path(source).expanduser().exists() or not kept.is_file():
         return plan
-    gone = not Path(plan.schedule).expanduser().exists()
-    return plan.model_copy(update={"schedule": str(kept)}) if gone else plan
+    own = {"schedule": str(kept), "schedule_costs": "estimated", "schedule_memory_cap": None}
+    return plan.model_copy(update=own)
+
+
+def _source(plan: Plan) -> str | None:
+    """The path that the schedule is read or measured from."""
+    if is_schedule_file(plan.schedule):
+        return plan.schedule
+    costs = plan.schedule_costs
+    return None if plan.schedule != "search" or costs == "estimated" else costs
 
 
 def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
@@ -60,7 +70,7 @@ def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> l
     folder.write_text(SCHEDULE, to_text(schedule))
     notes: list[str] = []
     if plan is not config.plan:
-        notes.append(f"{config.plan.schedule} is gone: the run goes on with its copy, {kept}")
+        notes.append(f"{_source(config.plan)} is gone: the run goes on with its copy, {kept}")
     elif before is not None and digest(before) != digest(schedule):
         notes.append(
             f"changed since the last call: the schedule {plan.schedule}: digest {digest(before)} "

@@ -22,7 +22,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
 from moemesh.parallel.expert.replicas import take_rank_tokens
-from moemesh.parallel.norm import clip_gradients, gradient_norm
+from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
@@ -45,6 +45,45 @@ class StepResult:
     dropped_L: Tensor
     skipped: bool
     rank_LP: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """A step that no rank will take back; `seconds` and `recorder` are this rank's."""
+
+    number: int
+    result: StepResult
+    recorder: TimelineRecorder
+    seconds: float
+
+
+def step_result(
+    *, num_tokens: int, num_scopes: int, losses: Tensor, loads: Sequence[Tensor], norm: GradientNorm
+) -> StepResult:
+    """From the sums over all ranks: `losses` and `loads` as those of :class:`StepSums`."""
+    loss, aux = losses.tolist()
+    counts_LE, dropped_L, *rank_LP = (part.cpu() for part in loads)
+    return StepResult(
+        loss=loss / max(num_tokens, 1),
+        aux_loss=aux / max(num_scopes, 1),
+        grad_norm=norm.value,
+        num_tokens=num_tokens,
+        counts_LE=counts_LE,
+        dropped_L=dropped_L,
+        skipped=not norm.is_finite,
+        rank_LP=rank_LP[0] if rank_LP else None,
+    )
+
+
+def pack_loads(loads: Sequence[Tensor]) -> list[Tensor]:
+    """Integers as float64, in which they are exact, to travel in one vector with other sums."""
+    return [part.flatten().double() for part in loads]
+
+
+def unpack_loads(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of :func:`pack_loads`, joined; shapes are those of `like`."""
+    parts = vector.round().long().split([part.numel() for part in like])
+    return [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
 
 
 def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
@@ -160,16 +199,12 @@ def gradients_of_step(
         norm = gradient_norm(reducer.gradients, parallel.placements, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    loss_sum, aux_sum = sums.losses.tolist()
-    return StepResult(
-        loss=loss_sum / max(num_tokens, 1),
-        aux_loss=aux_sum / max(num_scopes, 1),
-        grad_norm=norm.value,
+    return step_result(
         num_tokens=num_tokens,
-        counts_LE=sums.counts_LE.cpu(),
-        dropped_L=sums.dropped_L.cpu(),
-        skipped=not norm.is_finite,
-        rank_LP=None if sums.rank_LP is None else sums.rank_LP.cpu(),
+        num_scopes=num_scopes,
+        losses=sums.losses,
+        loads=sums.loads,
+        norm=norm,
     )
 
 

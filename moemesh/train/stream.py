@@ -5,10 +5,10 @@ and one learning rate. An update window is what one update of a stage takes its 
 microbatch (PipeDream) or several, never more than a step. The objective of a window is divided by
 the window's own counts (:mod:`moemesh.train.step` has the formula).
 
-Nothing waits for the whole pipeline. A rank that is through with a step adds its part to a sum over
-all ranks which runs in the background; it is read some steps later, when every rank must have
-passed that step: then its row is written, and a wish to stop ends the stream at the same place on
-every rank.
+Nothing waits for the whole pipeline. A rank that has finished a step adds its part to an
+asynchronous sum over all ranks. The sum is read some steps later, when every rank must have passed
+that step: then its row of metrics is written, and a pending stop request ends training at the same
+step on every rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,20 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
-from moemesh.parallel.norm import clip_gradients, gradient_norm
+from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.trace.timeline import Record, TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.step import StepResult, StepSums, count_over_step, forget_rank_tokens
+from moemesh.train.step import (
+    StepResult,
+    StepSums,
+    count_over_step,
+    forget_rank_tokens,
+    pack_loads,
+    step_result,
+    unpack_loads,
+)
 
 #: Steps whose operations a timeline of the stream keeps.
 KEPT_STEPS = 4
@@ -220,7 +228,7 @@ class TrainingStream:
             [
                 torch.tensor(scalars, dtype=torch.float64),
                 step.losses.cpu(),
-                *(part.flatten().double().cpu() for part in step.loads),
+                *(part.cpu() for part in pack_loads(step.loads)),
             ]
         )
         work = all_reduce_(
@@ -239,24 +247,18 @@ class TrainingStream:
         self._num_read += 1
         seconds, self._read_at = report.done_at - self._read_at, report.done_at
         step = report.step
-        stop, skipped, squares, loss, aux, *_ = report.total.tolist()
+        stop, skipped, squares = report.total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
         assert step.loads is not None
-        parts = report.total[5:].round().long().split([part.numel() for part in step.loads])
-        counts_LE, dropped_L, *rank_LP = (
-            part.view(like.shape) for part, like in zip(parts, step.loads, strict=True)
-        )
         updates = self.num_microbatches // self.window
-        result = StepResult(
-            loss=loss / max(step.num_tokens, 1),
-            aux_loss=aux / max(step.num_scopes, 1),
-            grad_norm=math.sqrt(squares / updates) if squares >= 0 else math.nan,
+        value = math.sqrt(squares / updates) if squares >= 0 else math.nan
+        result = step_result(
             num_tokens=step.num_tokens,
-            counts_LE=counts_LE,
-            dropped_L=dropped_L,
-            skipped=skipped > 0,
-            rank_LP=rank_LP[0] if rank_LP else None,
+            num_scopes=step.num_scopes,
+            losses=report.total[3:5],
+            loads=unpack_loads(report.total[5:], step.loads),
+            norm=GradientNorm(value=value, is_finite=not skipped > 0),
         )
         return self.first + index, result, seconds
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import GradientNorm
@@ -23,9 +24,9 @@ from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
 from moemesh.train import stream as stream_module
-from moemesh.train.asynchronous import recorded_segment
 from moemesh.train.command import open_samples
-from moemesh.train.trainer import Job, own_batches
+from moemesh.train.data import own_batches
+from moemesh.train.recorded_orders import recorded_segment
 from tests.parity.asynchronous import Streamed, stream
 from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
 from tests.parity.test_parity import MODEL
@@ -173,7 +174,7 @@ def test_learning_rate_zero_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("schedule", [STREAM, AMPNET], ids=["static", "messages"])
-def test_a_wish_to_stop_ends_the_stream_everywhere(schedule: dict[str, Any]) -> None:
+def test_a_stop_request_ends_the_stream_everywhere(schedule: dict[str, Any]) -> None:
     """At the end of a step, and with the weights of a run of so many steps."""
     plan, long = schedule | {"pp": 2}, SGD | {"steps": 30, "warmup_steps": 0, "final_lr_ratio": 1.0}
     found = stream(DEEP, plan, long, SHAPE, stop_after=2)
@@ -215,12 +216,13 @@ def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
 def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
     """The oracle on the data of a run from the command line; `schedule`: what AMPNet did."""
     config = load_run([run / "config.toml"], []).config
-    job = cast(Job, SimpleNamespace(config=config, samples=open_samples(config), mesh=_Alone()))
+    samples, mesh = open_samples(config), cast(Mesh, _Alone())
     size = config.data.global_batch
 
     def batches(step: int, dp: int) -> list[Batch]:
-        ids = job.samples.ids_at((step - 1) * size, size)
-        return own_batches(job, ids, config.plan.microbatches, step)
+        ids = samples.ids_at((step - 1) * size, size)
+        seed, count = config.train.seed, config.plan.microbatches
+        return own_batches(samples, mesh, ids, count, seed=seed, step=step)
 
     keys = [section.model_dump() for section in (config.model, config.plan, config.train)]
     reference = Reference(*keys, SHAPE, batches)

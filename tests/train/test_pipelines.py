@@ -154,11 +154,12 @@ def test_costs_of_a_run_make_the_schedule_of_the_next(
     out = tmp_path / "run"
     assert_same_losses(runs.train(out, **keys), one_device)
     text = (out / "schedule.txt").read_text()
-    # Going on needs no costs: the run has its schedule.
-    shutil.rmtree(out / "checkpoints" / "step-4")
     (tmp_path / "measured" / "timeline.json").write_text("{}")
     problem = runs.moemesh(*runs.arguments(tmp_path / "other", **keys))
     assert problem.returncode == 2 and "is no timeline of a run" in problem.stderr
+    # Going on needs no costs: the run has its schedule.
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    shutil.rmtree(tmp_path / "measured")
     assert_same_losses(runs.train(out, **keys), one_device)
     assert (out / "schedule.txt").read_text() == text
 

@@ -1,4 +1,4 @@
-"""What to hear before a run starts: it cannot fit, ranks would wait, a key does nothing."""
+"""Warnings before a run: out of memory, large bubble, settings without effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moemesh.trace.memory import format_bytes
 
 #: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
 RANKS_PER_CORE = 4
-#: Above this share of waiting in a step a pipeline deserves a word.
+#: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
 
 
@@ -53,7 +53,7 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     )
 
 
-def remarks(
+def preflight_warnings(
     config: RunConfig, schedule: Schedule | None = None, ranks_on_cpu: int = 0
 ) -> Iterator[str]:
     """Settings that are legal and probably not what was meant, a sentence each; `schedule`: that of

@@ -3,11 +3,15 @@
 import pytest
 
 from moemesh.config.load import load_run
-from moemesh.train.remarks import TooLargeError, refuse_too_large, remarks
+from moemesh.train.preflight_warnings import (
+    TooLargeError,
+    preflight_warnings,
+    refuse_too_large,
+)
 
 
 def said(*overrides: str) -> list[str]:
-    return list(remarks(load_run([], overrides, {}).config))
+    return list(preflight_warnings(load_run([], overrides, {}).config))
 
 
 def test_a_sensible_plan_needs_no_remark() -> None:
@@ -32,8 +36,8 @@ def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words
 
 def test_many_ranks_on_few_cores() -> None:
     config = load_run([], ["plan.dp=2"], {}).config
-    assert list(remarks(config, 2)) == []
-    (remark,) = remarks(config, 100_000)
+    assert list(preflight_warnings(config, 2)) == []
+    (remark,) = preflight_warnings(config, 100_000)
     assert "100000 ranks share" in remark
 
 

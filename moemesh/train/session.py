@@ -1,0 +1,200 @@
+"""A training session: the state of a run on one rank, and what happens around its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.mesh import Mesh
+from moemesh.config.run import RunConfig
+from moemesh.model.batch import Batch
+from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.schedule.action import Schedule
+from moemesh.trace.run import MetricsRow
+from moemesh.train import saving
+from moemesh.train.artifacts import Artifacts
+from moemesh.train.console import Console
+from moemesh.train.data import Samples, own_batches
+from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.rehoming import Rehoming
+from moemesh.train.signals import StopRequest
+from moemesh.train.step import FinishedStep, evaluate
+
+#: Takes a finished step behind which other steps have begun.
+Report = Callable[[FinishedStep], None]
+
+
+class Steps(Protocol):
+    """A way to take optimizer steps."""
+
+    def advance(self, first: int, report: Report) -> FinishedStep:
+        """Take steps from number `first` (from 1) on until all stages hold the weights of one step;
+        returns that step. `report` is called, in order, for those before it."""
+        ...
+
+    def is_stopping(self) -> bool:
+        """Whether any rank was asked to stop, by the end of :meth:`advance`: all ranks call, and
+        get the same answer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One rank of a run. `position`: samples that the `done` steps of earlier calls have read."""
+
+    config: RunConfig
+    mesh: Mesh
+    folder: RunFolder
+    samples: Samples
+    console: Console
+    stop: StopRequest
+    parallel: ParallelModel
+    optimizer: Optimizer
+    artifacts: Artifacts
+    rehoming: Rehoming
+    done: int
+    position: int
+
+    @staticmethod
+    def open(
+        *,
+        config: RunConfig,
+        mesh: Mesh,
+        folder: RunFolder,
+        samples: Samples,
+        console: Console,
+        stop: StopRequest,
+        schedule: Schedule,
+    ) -> Session:
+        """Build the model and its optimizer, and resume from the newest checkpoint if there is one.
+
+        All ranks call. Raises ValueError for a plan that cannot be carried out, CheckpointError
+        when there are checkpoints and none of them can be read.
+        """
+        train, data = config.train, config.data
+        parallel = parallelize(
+            config.model,
+            config.plan,
+            mesh,
+            seed=train.seed,
+            dtype=getattr(torch, train.dtype),
+            tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
+            schedule=schedule,
+        )
+        optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+        artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
+        rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
+        checkpoint = saving.newest(
+            folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
+        )
+        done = position = 0
+        if checkpoint is not None:
+            rehoming.load_state(checkpoint.state)
+            saving.load(checkpoint, parallel, optimizer)
+            done, position = checkpoint.step, int(checkpoint.state["position"])
+        return Session(
+            config=config,
+            mesh=mesh,
+            folder=folder,
+            samples=samples,
+            console=console,
+            stop=stop,
+            parallel=parallel,
+            optimizer=optimizer,
+            artifacts=artifacts,
+            rehoming=rehoming,
+            done=done,
+            position=position,
+        )
+
+    def train(self, steps: Steps) -> int:
+        """Take `steps` to the last of the run, or until asked to stop; returns the last one saved.
+
+        All ranks call.
+        """
+        train, step = self.config.train, self.done
+        saved = step
+        while step < train.steps:
+            finished = steps.advance(step + 1, self.record)
+            step = finished.number
+            validates = self._is_due(step, train.validate_every)
+            self.record(finished, self.validate() if validates else None)
+            if num_moved := self.rehoming.after(step, finished.result.counts_LE):
+                self.console.say(f"step {step}: {num_moved} experts of all layers moved")
+            stopping = steps.is_stopping()
+            if stopping or self._is_due(step, train.checkpoint_every):
+                self.save(step)
+                saved = step
+            if stopping:
+                break
+        return saved
+
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's microbatches of step `step` (from 1)."""
+        train, plan = self.config.train, self.config.plan
+        size = self.config.data.global_batch
+        ids = self.samples.ids_at(self._samples_before(step), size)
+        return own_batches(
+            self.samples, self.mesh, ids, plan.microbatches, seed=train.seed, step=step
+        )
+
+    def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
+        """Write and show a finished step; all ranks call, for every step in order."""
+        result = step.result
+        row = MetricsRow(
+            step=step.number,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            aux_loss=result.aux_loss,
+            tokens=result.num_tokens,
+            tokens_per_second=result.num_tokens / step.seconds,
+            lr=learning_rate(self.config.train, step.number),
+            seconds=step.seconds,
+            validation_loss=validation_loss,
+        )
+        if result.skipped:
+            who = "no rank updates its weights"
+            if self.parallel.pipeline.schedule.update is not None:
+                who = "its stage skipped that update"
+            self.console.say(f"step {step.number}: a gradient is not finite; {who}")
+        self.artifacts.record(row, result, step.recorder)
+        self.console.step(row, self.config.train.steps)
+
+    def validate(self) -> float:
+        """Loss on the held-out split: up to `validation_batches` global batches of it."""
+        size, train = self.config.data.global_batch, self.config.train
+        ids = self.samples.validation_ids(train.validation_batches * size)
+        batches: list[Batch] = []
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size]
+            batches += own_batches(self.samples, self.mesh, part, 1, seed=train.seed)
+        return evaluate(self.parallel, batches)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of step `step`; all ranks call."""
+        position = self._samples_before(step + 1)
+        state = {"step": step, "position": position, **self.rehoming.state()}
+        keep = self.config.train.checkpoints_kept
+        saving.save(self.folder, step, self.parallel, self.optimizer, state, keep=keep)
+
+    def interrupts(self, step: int) -> bool:
+        """Whether a validation or a checkpoint comes behind step `step`."""
+        train = self.config.train
+        return any(self._is_due(step, n) for n in (train.validate_every, train.checkpoint_every))
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all ranks call."""
+        flags = torch.tensor([int(flag)])
+        all_reduce_(flags, self.mesh.control, op="max", caller="stop", phase="control")
+        return bool(flags.item())
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.config.train.steps or bool(every and step % every == 0)
+
+    def _samples_before(self, step: int) -> int:
+        return self.position + (step - 1 - self.done) * self.config.data.global_batch
