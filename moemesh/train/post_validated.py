@@ -243,6 +243,7 @@ class ValidatedSteps:
 
     def advance(self, first: int, report: Report) -> FinishedStep:
         session, steps = self._session, self._steps
+        finished: list[FinishedStep] = []
         for number in itertools.count(first):
             recorder = TimelineRecorder(session.mesh.rank)
             recorder.step = number
@@ -252,15 +253,13 @@ class ValidatedSteps:
                 steps.run(number, batches, recorder)
             if session.interrupts(number) or steps.stopping:
                 steps.flush()
-            finished = [step.finished() for step in steps.take()]
-            if steps.is_settled:
+            finished += [step.finished() for step in steps.take()]
+            is_settled = steps.is_settled
+            while len(finished) > is_settled:
+                report(finished.pop(0))
+            if is_settled:
                 break
-            for step in finished:
-                report(step)
-        *earlier, last = finished
-        for step in earlier:
-            report(step)
-        return last
+        return finished[0]
 
     def is_stopping(self) -> bool:
         return self._steps.stopping

@@ -178,7 +178,7 @@ class Session:
     def save(self, step: int) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
         position = self._samples_before(step + 1)
-        state = {"step": step, "position": position, **self.rehoming.state()}
+        state: dict[str, object] = {"step": step, "position": position, **self.rehoming.state()}
         keep = self.config.train.checkpoints_kept
         saving.save(self.folder, step, self.parallel, self.optimizer, state, keep=keep)
 

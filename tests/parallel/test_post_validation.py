@@ -22,7 +22,7 @@ from moemesh.comm.collectives import all_reduce_, barrier
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
-from moemesh.parallel.pipeline import executor as executor_module
+from moemesh.parallel.pipeline import messenger as messenger_module
 from moemesh.parallel.pipeline.post_validation import Chain, ValidatedExecutor
 from moemesh.parallel.pipeline.program import Forward
 from moemesh.schedule.action import Op, Schedule
@@ -227,7 +227,7 @@ class Marked(Relay):
 
 def _take_back(mesh: Mesh, schedules: list[Schedule], ahead: int) -> list[list[Op]]:
     """Three steps of each, the warm-ups of two of them run twice; what this rank ran last."""
-    executor_module.AHEAD = ahead
+    messenger_module.AHEAD = ahead
     found = []
     for schedule in schedules:
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]

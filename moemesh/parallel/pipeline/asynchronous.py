@@ -6,10 +6,10 @@
 | two_versions (2BW) | the version before the newest | its forward's version | after a window |
 | newest (AMPNet) | newest | newest, see below | after a window of its own backwards |
 
-AMPNet's backward has two readings. ``recompute``, the default, runs the stage once more on its
-saved input with the weights of now and differentiates that: a gradient of the present weights, for
-any module. ``live`` keeps the activations of forward time and lets the backward read the weights of
-now where it needs weights: no second forward, and the gradient of neither.
+AMPNet's backward has two readings. ``recompute``, the default, reruns the stage on its saved input
+with the current weights and differentiates that: a gradient of the current weights, for any module.
+``live`` keeps the activations of the forward, and the backward reads current weights where it needs
+weights: no second forward, and the gradient of neither version.
 
 Each stage updates by itself, so nothing here waits for the whole pipeline; ranks that hold shards
 or replicas of one stage do everything together.
@@ -29,11 +29,11 @@ from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Output, Part, Transformer
 from moemesh.parallel.data import GradientReducer
-from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.program import (
     Context,
     Forward,
-    Program,
     Spec,
     differentiate,
     make_context,
@@ -161,11 +161,11 @@ class AsynchronousProgram:
         return Forward([] if output.x_TH is None else [output.x_TH], objective)
 
 
-class StreamExecutor(Executor):
+class StreamExecutor:
     """The executor of a stream that may end before its schedule does.
 
     Before each forward the program's stream says how far it is known to go on, the same on every
-    rank. An operation behind the end is skipped, and no receive is posted for one that may be.
+    rank. Operations behind the end are skipped, and no receive is posted for one that may be.
     """
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
@@ -176,25 +176,21 @@ class StreamExecutor(Executor):
                 f"{schedule.name} has {max(placed)}, {schedule.num_pipes} and slices of 1 in "
                 f"{schedule.num_slices}"
             )
-        super().__init__(schedule, channels)
+        self.schedule, self._rank = schedule, channels.axis.index
         self._known = 0
+        self._messenger = OrderedMessenger(
+            schedule, channels, may_receive=lambda op: op.microbatch < self._known
+        )
+        self._runner = EntryRunner(schedule, self._rank, self._messenger)
 
-    def run(self, program: Program, recorder: TimelineRecorder) -> None:
+    def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
         """The whole stream, to its drained end."""
-        assert isinstance(program, AsynchronousProgram)
-        self._num_posted = dict.fromkeys(self._queues, 0)
         self._known = 0
-        for entry in self.schedule.orders[self.rank]:
+        for entry in self.schedule.orders[self._rank]:
             first = min(op.microbatch for op in entry)
             if any(op.kind == "F" for op in entry):
                 self._known = program.stream.end(first)
             if first < self._known:
-                self._run_entry(program, entry, recorder)
-        self._flush()
-
-    def _post(self, program: Program, source: int, count: int) -> None:
-        queue = self._queues[source]
-        count = min(count, len(queue))
-        while count and queue[count - 1].producer.microbatch >= self._known:
-            count -= 1
-        super()._post(program, source, count)
+                self._runner.run_entry(program, entry, recorder)
+        self._messenger.finish()
+        self._runner.finish()

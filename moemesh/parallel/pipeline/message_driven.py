@@ -5,14 +5,15 @@ AMPNet (Gaunt et al., 2017, arXiv:1705.09786) fixes no order: its policy
 begins with a header that names its operation. Headers travel on the control axis, payloads on the
 channels of the pipeline. The end of the stream is a header of its own, in both directions.
 
-Ranks that share a stage (tp, ep, dp) must run one order: the first of them decides and tells the
-others, whose own messages come in that order, too.
+Ranks that share a stage (tp, ep, dp) must run one order: the first of them decides and broadcasts
+its choice to the others, whose own messages come in that order, too.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram
-from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
 from moemesh.parallel.pipeline.program import Program
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
 from moemesh.schedule.ampnet import Policy
@@ -34,11 +36,11 @@ from moemesh.trace.timeline import TimelineRecorder
 #: Keeps headers apart from other messages between the same two ranks.
 HEADER_TAG = 41
 
-#: What a header, or the first rank of a stage, says: (kind, microbatch), or the end and its number.
+#: The content of a header and of a broadcast choice: (kind, microbatch), or the end and its number.
 _FORWARD, _BACKWARD, _END = 0, 1, 2
 
 
-class MessageDrivenExecutor(Executor):
+class MessageDrivenExecutor:
     """Runs one stream of up to `num_microbatches` on one pipeline rank, once."""
 
     def __init__(
@@ -51,7 +53,7 @@ class MessageDrivenExecutor(Executor):
         max_in_flight: int,
     ) -> None:
         size = channels.axis.size
-        self._unordered = Schedule(
+        self.schedule = Schedule(
             name="ampnet",
             num_ranks=size,
             num_stages=size,
@@ -61,8 +63,8 @@ class MessageDrivenExecutor(Executor):
             update=UpdateRule(kind="newest", window=window),
             parameters={"max_in_flight": max_in_flight},
         )
-        super().__init__(self._unordered, channels)
-        self._has_backward = True
+        self.rank, self._wire = channels.axis.index, Wire(channels)
+        self._runner = EntryRunner(self.schedule, self.rank, self, has_backward=True)
         self._mesh, self._peers = mesh, mesh["stage"]
         self._leads = self._peers.index == 0
         self._policy = Policy(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
@@ -73,19 +75,20 @@ class MessageDrivenExecutor(Executor):
         self._order: list[Op] = []
         self._num_forwards, self._told_end = 0, False
 
-    def run(self, program: Program, recorder: TimelineRecorder) -> None:
-        """The whole stream, to its drained end. :meth:`recorded` then tells what was run."""
-        assert isinstance(program, AsynchronousProgram)
-        with _Listener(self._mesh, self.channels) as self._listener:
+    def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
+        """The whole stream, to its drained end; :meth:`recorded` is what was run."""
+        with _Listener(self._mesh) as self._listener:
             self._listener.listen(*self._neighbours)
             while (op := self._decide(program)) is not None:
                 self._order.append(op)
-                self._run_entry(program, (op,), recorder)
+                self._runner.run_entry(program, (op,), recorder)
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
-            self._say_goodbye(program)
-        self._flush()
+            self._send_end_of_stream(program)
+        self._wire.flush()
+        self._runner.finish()
+        assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
 
     def recorded(self) -> Schedule:
         """The schedule that was run, on every rank; all ranks of the mesh call."""
@@ -96,16 +99,10 @@ class MessageDrivenExecutor(Executor):
             order = tuple(op for op in ops if op is not None)
             stage = self._mesh.layout.coordinates(rank)["pp"]
             assert orders.setdefault(stage, order) == order, "ranks of a stage ran other orders"
-        schedule = self._unordered
-        return Schedule(
-            name=schedule.name,
-            num_ranks=schedule.num_ranks,
-            num_stages=schedule.num_stages,
-            placement=schedule.placement,
-            orders=tuple(single(*orders[stage]) for stage in range(schedule.num_ranks)),
+        return replace(
+            self.schedule,
+            orders=tuple(single(*orders[stage]) for stage in range(self.schedule.num_ranks)),
             num_microbatches=(self._policy.num_microbatches,),
-            update=schedule.update,
-            parameters=schedule.parameters,
         )
 
     # What to do next.
@@ -155,7 +152,7 @@ class MessageDrivenExecutor(Executor):
             self._told_end = True
             self._send_header(self._behind, _END, self._num_forwards)
 
-    def _say_goodbye(self, program: AsynchronousProgram) -> None:
+    def _send_end_of_stream(self, program: AsynchronousProgram) -> None:
         """Until both neighbours have said that nothing more comes."""
         self._end_forwards()
         if self._before is not None:
@@ -188,35 +185,27 @@ class MessageDrivenExecutor(Executor):
             self._ended.add(source)
             self._end_forwards()
             return
-        producer = self._producer(op)
+        producer = producer_of(self.schedule, op)
         assert producer is not None
-        phase = "forward" if op.kind == "F" else "backward"
-        tensors: list[Tensor] = []
-        for spec in self._specs(program, producer):
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device)
-            if tensor.numel():
-                self.channels.receive(tensor, source, phase=phase, caller="pipeline").wait()
-            tensors.append(tensor)
+        tensors, works = self._wire.receive(message_specs(program, producer), source, op.kind)
+        for work in works:
+            work.wait()
         self._arrived[op] = tensors
         if self._leads:
             self._policy.receive(op)
         self._listener.listen(source)
 
-    def _take(self, program: Program, op: Op) -> list[Tensor]:
+    def take(self, program: Program, op: Op) -> list[Tensor]:
+        """As a messenger: the inputs of `op`, which have arrived."""
         return [] if self._source(op) is None else self._arrived.pop(op)
 
-    def _send(self, op: Op, tensors: list[Tensor]) -> None:
-        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
+    def send(self, op: Op, tensors: list[Tensor]) -> None:
+        """As a messenger: the header of an operation, then what it has made."""
         destination = self._behind if op.kind == "F" else self._before
-        if destination is None:
-            return
-        self._send_header(destination, _FORWARD if op.kind == "F" else _BACKWARD, op.microbatch)
-        phase = "forward" if op.kind == "F" else "backward"
-        for x in tensors:
-            x = x.contiguous()
-            if x.numel():
-                work = self.channels.send(x, destination, phase=phase, caller="pipeline")
-                self._sending.append((work, x))
+        if destination is not None:
+            kind = _FORWARD if op.kind == "F" else _BACKWARD
+            self._send_header(destination, kind, op.microbatch)
+            self._wire.send(tensors, destination, op.kind)
 
     def _send_header(self, destination: int, kind: int, number: int) -> None:
         header = torch.tensor([kind, number])
@@ -224,7 +213,7 @@ class MessageDrivenExecutor(Executor):
         work = start_send(
             header, self._mesh.control, there, phase="control", caller="pipeline", tag=HEADER_TAG
         )
-        self._sending.append((work, header))
+        self._wire.keep(work, header)
 
 
 class _Listener:
@@ -235,7 +224,7 @@ class _Listener:
     caller's.
     """
 
-    def __init__(self, mesh: Mesh, channels: Channels) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._waiting: dict[int, queue.SimpleQueue[tuple[dist.Work, Tensor] | None]] = {}
         self._come: queue.SimpleQueue[tuple[int, Tensor | BaseException]] = queue.SimpleQueue()

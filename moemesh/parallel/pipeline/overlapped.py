@@ -22,7 +22,7 @@ expert are sent in one segment and used in the next, and a weight must have one 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,36 +60,38 @@ def is_overlapped(entry: Entry) -> bool:
     return sorted(op.kind for op in entry) == ["B", "F"]
 
 
-class SteppedModelProgram(ModelProgram):
-    """The model's program in steps; its graph is cut where the backward lies in such a block."""
+class SteppedModelProgram:
+    """The program of a model in steps; its graph is cut where the backward lies in such a block."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, whole: ModelProgram) -> None:
+        self._whole, self.output_specs = whole, whole.output_specs
+        self.weight_gradients = whole.weight_gradients
+        self.starting, self.finished = whole.starting, whole.finished
         #: Microbatches on a stage whose graph is cut.
         self._cut = {
             op[1:]
-            for entries in self.schedule.orders
+            for entries in whole.schedule.orders
             for entry in entries
             if is_overlapped(entry)
             for op in entry
             if op.kind == "B"
         }
-        if replicated(self.model):
+        if replicated(whole.model):
             self._cut.clear()
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         return finish(self.forward_steps(op, inputs))
 
     def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
-        tape = SegmentTape() if op[1:] in self._cut else None
-        batch, part, segments = self.batch_of(op), self.parts[op.stage], tape or ONE_SEGMENT
-        assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
-        output = yield from self.model.steps(batch, part, *inputs, segments=segments)
-        return self.result(op, batch, output)._replace(state=tape)
+        whole, tape = self._whole, SegmentTape() if op[1:] in self._cut else None
+        batch, part, segments = whole.batch_of(op), whole.parts[op.stage], tape or ONE_SEGMENT
+        assert tape is None or not (part.first and part.last and whole.model.head is None), "tied"
+        output = yield from whole.model.steps(batch, part, *inputs, segments=segments)
+        return whole.result(op, batch, output)._replace(state=tape)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
         if context.state is None:
-            return super().backward(op, context, gradients)
+            return self._whole.backward(op, context, gradients)
         return finish(self.backward_steps(op, context, gradients))
 
     def backward_steps(
@@ -97,7 +99,7 @@ class SteppedModelProgram(ModelProgram):
     ) -> Steps[list[Tensor]]:
         assert op.kind == "B"
         if context.state is None:
-            return super().backward(op, context, gradients)
+            return self._whole.backward(op, context, gradients)
         assert isinstance(context.state, SegmentTape)
         yield from context.state.backward(*roots_of(context, gradients))
         return input_gradients(context)

@@ -19,7 +19,7 @@ from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
-from moemesh.parallel.pipeline.program import ModelProgram, Objective
+from moemesh.parallel.pipeline.program import ModelProgram, Objective, Program
 from moemesh.parallel.pipeline.slices import SlicedProgram
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.forward_only import forward_only
@@ -58,13 +58,13 @@ class Pipeline:
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
         self.channels = Channels.create(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
-        self._program = ModelProgram
+        self._form: Callable[[ModelProgram], Program] = lambda program: program
         in_parts: list[nn.Parameter] = []
         if schedule.num_slices > 1:
-            self._program = partial(SlicedProgram, lengths=slice_lengths)
+            self._form = partial(SlicedProgram, lengths=slice_lengths)
         elif overlap_blocks and any(map(is_overlapped, schedule.orders[self.rank])):
-            self._program = SteppedModelProgram
-            # Gradients of replicas come home in another segment than those of their homes' rows.
+            self._form = SteppedModelProgram
+            # Replica gradients are reduced in a later segment than the home expert's own.
             in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
         self._hooks = GradientHooks(
             schedule,
@@ -82,9 +82,11 @@ class Pipeline:
         self.reducer.begin()
         self._executor.run(self.program(batches, objective), recorder)
 
-    def program(self, batches: Sequence[Batch], objective: Objective) -> ModelProgram:
+    def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
         """What the operations of one step do, from its first forward on."""
-        return self._program(self.schedule, self.model, self.parts, batches, objective, self._hooks)
+        return self._form(
+            ModelProgram(self.schedule, self.model, self.parts, batches, objective, self._hooks)
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:

@@ -1,12 +1,13 @@
-"""Post-validation: a step's global state travels along the pipeline instead of stopping it.
+"""Post-validation: the global gradient norm travels along the pipeline instead of stopping it.
 
 Global clipping and the check for infinities need a number that no rank knows when it is ready to
-update; a reduction over all stages would be a barrier in every step, which takes away what a
-zero-bubble schedule has won. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, on
-optimizer synchronisation) each rank adds its part to a sum that comes from the rank before, and
-judges by what it has so far: a sum of squares only grows, so who sees a reason to hold back is
-right. The whole sum comes back during the next warm-up, which holds nothing but forwards; when it
-shows that a rank has stepped too early, all ranks take that warm-up back and run it again.
+update; a reduction over all stages would be a barrier in every step, which costs what a zero-bubble
+schedule has gained. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, on optimizer
+synchronisation) each rank adds its part to a sum that comes from the rank before, and decides by
+this partial sum: a sum of squares only grows, so a rank whose partial norm already exceeds the clip
+value may safely defer its update. The whole sum comes back during the next warm-up, which holds
+nothing but forwards; when it shows that a rank has stepped too early, all ranks take that warm-up
+back and run it again.
 
 | step k of rank r | message |
 |---|---|
@@ -16,7 +17,6 @@ shows that a rank has stepped too early, all ranks take that warm-up back and ru
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,14 +26,15 @@ from torch import Tensor
 from moemesh.comm.channels import Channels
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
-from moemesh.parallel.pipeline.executor import Executor
+from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.pipeline.program import Objective, Program
 from moemesh.schedule.action import Entry, Schedule
 from moemesh.schedule.check import check
 from moemesh.trace.timeline import TimelineRecorder
 
-_SAID = {"phase": "optimizer", "caller": "validation"}
+_LEDGER = {"phase": "optimizer", "caller": "validation"}
 
 
 class Chain:
@@ -64,12 +65,12 @@ class Chain:
         total = own
         if self._rank > 0:
             before = torch.empty_like(own)
-            self._channels.receive(before, self._rank - 1, **_SAID).wait()
+            self._channels.receive(before, self._rank - 1, **_LEDGER).wait()
             total = before + own
         if self._rank < self._last:
             self._answer = torch.empty_like(own)
-            coming = self._channels.receive(self._answer, self._rank + 1, **_SAID)
-            going = self._channels.send(total, self._rank + 1, **_SAID)
+            coming = self._channels.receive(self._answer, self._rank + 1, **_LEDGER)
+            going = self._channels.send(total, self._rank + 1, **_LEDGER)
             self._under_way = coming, going, total
         else:
             self._answer = total
@@ -89,10 +90,10 @@ class Chain:
     def _send_back(self) -> None:
         # The rank before has been ready to receive since it passed on its sum: this is no waiting.
         if self._rank > 0:
-            self._channels.send(self._answer, self._rank - 1, **_SAID).wait()
+            self._channels.send(self._answer, self._rank - 1, **_LEDGER).wait()
 
 
-class ValidatedExecutor(Executor):
+class ValidatedExecutor:
     """An executor whose warm-up, the entries before a rank's first backward, can be taken back.
 
     Until it is confirmed no receive is posted for a message from behind its sender's warm-up: then
@@ -101,50 +102,38 @@ class ValidatedExecutor(Executor):
     """
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
-        super().__init__(schedule, channels)
         check(schedule, post_validation=True)
         lengths = [_num_warm_up(entries) for entries in schedule.orders]
-        self._num_warm_up = lengths[self.rank]
         early = {
             op
             for length, entries in zip(lengths, schedule.orders, strict=True)
             for entry in entries[:length]
             for op in entry
         }
-        #: Source rank -> how many messages its warm-up sends here, the first of its queue.
-        self._num_early: Counter[int] = Counter()
-        for source, queue in self._queues.items():
-            self._num_early[source] = sum(message.producer in early for message in queue)
-        self._confirmed = True
+        rank, self._confirmed = channels.axis.index, True
+        own, length = schedule.orders[rank], lengths[rank]
+        self._warm_up, self._rest = own[:length], own[length:]
+        self._messenger = OrderedMessenger(
+            schedule, channels, may_receive=lambda op: self._confirmed or op in early
+        )
+        self._runner = EntryRunner(schedule, rank, self._messenger)
 
     def warm_up(self, program: Program, recorder: TimelineRecorder) -> None:
         """The first part of a step. :meth:`take_back` or :meth:`finish` comes next."""
         self._confirmed = False
-        self._num_posted = dict.fromkeys(self._queues, 0)
-        for entry in self.schedule.orders[self.rank][: self._num_warm_up]:
-            self._run_entry(program, entry, recorder)
+        self._runner.run(program, self._warm_up, recorder)
 
     def take_back(self, program: Program) -> None:
         """Forget the warm-up, and drop what those of other ranks have sent; all ranks call."""
-        for source in self._queues:
-            self._post(program, source, self._num_early[source])
-        for _, works in self._posted.values():
-            for work in works:
-                work.wait()
-        for kept in (self._posted, self._contexts, self._inbox):
-            kept.clear()
+        self._messenger.drop(program)
+        self._runner.forget()
 
     def finish(self, program: Program, recorder: TimelineRecorder) -> None:
         """The rest of the step."""
         self._confirmed = True
-        for entry in self.schedule.orders[self.rank][self._num_warm_up :]:
-            self._run_entry(program, entry, recorder)
-        self._flush()
-
-    def _post(self, program: Program, source: int, count: int) -> None:
-        if not self._confirmed:
-            count = min(count, self._num_early[source])
-        super()._post(program, source, count)
+        self._runner.run(program, self._rest, recorder)
+        self._messenger.finish()
+        self._runner.finish()
 
 
 class ValidatedPipeline:

@@ -155,9 +155,13 @@ class ModelProgram:
         self._dtype = next(model.parameters()).dtype
 
     def output_specs(self, op: Op) -> Sequence[Spec]:
+        return self.specs_of(op, self.batch_of(op))
+
+    def specs_of(self, op: Op, batch: Batch) -> Sequence[Spec]:
+        """What the stage of `op` sends on of `batch`."""
         if op.stage == self.schedule.num_stages - 1:
             return ()
-        tokens = len(self.model.tokens.local(self.batch_of(op).num_tokens))
+        tokens = len(self.model.tokens.local(batch.num_tokens))
         return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:

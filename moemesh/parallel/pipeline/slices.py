@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.batch import Batch
 from moemesh.model.past import ScopeSums
-from moemesh.parallel.pipeline.program import Context, Forward, ModelProgram
+from moemesh.parallel.pipeline.program import Context, Forward, ModelProgram, Spec
 from moemesh.schedule.action import Op
 
 
@@ -91,41 +91,46 @@ class EarlierSlices:
         return self.left
 
 
-class SlicedProgram(ModelProgram):
-    """The model's program over slices of its microbatches.
+class SlicedProgram:
+    """The program of a model over slices of its microbatches.
 
     ``lengths(seq_len)`` are the tokens of the slices of a sequence.
     """
 
-    def __init__(self, *arguments: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
-        super().__init__(*arguments)
-        self._lengths = lengths
+    def __init__(self, whole: ModelProgram, lengths: Callable[[int], tuple[int, ...]]) -> None:
+        self._whole, self._lengths, self._schedule = whole, lengths, whole.schedule
+        self.weight_gradients = whole.weight_gradients
+        self.starting, self.finished = whole.starting, whole.finished
         #: (stage, sample) -> what its slices have left so far.
         self._left: dict[tuple[int, int], list[Left]] = {}
 
-    def batch_of(self, op: Op) -> Batch:
-        whole = super().batch_of(op)
-        lengths = self._lengths(whole.tokens_BS.shape[1])
-        assert len(lengths) == self.schedule.num_slices
-        start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
-        earlier = self._left.get((op.stage, self.schedule.sample(op)), [])
-        is_last = op.slice == self.schedule.num_slices - 1
-        return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
+    def output_specs(self, op: Op) -> Sequence[Spec]:
+        return self._whole.specs_of(op, self._batch_of(op))
 
-    def forward_of(self, op: Op, batch: Batch, inputs: list[Tensor]) -> Forward:
-        forward = super().forward_of(op, batch, inputs)
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        batch = self._batch_of(op)
+        forward = self._whole.forward_of(op, batch, inputs)
         past = batch.past
         assert isinstance(past, EarlierSlices) and len(past.earlier) == op.slice
         left = past.close()
-        self._left.setdefault((op.stage, self.schedule.sample(op)), []).append(left)
+        self._left.setdefault((op.stage, self._schedule.sample(op)), []).append(left)
         return forward._replace(state=left)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
-        left = self._left[op.stage, self.schedule.sample(op)].pop()
+        left = self._left[op.stage, self._schedule.sample(op)].pop()
         assert left is context.state, "the slices of a sequence go back in the order they came"
         gradients = list(gradients)
         for edge, leaf in left.carried:
             if leaf.grad is not None:
                 context.roots.append(edge)
                 gradients.append(leaf.grad.to(leaf.dtype))
-        return super().backward(op, context, gradients)
+        return self._whole.backward(op, context, gradients)
+
+    def _batch_of(self, op: Op) -> Batch:
+        whole = self._whole.batch_of(op)
+        lengths = self._lengths(whole.tokens_BS.shape[1])
+        assert len(lengths) == self._schedule.num_slices
+        start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
+        earlier = self._left.get((op.stage, self._schedule.sample(op)), [])
+        is_last = op.slice == self._schedule.num_slices - 1
+        return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))

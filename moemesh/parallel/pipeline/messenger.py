@@ -1,0 +1,184 @@
+"""Messages between pipeline stages: receives in the order of the sender, sends that never block.
+
+Two stages on one rank hand over without a message. A receive is posted when it is needed and a few
+ahead: each holds its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moemesh.comm.channels import Channels
+from moemesh.parallel.pipeline.program import Program, Spec
+from moemesh.parallel.pipeline.virtual import VirtualClock
+from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.messages import Message, messages, successor
+
+#: Receives posted beyond the one that is waited for.
+AHEAD = 2
+
+
+class Messenger(Protocol):
+    """Where the inputs of an operation come from, and where its outputs go."""
+
+    def take(self, program: Program, op: Op) -> list[Tensor]:
+        """The tensors of the neighbouring stage that `op` works on; waits for them."""
+        ...
+
+    def send(self, op: Op, tensors: list[Tensor]) -> None:
+        """Pass on what `op` has made; never waits."""
+        ...
+
+
+def producer_of(schedule: Schedule, op: Op) -> Op | None:
+    """The operation of another stage whose output `op` takes."""
+    kind, stage, microbatch, pipe, slice = op
+    if kind == "F" and stage > 0:
+        return Op("F", stage - 1, microbatch, pipe, slice)
+    if kind in ("B", "I") and stage < schedule.num_stages - 1:
+        return schedule.backward(stage + 1, microbatch, pipe, slice)
+    return None
+
+
+def message_specs(program: Program, producer: Op) -> list[Spec]:
+    """The tensors that `producer` sends: outputs, or gradients of the floating inputs."""
+    if producer.kind == "F":
+        return list(program.output_specs(producer))
+    before = producer._replace(kind="F", stage=producer.stage - 1)
+    return [spec for spec in program.output_specs(before) if spec.dtype.is_floating_point]
+
+
+class Wire:
+    """Sends and receives of one rank's channels; sends keep their storage until they have gone."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor], destination: int, kind: str) -> None:
+        """Start to send the output of an operation of this kind."""
+        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
+        for x in tensors:
+            x = x.contiguous()
+            if x.numel():
+                work = self._channels.send(x, destination, phase=_phase(kind), caller="pipeline")
+                self._sending.append((work, x))
+
+    def keep(self, work: dist.Work, tensor: Tensor) -> None:
+        """Hold the storage of a send that somebody else has started."""
+        self._sending.append((work, tensor))
+
+    def receive(
+        self, specs: Sequence[Spec], source: int, kind: str
+    ) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start to receive the output of an operation of this kind."""
+        tensors: list[Tensor] = []
+        works: list[dist.Work] = []
+        for spec in specs:
+            x = torch.empty(spec.shape, dtype=spec.dtype, device=self._channels.axis.device)
+            if x.numel():
+                works.append(
+                    self._channels.receive(x, source, phase=_phase(kind), caller="pipeline")
+                )
+            tensors.append(x)
+        return tensors, works
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+def _phase(kind: str) -> str:
+    return "forward" if kind == "F" else "backward"
+
+
+class OrderedMessenger:
+    """Messages of a schedule: both ends of every queue derive its order from the lists.
+
+    `may_receive`: whether the message of an operation may be waited for already; of the messages of
+    one sender those that may come before those that may not. With `clock`, messages carry the
+    virtual end of their producer.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        channels: Channels,
+        *,
+        may_receive: Callable[[Op], bool] = lambda op: True,
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self._schedule, self._clock, self._may_receive = schedule, clock, may_receive
+        self._wire, self._rank = Wire(channels), channels.axis.index
+        self._messages = messages(schedule)
+        #: Source rank -> the messages that it sends here, in its order.
+        self._queues: dict[int, list[Message]] = {}
+        for message in sorted(self._messages.values(), key=lambda m: (m.source, m.position)):
+            if message.destination == self._rank:
+                self._queues.setdefault(message.source, []).append(message)
+        self._num_posted = dict.fromkeys(self._queues, 0)
+        self._posted: dict[Op, tuple[list[Tensor], list[dist.Work]]] = {}
+        #: Outputs for another stage of this rank.
+        self._inbox: dict[Op, list[Tensor]] = {}
+
+    def take(self, program: Program, op: Op) -> list[Tensor]:
+        producer = producer_of(self._schedule, op)
+        if producer is None:
+            return []
+        if producer not in self._messages:
+            return self._inbox.pop(producer)
+        message = self._messages[producer]
+        self._post(program, message.source, message.position + 1 + AHEAD)
+        tensors, works = self._posted.pop(producer)
+        for work in works:
+            work.wait()
+        if self._clock is not None:
+            self._clock.carried(producer, float(tensors.pop()))
+        return tensors
+
+    def send(self, op: Op, tensors: list[Tensor]) -> None:
+        message = self._messages.get(op)
+        if message is None:
+            if successor(self._schedule, op) is not None:
+                self._inbox[op] = tensors
+            return
+        if self._clock is not None:
+            tensors = [*tensors, torch.tensor([self._clock.end_of(op)], dtype=torch.float64)]
+        self._wire.send(tensors, message.destination, op.kind)
+
+    def finish(self) -> None:
+        """The end of a step: wait for sends. Nothing may be left over."""
+        self._wire.flush()
+        left = [*self._inbox, *self._posted]
+        assert not left, f"left over at the end of a step: {left}"
+        self._num_posted = dict.fromkeys(self._queues, 0)
+
+    def drop(self, program: Program) -> None:
+        """Receive, and forget, every message that may be received by now."""
+        for source, queue in self._queues.items():
+            self._post(program, source, len(queue))
+        for _, works in self._posted.values():
+            for work in works:
+                work.wait()
+        self._posted.clear()
+        self._inbox.clear()
+        self._num_posted = dict.fromkeys(self._queues, 0)
+
+    def _post(self, program: Program, source: int, count: int) -> None:
+        """Post receives for the first `count` messages of `source`, as far as they may be."""
+        for message in self._queues[source][self._num_posted[source] : count]:
+            if not self._may_receive(message.producer):
+                break
+            specs = message_specs(program, message.producer)
+            if self._clock is not None:
+                specs.append(Spec((1,), torch.float64))
+            received = self._wire.receive(specs, source, message.producer.kind)
+            self._posted[message.producer] = received
+            self._num_posted[source] += 1
