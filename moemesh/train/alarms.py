@@ -1,6 +1,6 @@
-"""Alarms on expert loads: dead experts, collapse and drops, each told once per layer.
+"""Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
 
-A run can lose its experts while its loss still falls; nobody looks at a load that nobody shows.
+A run can lose its experts while its loss still falls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoadAlarms:
         self._rung: set[tuple[int, str]] = set()
 
     def look(self, loads: LayerLoads) -> None:
-        """One layer of one step. A step that routed nothing says nothing."""
+        """Check one layer of one step; a step that routed nothing changes nothing."""
         if not sum(loads.tokens_per_expert) + loads.dropped:
             return
         limits = self._limits

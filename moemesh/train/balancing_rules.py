@@ -1,4 +1,4 @@
-"""What replicas and moves of experts cannot be combined with, told before a process starts."""
+"""Conflicts of expert replicas and expert migration with other settings, found before a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 
-#: Whether it is there, why it is one, and what to do about it.
+#: (whether there is a conflict, why, suggested fix).
 Clash: TypeAlias = tuple[bool, str, str]
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain lines elsewhere."""
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said and kept when a run breaks: failure.json, and one message for a person."""
+"""Failure reports: failure.json and the message for the user."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def write_failure(folder: Path, error: BaseException, rank: int) -> None:
 
 
 def write_kill(folder: Path, rank: int, message: str) -> None:
-    """Write ``failure.json`` for a rank that was killed. Others have only lost contact with it:
-    what they may have written gives way."""
+    """Write ``failure.json`` for a rank that was killed. It replaces the report of another rank,
+    which has only lost contact with this one."""
     with suppress(OSError):
         os.replace(_write(folder, rank, "Killed", message, []), folder / "failure.json")
 
@@ -41,7 +41,7 @@ def describe(error: BaseException, rank: int, folder: Path) -> str:
 
 
 def where_to_look(folder: Path) -> str:
-    """What every message about a failure ends in."""
+    """The last line of every message about a failure."""
     return (
         f"details in {folder / 'failure.json'}; checkpoints are untouched, the same command goes "
         "on from the newest"

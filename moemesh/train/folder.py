@@ -1,6 +1,7 @@
-"""The run folder: what a run leaves behind, written so that a crash at any point loses nothing.
+"""The run folder: files of a run, written so that a crash at any point loses nothing.
 
-    config.toml plan.json          what was told and decided
+    config.toml plan.json          the resolved configuration and the plan
+    schedule.txt                   of a plan whose schedule is a file or searched
     metrics.jsonl loads.jsonl      one row a step, appended
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store

@@ -1,4 +1,4 @@
-"""Known before a process starts: settings of the contract that cannot be trained yet."""
+"""Refusals before a run: legal settings that `moemesh train` cannot carry out."""
 
 from __future__ import annotations
 
@@ -18,18 +18,41 @@ def untrainable(resolved: Resolved) -> list[Problem]:
 
 
 def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
+    def missing(key: str, value: object, message: str, fix: str) -> Problem:
+        origin = origins.get(key, "")
+        return Problem(
+            code="not-available", key=key, value=value, origin=origin, message=message, fix=fix
+        )
+
+    model = config.model
     for name, values in TRAINABLE.items():
         value = getattr(config.plan, name)
         if value not in values:
             names = " or ".join(str(known) for known in values)
-            yield Problem(
-                code="not-available",
-                key=f"plan.{name}",
-                value=value,
-                origin=origins.get(f"plan.{name}", ""),
-                message=f"{name} = {value} cannot be trained by this version",
-                fix=f"{name} = {names}",
-            )
+            message = f"{name} = {value} cannot be trained by this version"
+            yield missing(f"plan.{name}", value, message, f"{name} = {names}")
+    yield from _schedule_problems(config, origins)
+    yield from balancing_problems(config, origins)
+    if config.plan.num_slices > 1:
+        yield from _slice_problems(config, origins)
+    if config.plan.dispatcher == "deepep":
+        fix = "dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto"
+        for reason in _deepep_reasons(config):
+            yield missing("plan.dispatcher", "deepep", reason, fix)
+    if config.model_path is not None:
+        message = "weights cannot be read from a folder by this version"
+        fix = "model.preset, or the sizes of the model one by one"
+        yield missing("model.path", config.model_path, message, fix)
+    if model.attention != "gqa":
+        message = "latent attention can be planned but not trained by this version"
+        yield missing("model.attention", model.attention, message, 'attention = "gqa"')
+    if model.num_mtp_layers:
+        message = "multi-token prediction can be planned but not trained by this version"
+        yield missing("model.num_mtp_layers", model.num_mtp_layers, message, "num_mtp_layers = 0")
+
+
+def _schedule_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
+    """A schedule that does not exist for the plan's numbers, or a file that does not fit them."""
     try:
         build_step(config.plan, config.model, config.data.seq_len)
     except UserError as error:
@@ -41,71 +64,34 @@ def _problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
             message=str(error),
             related=("plan.pp", "plan.microbatches", "plan.stages_per_rank"),
         )
-    yield from balancing_problems(config, origins)
-    if config.plan.num_slices > 1:
-        yield from _slice_problems(config, origins)
-    if config.plan.dispatcher == "deepep":
-        yield from _deepep_problems(config, origins)
-    if config.model_path is not None:
-        yield Problem(
-            code="not-available",
-            key="model.path",
-            value=config.model_path,
-            origin=origins.get("model.path", ""),
-            message="weights cannot be read from a folder by this version",
-            fix="model.preset, or the sizes of the model one by one",
-        )
-    if config.model.attention != "gqa":
-        yield Problem(
-            code="not-available",
-            key="model.attention",
-            value=config.model.attention,
-            origin=origins.get("model.attention", ""),
-            message="latent attention can be planned but not trained by this version",
-            fix='attention = "gqa"',
-        )
-    if config.model.num_mtp_layers:
-        yield Problem(
-            code="not-available",
-            key="model.num_mtp_layers",
-            value=config.model.num_mtp_layers,
-            origin=origins.get("model.num_mtp_layers", ""),
-            message="multi-token prediction can be planned but not trained by this version",
-            fix="num_mtp_layers = 0",
-        )
 
 
 def _slice_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
     """A choice that compares all tokens of a sequence cannot be made while slices are to come."""
-    model = config.model
+    model, value = config.model, config.model.router_selection
     if not model.num_experts:
         return
-    compares = "compares all tokens of a sequence, but schedule = terapipe routes slices one by one"
-    if model.router_selection != "token_choice":
-        name, message = (
-            "router_selection",
-            f"router_selection = {model.router_selection} {compares}",
-        )
-        fix = "router_selection = token_choice"
-        value: object = model.router_selection
+    if value != "token_choice":
+        name, shown, fix = "router_selection", f"router_selection = {value}", "token_choice"
     elif model.capacity_factor:
-        name, message = "capacity_factor", f"capacity_factor ({model.capacity_factor}) {compares}"
-        fix, value = "capacity_factor = 0", model.capacity_factor
+        name, fix = "capacity_factor", "0"
+        shown = f"capacity_factor ({model.capacity_factor})"
     else:
         return
     yield Problem(
         code="conflict",
         key=f"model.{name}",
-        value=value,
+        value=getattr(model, name),
         origin=origins.get(f"model.{name}", ""),
-        message=message,
-        fix=f"{fix}, or another schedule such as 1f1b",
+        message=f"{shown} compares all tokens of a sequence, but schedule = "
+        f"{config.plan.schedule} routes slices one by one",
+        fix=f"{name} = {fix}, or another schedule such as 1f1b",
         related=("plan.schedule", "plan.slices"),
     )
 
 
-def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Problem]:
-    """The package, its hardware, and what it cannot do."""
+def _deepep_reasons(config: RunConfig) -> list[str]:
+    """Why deepep cannot be used: its package, its hardware, or what it does not implement."""
     import torch  # only here: a configuration is checked without it
 
     from moemesh.parallel.expert.deepep import available, refusals
@@ -123,12 +109,4 @@ def _deepep_problems(config: RunConfig, origins: dict[str, str]) -> Iterator[Pro
         )
     if not (probe := available()).usable:
         reasons.insert(0, str(probe))
-    for reason in reasons:
-        yield Problem(
-            code="not-available",
-            key="plan.dispatcher",
-            value="deepep",
-            origin=origins.get("plan.dispatcher", ""),
-            message=reason,
-            fix="dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto",
-        )
+    return reasons

@@ -54,10 +54,10 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
 
 
 def preflight_warnings(
-    config: RunConfig, schedule: Schedule | None = None, ranks_on_cpu: int = 0
+    config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
 ) -> Iterator[str]:
-    """Settings that are legal and probably not what was meant, a sentence each; `schedule`: that of
-    a step; `ranks_on_cpu` share the cores of this machine."""
+    """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
+    cores of this machine; `schedule` None: that of the plan."""
     plan = config.plan
     yield from _idle_keys(plan)
     if plan.pp > 1:

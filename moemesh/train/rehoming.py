@@ -1,4 +1,4 @@
-"""Every few steps experts move to other ranks, so that their loads of late are even again.
+"""Expert migration: every few steps experts move to other ranks, to even out recent loads.
 
 The loads are an exponential moving average of the exact counts, which all ranks know; rank 0's plan
 (:func:`moemesh.balance.rebalance_incremental`) counts everywhere. Layers move one after the other,
@@ -28,7 +28,7 @@ LARGEST_UNCOMPILED = 256
 
 
 class Rehoming:
-    """Watches loads, and moves experts after every `every`-th step (0: never)."""
+    """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer, every: int) -> None:
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
@@ -39,7 +39,7 @@ class Rehoming:
         self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
     def after(self, step: int, counts_LE: Tensor) -> int:
-        """Look at the tokens of each expert in `step`; returns how many experts have moved since.
+        """Add the tokens of each expert in `step`; returns how many experts have moved.
 
         All ranks call, after the update of `step`.
         """

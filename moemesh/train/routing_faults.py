@@ -1,4 +1,4 @@
-"""Routings that cannot be used stop all ranks together, with one message.
+"""Routing errors: all ranks stop together, with one message.
 
 Nothing raises between two collectives: a fault is kept as a number, or as a sentence, until a point
 where the ranks meet anyway.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the step in flight ends, the run is saved, then it exits."""
+"""Stop requests: after Ctrl-C or SIGTERM the current step ends, the run is saved and exits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Listens to SIGINT, SIGTERM, SIGHUP and SIGUSR1. A second Ctrl-C stops at once.
+    """Set by SIGINT, SIGTERM, SIGHUP and SIGUSR1. Only a second Ctrl-C stops at once.
 
-    Nothing else does: whoever signals a whole job reaches a rank twice, directly and through its
-    launcher, and must not cut the save short that the first signal asked for.
+    A signal to a whole job reaches a rank twice, directly and through its launcher, and must not
+    interrupt the save that the first one has requested.
     """
 
     def __init__(self) -> None:

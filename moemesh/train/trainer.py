@@ -30,7 +30,7 @@ def train(
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
-    for warning in preflight_warnings(config, schedule, on_cpu):
+    for warning in preflight_warnings(config, on_cpu, schedule):
         console.say(f"note: {warning}")
     session = Session.open(
         config=config,

@@ -1,4 +1,4 @@
-"""When a parameter has had its last gradient of a step: its sum over replicas may start."""
+"""Gradient hooks: the sum over replicas of a gradient starts after its last backward of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moemesh.schedule.action import Op, Schedule
 
 
 class GradientHooks:
-    """Tells a reducer, at the positions that the schedule fixes, which gradients are complete.
+    """Passes complete gradients to a reducer, at the positions that the schedule fixes.
 
     `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages. The
     gradient of those `in_parts` comes in several parts: it is complete when the backward is over.

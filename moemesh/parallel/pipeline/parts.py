@@ -1,4 +1,4 @@
-"""Which part of the model each pipeline rank holds, and under which schedule it runs."""
+"""Parts of the model: the layers of each stage, and the pipeline ranks that hold them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the operations of a schedule do: one protocol, and the model's own program.
+"""Programs: the work of each schedule operation, as a protocol and for the transformer.
 
-An executor (:mod:`moemesh.parallel.pipeline.executor`) decides *when*; a program knows *what*. The
-executor moves lists of tensors between stages and keeps a :class:`Context` from a forward to its
-backward.
+An executor (:mod:`moemesh.parallel.pipeline.executor`) decides when an operation runs; a program
+runs it. The executor moves lists of tensors between stages and keeps a :class:`Context` from a
+forward to its backward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Spec(NamedTuple):
 
 @dataclass
 class Context:
-    """What a backward needs of its forward. Outputs themselves are let go of once they are sent:
-    their place in the graph is enough. `state` is the program's own."""
+    """State from a forward for its backward. Outputs are freed once they are sent: their place in
+    the graph is enough. `state` belongs to the program."""
 
     inputs: list[Tensor]
     roots: list[GradientEdge | None]

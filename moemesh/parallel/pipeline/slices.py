@@ -1,4 +1,4 @@
-"""Slices of sequences through the pipeline (TeraPipe): what one slice leaves for the next.
+"""TeraPipe slices: the state that one slice of a sequence leaves for the next.
 
 | state of a layer | made by | read by | its gradient |
 |---|---|---|---|

@@ -1,7 +1,7 @@
 """Weight versions of one stage: a master that the optimizer steps, and the copies still in use.
 
-Version 0 is the weights at the start; every update makes the next one. Which version an operation
-uses is the update rule's matter (:mod:`moemesh.schedule.versions` has the table and the papers).
+Version 0 is the weights at the start; every update makes the next one. The update rule
+determines which version an operation uses (table and papers: :mod:`moemesh.schedule.versions`).
 
 The newest version is no copy: it is the memory of the master. An update copies it first when
 somebody still uses what it is about to overwrite, so that there are never more copies in memory,
