@@ -105,8 +105,8 @@ class Plan(Section):
     update_window: int | None = None
     #: ampnet: microbatches under way at once; None takes pp.
     max_in_flight: int | None = None
-    #: ampnet: what a backward differentiates: the stage run again with the weights of now, or the
-    #: activations of its forward with the weights of now.
+    #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
+    #: stored activations with current weights.
     ampnet_backward: AmpnetBackward = "recompute"
     #: ampnet: the folder of a run whose recorded order is carried out once more.
     replay: str | None = None

@@ -219,6 +219,8 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
         costs,
         memory_cap=plan.schedule_memory_cap,
         stages_per_rank=plan.stages_per_rank,
+        # A step that updates all stages together ends when its last rank does.
+        objective="span" if plan.optimizer_validation == "after" else "makespan",
     )
     return fitting(found.schedule, plan, "search")
 

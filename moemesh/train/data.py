@@ -13,7 +13,6 @@ version of numpy (`Generator.permutation` promises neither).
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import numpy as np
@@ -26,7 +25,7 @@ from moemesh.train.corpus import Corpus, DataError
 
 __all__ = ["Corpus", "DataError", "Samples"]
 
-#: Tokens handled at once where a whole stream is counted or hashed: bounds the extra memory.
+#: Tokens handled at once where a whole stream is counted: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
 #: Purposes that key the random streams of the order; changing one changes every run.
 HELD_OUT_STREAM, ORDER_STREAM = 1, 2
@@ -96,10 +95,6 @@ class Samples:
             position, count = position + len(piece), count - len(piece)
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
-    def sample_ids(self, step: int, global_batch: int) -> np.ndarray:
-        """Sample ids [global_batch], int64, of optimizer step `step` (counted from 0)."""
-        return self.ids_at(step * global_batch, global_batch)
-
     def _epoch(self, epoch: int) -> np.ndarray:
         """The training ids in the order of `epoch`; the two epochs a batch can span stay cached."""
         if epoch not in self._epochs:
@@ -151,30 +146,6 @@ class Samples:
         train_V = counts_V - held_V
         log_probability_V = np.log(train_V + 1.0) - math.log(int(train_V.sum()) + len(train_V))
         return float(-(held_V * log_probability_V).sum() / held_V.sum())
-
-    def fingerprint(self) -> dict[str, object]:
-        """What must be equal for two runs to see the same samples in the same order (JSON)."""
-        digest = hashlib.blake2b(digest_size=16)
-        tokens = self.corpus.tokens
-        for start in range(0, len(tokens), CHUNK_TOKENS):
-            chunk = tokens[start : start + CHUNK_TOKENS]
-            digest.update(chunk.astype(chunk.dtype.newbyteorder("<"), copy=False).tobytes())
-        return {
-            "source": self.corpus.source,
-            "files": self.corpus.num_files,
-            "bytes": self.corpus.num_bytes,
-            "tokens": len(tokens),
-            "hash": f"blake2b-128:{digest.hexdigest()}",
-            "tokenizer": self.corpus.tokenizer,
-            "order": {
-                "generator": "philox-sort-1",
-                "seed": self.seed,
-                "seq_len": self.seq_len,
-                "held_out": self.held_out,
-                "training_samples": len(self.training_ids),
-                "held_out_samples": len(self.held_out_ids),
-            },
-        }
 
 
 def own_batches(

@@ -188,9 +188,9 @@ def test_a_search_fits_the_plan_its_costs_and_its_cap() -> None:
     check(found)
     costs = estimated_costs(plan, model, 64)
     best = min(
-        simulate(build(name, 2, 6), costs).span for name in ("1f1b", "gpipe", "zb_h1", "zb_h2")
+        simulate(build(name, 2, 6), costs).makespan for name in ("1f1b", "gpipe", "zb_h1", "zb_h2")
     )
-    assert simulate(found, costs).span <= best
+    assert simulate(found, costs).makespan <= best
     capped = build_step(Plan(**keys, schedule_memory_cap=1.5), model, 64)
     assert max(peak.activation for peak in peak_memory(capped)) <= 1.5
     assert max(peak.activation for peak in peak_memory(found)) > 1.5

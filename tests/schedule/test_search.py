@@ -258,13 +258,6 @@ def test_two_stages_a_rank_compete_where_costs_fit_them() -> None:
     assert "zb_v" in eight.hand_made and eight.schedule.num_stages == 8
 
 
-def test_weights_held_twice_compete_only_when_allowed() -> None:
-    assert "dualpipe" not in search(4, 8).hand_made
-    twice = search(4, 8, weight_copies=2, objective="makespan")
-    assert {"dualpipe", "chimera"} <= set(twice.hand_made)
-    verify(twice, Costs(), None)
-
-
 def test_cheap_blocks_and_full_backwards_do_not_fool_the_bound() -> None:
     blocks = Costs(overlapped=2)
     result = search(2, 12, blocks, effort=0.2)

@@ -118,11 +118,6 @@ class WeightVersions:
         assert not users, f"versions still in use: {users}"
         self._copies = {self.newest: self._copies[self.newest]}
 
-    @property
-    def num_copies(self) -> int:
-        """Copies alive now, the newest included."""
-        return len(self._copies)
-
     def original(self, weight: Tensor) -> nn.Parameter:
         """The master's parameter of which `weight` is a version."""
         return self._originals[weight]

@@ -20,7 +20,7 @@ from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.memory import ROUNDING, Amount, peak_memory
-from moemesh.schedule.search.bound import Shortest, least_busy, lower_bound, shortest_times
+from moemesh.schedule.search.bound import Shortest, lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import State, evaluated, improve
@@ -36,17 +36,15 @@ EXACT_OPERATIONS = 96
 #: States that are improved.
 STARTS = 3
 
-#: (name, stages per rank, None for any above 1; copies of the weights).
-HAND_MADE: tuple[tuple[str, int | None, int], ...] = (
-    ("gpipe", 1, 1),
-    ("1f1b", 1, 1),
-    ("zb_h1", 1, 1),
-    ("zb_h2", 1, 1),
-    ("zb_v", 2, 1),
-    ("dualpipe_v", 2, 1),
-    ("interleaved_1f1b", None, 1),
-    ("chimera", 1, 2),
-    ("dualpipe", 1, 2),
+#: Schedules of one pipe: (name, stages per rank, None for any above 1).
+HAND_MADE: tuple[tuple[str, int | None], ...] = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("dualpipe_v", 2),
+    ("interleaved_1f1b", None),
 )
 
 
@@ -102,7 +100,6 @@ def search(
     activation: Amount = 1,
     weight_memory: Amount = 1,
     stages_per_rank: int | Sequence[int] = (1, 2),
-    weight_copies: int = 1,
     objective: Objective = "span",
     effort: float = 1.0,
 ) -> SearchResult:
@@ -110,10 +107,9 @@ def search(
 
     `memory_cap` is in the unit of M_a, for all ranks or each; p and 2p are the interesting ones
     (ZB-1p, ZB-2p of arXiv:2401.10241). `stages_per_rank` are the cuts to consider; those whose
-    number of stages the costs do not fit are left out. `weight_copies` = 2 lets the hand-made
-    schedules compete that hold every weight twice. `objective`: the longest span of a rank (it may
-    start the next step before others finish), or the makespan. `effort` scales the work, 1 is at
-    most some seconds. The result passes :func:`moemesh.schedule.check.check` and depends on the
+    number of stages the costs do not fit are left out. `objective`: the longest span of a rank (it
+    may start the next step before others finish), or the makespan. `effort` scales the work, 1 is
+    at most some seconds. The result passes :func:`moemesh.schedule.check.check` and depends on the
     arguments alone. Raises ValueError for impossible numbers, a cap below one microbatch, and costs
     that fit none of the cuts.
     """
@@ -125,15 +121,10 @@ def search(
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
     found = [
         _Found(cost=question.cost(schedule), schedule=schedule, origin=schedule.name)
-        for schedule in _hand_made(question, fitting, weight_copies)
+        for schedule in _hand_made(question, fitting)
     ]
     hand_made = {one.schedule.name: one.cost for one in found}
     bounds: list[float] = []
-    if weight_copies > 1:
-        # Two pipes share all work in any way they like.
-        times = _shortest(question, problems[0])
-        shares = (least_busy(problems[0], times, rank) for rank in range(num_ranks))
-        bounds.append(math.fsum(shares) / num_ranks)
     for problem in problems:
         best, bound = _search_placement(question, problem, found, effort / len(problems))
         bounds.append(bound)
@@ -307,14 +298,10 @@ def _require_room(question: _Question, problems: Sequence[Problem], rank: int) -
             )
 
 
-def _hand_made(
-    question: _Question, chunks: Sequence[int], weight_copies: int
-) -> Iterator[Schedule]:
+def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]:
     """Every hand-made schedule that exists for these numbers, costs and memory."""
-    for name, stages_per_rank, copies in HAND_MADE:
+    for name, stages_per_rank in HAND_MADE:
         counts = [n for n in chunks if n == stages_per_rank or (stages_per_rank is None and n > 1)]
-        if copies > weight_copies:
-            continue
         for count in counts:
             told = count if stages_per_rank is None else 1
             try:
