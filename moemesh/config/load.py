@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -46,6 +46,9 @@ _EXPECTED = {
 }
 
 
+S = TypeVar("S", bound=Section)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """A configuration that passed every check, and where each leaf ("plan.ep") came from."""
@@ -81,7 +84,7 @@ def load_run(
 
     sections: dict[str, Section] = {}
     for name in SECTIONS:
-        sections[name], section_problems = _build_section(name, leaves)
+        sections[name], section_problems = build_section(SECTIONS[name], leaves)
         problems += section_problems
         broken |= {problem.key for problem in section_problems}
     config = RunConfig(
@@ -176,9 +179,9 @@ def _choose_model(
     return preset, path, {problem.key for problem in problems}, problems
 
 
-def _build_section(name: str, leaves: Mapping[str, Leaf]) -> tuple[Section, list[Problem]]:
+def build_section(kind: type[S], leaves: Mapping[str, Leaf]) -> tuple[S, list[Problem]]:
     """The section, with defaults in place of values of a wrong type, and those as problems."""
-    kind = SECTIONS[name]
+    name = kind.section
     values: dict[str, Any] = {
         field: leaves[f"{name}.{field}"].value
         for field in kind.model_fields

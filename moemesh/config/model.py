@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from moemesh.config.errors import Problem, independent
+from moemesh.config.rules import Sizes
 from moemesh.config.section import (
     COUNT,
     LARGEST_SIZE,
@@ -160,6 +161,21 @@ class ModelConfig(Section):
         if self.shared_intermediate_size is not None:
             return self.shared_intermediate_size
         return self.num_shared_experts * self.expert_intermediate_size
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the degrees of a plan cut."""
+        has_experts = self.num_moe_layers > 0
+        return Sizes(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads if self.attention == "gqa" else 0,
+            intermediate_size=self.intermediate_size if self.num_dense_layers > 0 else 0,
+            shared_width=self.shared_width if has_experts else 0,
+            num_moe_layers=self.num_moe_layers,
+            num_experts=self.num_experts,
+            expert_intermediate_size=self.expert_intermediate_size,
+        )
 
     @property
     def num_moe_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""The rules of pipelines: stages that hold layers, slices of sequences, steps validated late."""
+"""The rules of schedules: slices of sequences, steps that are validated late."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from typing import Protocol
 
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.errors import Problem
-from moemesh.config.layout import shard_sizes
-from moemesh.config.model import ModelConfig
-
-#: Schedules whose ranks hold two stages each, at both arms of a V.
-V_SCHEDULES = ("zb_v", "dualpipe_v")
+from moemesh.config.rules import plan_problem
 
 #: Schedules of two pipes: two ranks hold every stage, and sum its gradients.
 MIRRORED_SCHEDULES = ("chimera", "dualpipe")
@@ -36,10 +32,6 @@ class PipelinedPlan(Protocol):
     @property
     def pp(self) -> int: ...
     @property
-    def num_stages(self) -> int: ...
-    @property
-    def layers_per_stage(self) -> tuple[int, ...] | None: ...
-    @property
     def slices(self) -> int | None: ...
     @property
     def num_slices(self) -> int: ...
@@ -47,12 +39,9 @@ class PipelinedPlan(Protocol):
     def optimizer_validation(self) -> str: ...
 
 
-def pipeline_problems(
-    plan: PipelinedPlan, model: ModelConfig | None, seq_len: int | None
-) -> list[Problem]:
-    """Everything that is wrong with them. A length or model that is not known breaks no rule."""
-    problems = _slice_rules(plan, seq_len) + _validation_rules(plan) + _search_rules(plan)
-    return problems if model is None else problems + _stage_rules(plan, model)
+def pipeline_problems(plan: PipelinedPlan, seq_len: int | None) -> list[Problem]:
+    """Everything that is wrong with them. A length that is not known breaks no rule."""
+    return _slice_rules(plan, seq_len) + _validation_rules(plan) + _search_rules(plan)
 
 
 def _validation_rules(plan: PipelinedPlan) -> list[Problem]:
@@ -74,7 +63,7 @@ def _validation_rules(plan: PipelinedPlan) -> list[Problem]:
     else:
         return []
     keys = ("plan.schedule", "plan.pp")
-    return [_problem(plan, "conflict", "optimizer_validation", message, fix, *keys)]
+    return [plan_problem(plan, "conflict", "optimizer_validation", message, fix, *keys)]
 
 
 def _search_rules(plan: PipelinedPlan) -> list[Problem]:
@@ -89,7 +78,7 @@ def _search_rules(plan: PipelinedPlan) -> list[Problem]:
     fix = "leave {} out, or schedule = search"
     message = "{} belongs to schedule = search, not {}"
     return [
-        _problem(
+        plan_problem(
             plan,
             "conflict",
             name,
@@ -108,79 +97,10 @@ def _slice_rules(plan: PipelinedPlan, seq_len: int | None) -> list[Problem]:
             return []
         message = f"slices belongs to schedule = terapipe, not {plan.schedule}"
         fix = "leave slices out, or schedule = terapipe"
-        return [_problem(plan, "conflict", "slices", message, fix, "plan.schedule")]
+        return [plan_problem(plan, "conflict", "slices", message, fix, "plan.schedule")]
     if seq_len is None or not 0 < seq_len < plan.num_slices:
         return []
     said = f"slices ({plan.slices})" if plan.slices else f"pp ({plan.pp}, slices by default)"
     message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
     keys = ("plan.pp", "plan.schedule", "data.seq_len")
-    return [_problem(plan, "too-large", "slices", message, f"slices = {seq_len}", *keys)]
-
-
-def _stage_rules(plan: PipelinedPlan, model: ModelConfig) -> list[Problem]:
-    """Every stage needs a layer."""
-    stages, layers = plan.num_stages, model.num_layers
-    if layers < 1:
-        return []
-    if plan.layers_per_stage is not None:
-        return _layers_per_stage_rules(plan, layers)
-    if stages <= layers:
-        return []
-    chunks = stages // plan.pp
-    product = f"pp*stages_per_rank ({plan.pp}*{chunks} = {stages})"
-    if plan.schedule in V_SCHEDULES:
-        product = f"{plan.schedule} puts two stages on a rank: pp*2 ({plan.pp}*2 = {stages})"
-    if plan.pp <= layers and plan.schedule not in V_SCHEDULES:
-        key, fix = "stages_per_rank", f"stages_per_rank = {layers // plan.pp}"
-    else:
-        key, fix = "pp", f"pp = {max(layers // chunks, 1)}"
-        if chunks > layers and plan.schedule not in V_SCHEDULES:
-            fix += ", stages_per_rank = 1"
-    return [
-        _problem(
-            plan,
-            "too-large",
-            key,
-            f"{product} stages need at least as many layers; num_layers is {layers}",
-            fix,
-            "plan.pp",
-            "plan.stages_per_rank",
-            "plan.schedule",
-            "model.num_layers",
-        )
-    ]
-
-
-def _layers_per_stage_rules(plan: PipelinedPlan, layers: int) -> list[Problem]:
-    """Explicit cuts: one positive number a stage, all layers used."""
-    sizes, stages = plan.layers_per_stage or (), plan.num_stages
-    if len(sizes) == stages and sum(sizes) == layers and min(sizes) >= 1:
-        return []
-    equal = shard_sizes(layers, stages)
-    fix = f"layers_per_stage = {list(equal)}" if min(equal) else f"pp = {layers}"
-    return [
-        _problem(
-            plan,
-            "stages",
-            "layers_per_stage",
-            f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} "
-            f"positive numbers that add up to num_layers ({layers})",
-            fix,
-            "plan.pp",
-            "plan.stages_per_rank",
-            "model.num_layers",
-        )
-    ]
-
-
-def _problem(
-    plan: PipelinedPlan, code: str, name: str, message: str, fix: str, *related: str
-) -> Problem:
-    return Problem(
-        code=code,
-        key=f"plan.{name}",
-        value=getattr(plan, name),
-        message=message,
-        fix=fix,
-        related=related,
-    )
+    return [plan_problem(plan, "too-large", "slices", message, f"slices = {seq_len}", *keys)]

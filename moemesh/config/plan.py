@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, gcd
+from math import ceil
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator
@@ -12,7 +12,8 @@ from moemesh.config.asynchronous import asynchronous_problems
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.config.pipeline import V_SCHEDULES, is_schedule_file, pipeline_problems
+from moemesh.config.pipeline import is_schedule_file, pipeline_problems
+from moemesh.config.rules import V_SCHEDULES, degree_problems, node_problems, plan_problem
 from moemesh.config.section import (
     COUNT,
     POSITIVE,
@@ -21,7 +22,6 @@ from moemesh.config.section import (
     Section,
     as_tuple,
     divisors,
-    nearest_divisors,
 )
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
@@ -193,63 +193,18 @@ class Plan(Section):
         if any(problem.key.removeprefix("plan.") in DEGREES for problem in ranges):
             # The other rules divide by degrees or multiply them: they would only echo this.
             return ranges
-        rules = self._mesh_rules(model) + self._batch_rules(seq_len, global_batch)
-        rules += asynchronous_problems(self, model) + pipeline_problems(self, model, seq_len)
-        if model is not None:
-            rules += self._tensor_rules(model) + self._expert_rules(model)
+        rules = degree_problems(self, None if model is None else model.sizes)
+        rules += node_problems(self) + self._batch_rules(seq_len, global_batch)
+        rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
         return ranges + independent(rules, {problem.key for problem in ranges})
-
-    def _mesh_rules(self, model: ModelConfig | None) -> list[Problem]:
-        """The two meshes must cover the same ranks, nodes must cut them evenly."""
-        problems: list[Problem] = []
-        ranks = self.dp * self.cp * self.tp
-        if ranks % (self.ep * self.etp):
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "ep" if self.ep > 1 else "etp",
-                    f"ep*etp ({self.ep * self.etp}) must divide dp*cp*tp ({ranks})",
-                    self._mesh_fix(model),
-                    *(f"plan.{name}" for name in ("ep", "etp", "dp", "cp", "tp")),
-                )
-            )
-        node = self.ranks_per_node
-        if node is not None and node > 0 and self.world_size % node:
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "ranks_per_node",
-                    f"ranks_per_node ({node}) must divide the number of ranks "
-                    f"pp*dp*cp*tp ({self.world_size})",
-                    f"ranks_per_node = {nearest_divisors(self.world_size, node)}",
-                    *(f"plan.{name}" for name in ("pp", "dp", "cp", "tp")),
-                )
-            )
-        return problems
-
-    def _mesh_fix(self, model: ModelConfig | None) -> str:
-        """The nearest degrees with which the two meshes cover the same ranks."""
-        ranks = self.dp * self.cp * self.tp
-        num_experts = 0 if model is None else max(model.num_experts, 0)  # 0 divides by any ep
-        if ranks % self.etp == 0:
-            legal = gcd(ranks // self.etp, num_experts)
-            fix = f"ep = {nearest_divisors(legal, self.ep)}"
-        elif ranks % self.ep == 0:
-            fix = f"etp = {nearest_divisors(ranks // self.ep, self.etp)}"
-        else:
-            fix = f"ep*etp = {nearest_divisors(ranks, self.ep * self.etp)}"
-        if num_experts % self.ep == 0:
-            # Then more replicas help, too.
-            step = self.ep * self.etp // gcd(self.ep * self.etp, self.cp * self.tp)
-            fix += f", or dp = {-(-self.dp // step) * step}"
-        return fix
 
     def _batch_rules(self, seq_len: int | None, global_batch: int | None) -> list[Problem]:
         """Nothing must divide, but a plan may not ask for parts that hold nothing at all."""
         problems: list[Problem] = []
         if global_batch is not None and self.microbatches > global_batch > 0:
             problems.append(
-                self._problem(
+                plan_problem(
+                    self,
                     "too-large",
                     "microbatches",
                     f"microbatches ({self.microbatches}) exceeds data.global_batch "
@@ -260,7 +215,8 @@ class Plan(Section):
             )
         if seq_len is not None and self.cp > seq_len > 0:
             problems.append(
-                self._problem(
+                plan_problem(
+                    self,
                     "too-large",
                     "cp",
                     f"cp ({self.cp}) exceeds data.seq_len ({seq_len} tokens): some ranks would "
@@ -270,99 +226,3 @@ class Plan(Section):
                 )
             )
         return problems
-
-    def _tensor_rules(self, model: ModelConfig) -> list[Problem]:
-        """What tensor parallelism cuts: heads, dense widths, shared experts."""
-        cut = {"num_heads": model.num_heads}
-        if model.attention == "gqa":
-            cut["num_kv_heads"] = model.num_kv_heads
-        if model.num_dense_layers > 0:
-            cut["intermediate_size"] = model.intermediate_size
-        shared_keys = ("num_shared_experts", "shared_intermediate_size", "expert_intermediate_size")
-        if model.num_moe_layers > 0 and model.shared_width > 0:
-            cut["shared width"] = model.shared_width
-        common = gcd(*cut.values())
-        problems: list[Problem] = []
-        for name, size in cut.items():
-            if size % self.tp == 0:
-                continue
-            keys = shared_keys if name == "shared width" else (name,)
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "tp",
-                    f"tp ({self.tp}) must divide {name} ({size})",
-                    f"tp = {nearest_divisors(abs(common), self.tp)}",
-                    *(f"model.{key}" for key in keys),
-                )
-            )
-        heads = model.num_heads
-        if self.context == "all_to_all" and heads % self.tp == 0 and heads % (self.cp * self.tp):
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "cp",
-                    f'context = "all_to_all" moves heads: cp*tp ({self.cp * self.tp}) must divide '
-                    f"num_heads ({heads})",
-                    f'cp = {nearest_divisors(heads // self.tp, self.cp)}, or context = "ring"',
-                    "plan.context",
-                    "plan.tp",
-                    "model.num_heads",
-                )
-            )
-        return problems
-
-    def _expert_rules(self, model: ModelConfig) -> list[Problem]:
-        """What expert parallelism cuts: experts over ep, the width of each over etp."""
-        problems: list[Problem] = []
-        if model.num_moe_layers <= 0:
-            for name in ("ep", "etp"):
-                degree: int = getattr(self, name)
-                if degree > 1:
-                    why = "num_experts is 0" if model.num_experts == 0 else "all layers are dense"
-                    problems.append(
-                        self._problem(
-                            "conflict",
-                            name,
-                            f"{name} ({degree}) spreads experts, but the model has none: {why}",
-                            f"{name} = 1",
-                            "model.num_experts",
-                            "model.first_dense_layers",
-                            "model.num_layers",
-                        )
-                    )
-            return problems
-        ranks = self.dp * self.cp * self.tp
-        if model.num_experts % self.ep:
-            legal = gcd(abs(model.num_experts), ranks)
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "ep",
-                    f"ep ({self.ep}) must divide num_experts ({model.num_experts})",
-                    f"ep = {nearest_divisors(legal, self.ep)}",
-                    "model.num_experts",
-                )
-            )
-        width = model.expert_intermediate_size
-        if width % self.etp:
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "etp",
-                    f"etp ({self.etp}) must divide expert_intermediate_size ({width})",
-                    f"etp = {nearest_divisors(gcd(abs(width), ranks), self.etp)}",
-                    "model.expert_intermediate_size",
-                )
-            )
-        return problems
-
-    def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
-        return Problem(
-            code=code,
-            key=f"plan.{name}",
-            value=getattr(self, name),
-            message=message,
-            fix=fix,
-            related=related,
-        )

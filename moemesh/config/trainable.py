@@ -1,10 +1,18 @@
-"""What this version trains of what it can plan: values of plan keys, kinds of models."""
+"""What `moemesh train` refuses of a configuration that keeps every rule: the one table of it.
+
+`moemesh train` and `config check` refuse by it, the planner names what it finds here beside a plan,
+and ``plan --trainable`` keeps to the rest. Only the machine itself adds to it (is a kernel there?).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from moemesh.config.model import ModelConfig
+from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.errors import Problem
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 
 #: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
@@ -12,21 +20,146 @@ TRAINABLE: dict[str, tuple[object, ...]] = {
     "data": ("replicate",),
 }
 
-
-def untrained_keys(plan: Mapping[str, object]) -> list[str]:
-    """``key = value`` of each value of `plan` (some or all of its keys) that is not trained."""
-    return [
-        f"{key} = {plan[key]}"
-        for key, values in TRAINABLE.items()
-        if key in plan and plan[key] not in values
-    ]
+#: The same of model keys, with what the others mean.
+TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
+    "attention": ("gqa", "latent attention"),
+    "num_mtp_layers": (0, "multi-token prediction"),
+}
 
 
-def untrained_model(model: ModelConfig) -> list[str]:
-    """The same of a model's keys."""
-    found: list[str] = []
-    if model.attention != "gqa":
-        found.append(f"attention = {model.attention}")
-    if model.num_mtp_layers:
-        found.append(f"num_mtp_layers = {model.num_mtp_layers}")
-    return found
+class Clash(NamedTuple):
+    """Two settings that are not trained together: whether both are set, why not, the fix."""
+
+    meets: bool
+    why: str
+    fix: str
+
+
+def refusals(config: RunConfig) -> list[Problem]:
+    """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
+    return [*_keys(config), *_experts_that_move(config), *_slices(config), *_model(config)]
+
+
+def _keys(config: RunConfig) -> Iterator[Problem]:
+    for name, values in TRAINABLE.items():
+        value = getattr(config.plan, name)
+        if value not in values:
+            names = " or ".join(str(known) for known in values)
+            yield Problem(
+                code="not-available",
+                key=f"plan.{name}",
+                value=value,
+                message=f"{name} = {value} cannot be trained by this version",
+                fix=f"{name} = {names}",
+            )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    if config.model_path is not None:
+        yield Problem(
+            code="not-available",
+            key="model.path",
+            value=config.model_path,
+            message="weights cannot be read from a folder by this version",
+            fix="model.preset, or the sizes of the model one by one",
+        )
+    for name, (trained, what) in TRAINABLE_MODELS.items():
+        if (value := getattr(config.model, name)) != trained:
+            shown = f'"{trained}"' if isinstance(trained, str) else trained
+            yield Problem(
+                code="not-available",
+                key=f"model.{name}",
+                value=value,
+                message=f"{what} can be planned but not trained by this version",
+                fix=f"{name} = {shown}",
+            )
+
+
+def _slices(config: RunConfig) -> Iterator[Problem]:
+    """A choice that compares all tokens of a sequence cannot be made while slices are to come."""
+    model = config.model
+    if not model.num_experts or config.plan.num_slices == 1:
+        return
+    if model.router_selection != "token_choice":
+        name, fix = "router_selection", "router_selection = token_choice"
+        setting = f"{name} = {model.router_selection}"
+    elif model.capacity_factor:
+        name, fix = "capacity_factor", "capacity_factor = 0"
+        setting = f"{name} ({model.capacity_factor})"
+    else:
+        return
+    yield Problem(
+        code="conflict",
+        key=f"model.{name}",
+        value=getattr(model, name),
+        message=f"{setting} compares all tokens of a sequence, but schedule = "
+        f"{config.plan.schedule} routes slices one by one",
+        fix=f"{fix}, or another schedule such as 1f1b",
+        related=("plan.schedule", "plan.slices"),
+    )
+
+
+def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of expert replicas and expert migration with other settings."""
+    plan = config.plan
+    if plan.spare_slots:
+        wanted, setting = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
+        yield from _clashes(plan, _replica_clashes(plan), wanted, setting)
+    if every := config.train.rebalance_every:
+        wanted, setting = "train.rebalance_every", f"rebalance_every = {every}"
+        yield from _clashes(plan, _move_clashes(plan), wanted, setting)
+
+
+def _replica_clashes(plan: Plan) -> dict[str, Clash]:
+    return {
+        "dispatcher": Clash(
+            plan.dispatcher not in ("all_to_all", "auto"),
+            "sends rows to the homes of experts, not to their replicas",
+            "dispatcher = all_to_all",
+        ),
+        "combine": Clash(
+            plan.combine == "exact",
+            "adds rows in an order that does not depend on where experts are",
+            "combine = fast",
+        ),
+        "ampnet_backward": Clash(
+            plan.schedule == "ampnet" and plan.ampnet_backward == "live",
+            "reads weights in the backward that replicas have fetched in the forward",
+            "ampnet_backward = recompute",
+        ),
+    }
+
+
+def _move_clashes(plan: Plan) -> dict[str, Clash]:
+    asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
+    return {
+        "combine": Clash(
+            plan.combine == "exact",
+            "adds rows in the order of the experts' places, which may not change",
+            "combine = fast",
+        ),
+        "schedule": Clash(
+            asynchronous,
+            "never drains: there is no moment at which experts could move",
+            "schedule = 1f1b",
+        ),
+        "optimizer_validation": Clash(
+            plan.optimizer_validation == "after" and not asynchronous,
+            "takes a step back when the next one has begun, and experts have moved in between",
+            "optimizer_validation = before",
+        ),
+    }
+
+
+def _clashes(plan: Plan, clashes: dict[str, Clash], wanted: str, setting: str) -> Iterator[Problem]:
+    for name, clash in clashes.items():
+        if clash.meets:
+            value = getattr(plan, name)
+            yield Problem(
+                code="conflict",
+                key=f"plan.{name}",
+                value=value,
+                message=f"{name} = {value} {clash.why}: it cannot be trained with {setting}",
+                fix=f"{clash.fix}, or {wanted.partition('.')[2]} = 0",
+                related=(wanted,),
+            )

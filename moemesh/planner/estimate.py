@@ -15,7 +15,7 @@ from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
-from moemesh.planner.plan_text import check_against, read_plan
+from moemesh.planner.plan_text import read_plan
 from moemesh.planner.shapes.load import Model, load_model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
@@ -106,7 +106,7 @@ def estimate(
 ) -> Estimate:
     """Price one layout. Raises ConfigError with every rule that it breaks for this model."""
     shape = model.shape
-    if problems := check_against(shape, layout):
+    if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
     memory = estimate_memory(shape, layout)
     notes = list(shape.notes)

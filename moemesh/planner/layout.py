@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import ceil, lcm
+from math import ceil
 from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
-from moemesh.config.pipeline import V_SCHEDULES
-from moemesh.config.plan import AttentionExit, Context, ScheduleName
-from moemesh.config.section import nearest_divisors
+from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, ScheduleName
+from moemesh.config.rules import V_SCHEDULES, Sizes, degree_problems, plan_problem
 from moemesh.config.toml import format_value
 
 AttentionKernel = Literal["flash", "eager", "fused"]
@@ -23,6 +23,18 @@ Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "floa
 RECOMPUTABLE = (
     "full", "attention", "norm", "activation", "moe", "shared_expert", "mla_up", "operators",
 )  # fmt: skip
+
+#: What `plan.recompute` computes again (`moemesh.parallel.recompute`). Our "selective" is more than
+#: that of the tables, the attention core alone: also the product of a dense or shared SwiGLU. (The
+#: product of routed experts is never kept; "activation" says so of them, too.)
+RECOMPUTED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "selective": frozenset({"attention", "activation"}),
+    "full": frozenset({"full"}),
+}
+
+#: What `plan.data` calls the stages of ZeRO.
+DATA: tuple[DataStrategy, ...] = ("replicate", "zero1", "zero2", "zero3")
 
 #: Bytes of one element.
 ELEMENT_BYTES: dict[str, float] = {
@@ -56,8 +68,8 @@ class PlannedLayout:
     schedule: ScheduleName = "1f1b"
     #: Stages (virtual chunks) of one pipeline rank.
     stages_per_rank: int = 1
-    #: Layers of each of the pp * stages_per_rank stages; empty cuts evenly, longer stages first.
-    layers_per_stage: tuple[int, ...] = ()
+    #: Layers of each of the pp * stages_per_rank stages; None: the cut of `moemesh train`.
+    layers_per_stage: tuple[int, ...] | None = None
 
     #: Activations outside of tensor-parallel blocks are cut along tokens over tp.
     sequence_parallel: bool = True
@@ -108,8 +120,43 @@ class PlannedLayout:
     capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if problems := _check(self):
+        if problems := self.check():
             raise ConfigError(problems)
+
+    def check(self, sizes: Sizes | None = None) -> list[Problem]:
+        """Every broken rule: those of a Plan between the degrees and (with its `sizes`) the model,
+        and those of what only planners vary. Key/value heads may be copied over tp, as other
+        trainers do; ``plan_of`` and `Plan.check` say what `moemesh train` does not do.
+        """
+        least = (*DEGREES, "seq_len", "global_batch", "microbatch", "stages_per_rank",
+                 "dispatch_chunks")  # fmt: skip
+        if low := [self._too_low(key) for key in least if getattr(self, key) < 1]:
+            return low
+        return degree_problems(self, sizes, copied_kv_heads=True) + list(self._own_problems())
+
+    def _too_low(self, key: str) -> Problem:
+        message = f"{key} must be at least 1, not {getattr(self, key)}"
+        return plan_problem(self, "layout", key, message, f"{key} = 1")
+
+    def _own_problems(self) -> Iterator[Problem]:
+        """Of the fields that a Plan does not have."""
+        if self.zero not in (0, 1, 2, 3):
+            message = "ZeRO has the stages 0 to 3"
+            yield plan_problem(self, "layout", "zero", message, "zero = 3")
+        if unknown := self.recompute - set(RECOMPUTABLE):
+            yield Problem(
+                code="layout",
+                key="plan.recompute",
+                value="+".join(sorted(self.recompute)),
+                message=f"cannot recompute {', '.join(sorted(unknown))}",
+                fix=f"known: {', '.join(RECOMPUTABLE)}",
+            )
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
+            message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
+            yield plan_problem(self, "layout", "layers_per_stage", message, "")
+        if self.imbalance < 1:
+            message = "the most loaded rank has at least the mean load"
+            yield plan_problem(self, "layout", "imbalance", message, "imbalance = 1.0")
 
     @property
     def world_size(self) -> int:
@@ -198,77 +245,31 @@ class PlannedLayout:
 
     @cached_property
     def key(self) -> str:
-        """What differs from the defaults, for messages and tables: "tp=8,pp=4"."""
-        parts: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown = "+".join(sorted(self.recompute)) if field.name == "recompute" else value
-                parts.append(f"{field.name}={shown}")
-        return ",".join(parts)
+        """The whole layout for messages and JSON: "seq_len=128,global_batch=32,tp=8,…"."""
+        return f"seq_len={self.seq_len},global_batch={self.global_batch},{self.text}"
 
     @property
     def text(self) -> str:
-        """As ``--plan`` reads it back: "tp=8,pp=4,microbatch=1"; sequence and batch apart."""
+        """As ``--plan`` reads it back, in one word of a shell: "tp=8,pp=4,microbatch=1".
+
+        Everything that differs from its default; sequence and batch are options of their own.
+        """
         parts: list[str] = []
         for field in fields(self):
-            value = getattr(self, field.name)
-            is_told = value != field.default or field.name == "microbatch"
-            if not is_told or field.name in ("seq_len", "global_batch"):
+            name, value = field.name, getattr(self, field.name)
+            is_default = value == field.default and name != "microbatch"
+            if is_default or name in ("seq_len", "global_batch"):
                 continue
-            if field.name == "recompute":
-                value = "+".join(sorted(self.recompute))
-            parts.append(f"{field.name}={value if isinstance(value, str) else format_value(value)}")
+            if name == "zero":
+                name, value = "data", DATA[self.zero]
+            elif name == "recompute":
+                words = (word for word, parts in RECOMPUTED.items() if parts == value)
+                value = next(words, "+".join(sorted(self.recompute)))
+            elif name == "layers_per_stage":
+                value = "-".join(map(str, value))
+            parts.append(f"{name}={value if isinstance(value, str) else format_value(value)}")
         return ",".join(parts)
 
 
 def _shards(replicas: int, group: int) -> int:
     return min(replicas, group) if group else replicas
-
-
-def smallest_world(*, pp: int, tp: int, cp: int, ep: int, etp: int) -> int:
-    """The fewest GPUs that hold these degrees: p lcm(t c, e x), not the product of all."""
-    return pp * lcm(tp * cp, ep * etp)
-
-
-def _check(layout: PlannedLayout) -> list[Problem]:
-    problems: list[Problem] = []
-
-    def complain(key: str, message: str, fix: str = "") -> None:
-        value = getattr(layout, key)
-        shown = "+".join(sorted(layout.recompute)) if key == "recompute" else value
-        problems.append(
-            Problem(code="layout", key=f"plan.{key}", value=shown, message=message, fix=fix)
-        )
-
-    for key in (
-        "tp", "pp", "dp", "cp", "ep", "etp", "seq_len", "global_batch", "microbatch",
-        "stages_per_rank", "dispatch_chunks",
-    ):  # fmt: skip
-        if getattr(layout, key) < 1:
-            complain(key, f"{key} must be at least 1, not {getattr(layout, key)}", f"{key} = 1")
-    if problems:
-        return problems
-    ranks, experts = layout.dp * layout.cp * layout.tp, layout.ep * layout.etp
-    if ranks % experts:
-        complain(
-            "ep",
-            f"ep*etp ({experts}) must divide dp*cp*tp ({ranks})",
-            f"ep*etp = {nearest_divisors(ranks, experts)}",
-        )
-    if layout.zero not in (0, 1, 2, 3):
-        complain("zero", "ZeRO has the stages 0 to 3", "zero = 3")
-    if unknown := layout.recompute - set(RECOMPUTABLE):
-        complain(
-            "recompute",
-            f"cannot recompute {', '.join(sorted(unknown))}",
-            f"known: {', '.join(RECOMPUTABLE)}",
-        )
-    if layout.layers_per_stage and len(layout.layers_per_stage) != layout.num_stages:
-        complain(
-            "layers_per_stage",
-            f"{len(layout.layers_per_stage)} numbers of layers for {layout.num_stages} stages",
-        )
-    if layout.imbalance < 1:
-        complain("imbalance", "the most loaded rank has at least the mean load", "imbalance = 1.0")
-    return problems

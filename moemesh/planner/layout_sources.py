@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from math import ceil
-from typing import get_args
+from typing import cast, get_args
 
+from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan, ScheduleName
+from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
+from moemesh.config.rules import plan_problem
+from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
-from moemesh.planner.layout import AttentionKernel, PlannedLayout, Precision
+from moemesh.config.train import TrainConfig
+from moemesh.config.trainable import refusals
+from moemesh.planner.layout import DATA, RECOMPUTED, AttentionKernel, PlannedLayout, Precision
+from moemesh.planner.shapes.load import Model
+from moemesh.schedule.build import step_problems
 
+#: Keys that a Plan and a layout share, values included.
+_SAME = (
+    *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
+    "combine", "dispatch_chunks", "spare_slots",
+)  # fmt: skip
 _ZERO = {"replicate": 0, "zero1": 1, "zero2": 2, "zero3": 3, "parameter_server": 0}
 
 
@@ -29,8 +42,7 @@ def from_plan(
     With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be, and
     for a plan whose schedule has no name: closed forms are those of names.
     """
-    name = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
-    if name is None:
+    if plan.schedule not in get_args(ScheduleName):
         raise UserError(
             f"schedule = {plan.schedule} has no formulas to be priced by: give the name of a "
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
@@ -38,29 +50,15 @@ def from_plan(
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
-    layers_per_stage = plan.layers_per_stage or ()
-    if model is not None and not layers_per_stage and plan.num_stages > 1:
+    layers_per_stage = plan.layers_per_stage
+    if model is not None and layers_per_stage is None and plan.num_stages > 1:
         layers_per_stage = tuple(len(cut) for cut in cut_layers(model, plan.num_stages))
     return PlannedLayout(
-        tp=plan.tp,
-        pp=plan.pp,
-        dp=plan.dp,
-        cp=plan.cp,
-        ep=plan.ep,
-        etp=plan.etp,
+        **{key: getattr(plan, key) for key in _SAME},
         seq_len=seq_len,
         global_batch=global_batch,
         microbatch=max(share, 1),
-        schedule=name,
-        stages_per_rank=plan.stages_per_rank,
         layers_per_stage=layers_per_stage,
-        attention_exit=plan.attention_exit,
-        context=plan.context,
-        dispatcher=plan.dispatcher,
-        payload=plan.payload,
-        combine=plan.combine,
-        dispatch_chunks=plan.dispatch_chunks,
-        spare_slots=plan.spare_slots,
         zero=_ZERO[plan.data],
         recompute=RECOMPUTED[plan.recompute],
         precision=dtype,
@@ -71,14 +69,43 @@ def from_plan(
     )
 
 
-#: What `plan.recompute` computes again (`moemesh.parallel.recompute`). Our "selective" is more than
-#: that of the tables, the attention core alone: also the product of a dense or shared SwiGLU. (The
-#: product of routed experts is never kept; "activation" says so of them, too.)
-RECOMPUTED: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "selective": frozenset({"attention", "activation"}),
-    "full": frozenset({"full"}),
-}
+def plan_of(layout: PlannedLayout) -> Plan:
+    """The Plan next to a layout: equal to it where :func:`from_plan` gives the layout back."""
+    recompute = next((word for word, parts in RECOMPUTED.items() if parts == layout.recompute), "")
+    node, world = layout.ranks_per_node, layout.world_size
+    return Plan(
+        **{name: getattr(layout, name) for name in _SAME},
+        layers_per_stage=layout.layers_per_stage,
+        microbatches=layout.microbatches,
+        data=DATA[layout.zero],
+        recompute=cast("Recompute", recompute or "none"),
+        # A single node is what a plan without node borders has.
+        ranks_per_node=node if 0 < node < world else None,
+    )
+
+
+def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
+    """What of a layout `moemesh train` refuses or has no key for; empty where it carries it out."""
+    if model.config is None:
+        message = "`moemesh train` has the models of its presets and of [model] tables only"
+        return [Problem(code="not-available", key="model", message=message)]
+    plan, batch = plan_of(layout), {"seq_len": layout.seq_len, "global_batch": layout.global_batch}
+    config = RunConfig(
+        model=model.config,
+        plan=plan,
+        data=DataConfig(**batch),
+        train=TrainConfig(dtype="bfloat16"),
+    )
+    again = from_plan(plan, **batch).changed(
+        ranks_per_node=layout.ranks_per_node, layers_per_stage=layout.layers_per_stage
+    )
+    unsaid = [
+        plan_problem(layout, "not-available", item.name, "no key of [plan] says this", "")
+        for item in fields(layout)
+        if getattr(again, item.name) != getattr(layout, item.name)
+    ]
+    return [*unsaid, *config.check(), *refusals(config), *step_problems(plan)]
+
 
 #: How published tables word what they recompute.
 _RECOMPUTE_WORDS: dict[str, frozenset[str]] = {

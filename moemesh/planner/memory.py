@@ -86,7 +86,7 @@ class StageContent:
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         stages = layout.stages_of(rank)
         num_stages = layout.num_stages
-        cut = _cut_kinds(shape, num_stages, layout.layers_per_stage)
+        cut = _cut_kinds(shape, num_stages, layout.layers_per_stage or ())
         self.chunks: tuple[dict[LayerKind, int], ...] = tuple(cut[stage] for stage in stages)
         self.has_embedding = 0 in stages
         self.has_head = num_stages - 1 in stages

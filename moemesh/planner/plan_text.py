@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-from pydantic import ValidationError
-
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
-from moemesh.config.section import divisors, nearest_divisors
-from moemesh.config.sources import parse_value, preset_names, read_preset_table
+from moemesh.config.section import nearest_divisors
+from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.shapes.load import Model
-from moemesh.planner.shapes.shape import ModelShape
 
 PLANS = "plans"
 
@@ -70,7 +69,7 @@ def read_plan(
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
-        problems += check_against(model.shape, planned.layout)
+        problems += planned.layout.check(model.shape.sizes)
     if problems:
         raise ConfigError(problems)
     assert planned is not None
@@ -128,6 +127,8 @@ def _table(source: str) -> dict[str, Any]:
             problems.append(_problem("duplicate", key, text, f"{key} is given twice", "keep one"))
         else:
             value = parse_value(text, key, "--plan")
+            if key == "layers_per_stage" and re.fullmatch(r"\d+(-\d+)*", text):
+                value = [int(size) for size in text.split("-")]  # no bracket for a shell to read
             if isinstance(value, Problem):
                 problems.append(value)
             else:
@@ -218,10 +219,10 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
     values = {key: value for key, value in table.items() if key in Plan.model_fields}
     if "microbatch" in table and isinstance(table["microbatch"], int) and table["microbatch"] > 0:
         values["microbatches"] = global_batch // max(values.get("dp", 1), 1) // table["microbatch"]
-    try:
-        plan = Plan.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(_invalid(item) for item in error.errors(include_url=False)) from None
+    leaves = {f"plan.{key}": Leaf(value=value, origin="") for key, value in values.items()}
+    plan, broken = build_section(Plan, leaves)
+    if broken:
+        raise ConfigError(broken)
     problems = plan.check(seq_len=seq_len)
     if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
         # A layout cannot be made of broken degrees.
@@ -231,16 +232,6 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
     if problems:
         raise ConfigError(problems)
     return plan
-
-
-def _invalid(item: Any) -> Problem:
-    """One field that pydantic refused."""
-    key = ".".join(str(part) for part in item["loc"])
-    choices = get_args(Plan.model_fields[key].annotation) if key in Plan.model_fields else ()
-    names = tuple(choice for choice in choices if isinstance(choice, str))
-    if names:
-        return _bad_choice(key, item["input"], names)
-    return _problem("wrong-type", f"plan.{key}", item["input"], str(item["msg"]))
 
 
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
@@ -292,48 +283,6 @@ def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
         fix = nearest_choice(unknown[0], choices)
         raise ConfigError([_problem("bad-choice", "plan.recompute", given, message, fix)])
     return parts
-
-
-def check_against(shape: ModelShape, layout: PlannedLayout) -> list[Problem]:
-    """What the layout asks of a model that it cannot give, each with the nearest legal value."""
-    problems: list[Problem] = []
-
-    def divide(key: str, sizes: Mapping[str, int]) -> None:
-        degree = int(getattr(layout, key))
-        for name, size in sizes.items():
-            if size and size % degree:
-                message = f"{key} ({degree}) must divide {name} ({size})"
-                fix = f"{key} = {nearest_divisors(size, degree)}"
-                problems.append(_problem("not-divisible", f"plan.{key}", degree, message, fix))
-
-    divide("tp", {"num_heads": shape.num_heads, "intermediate_size": shape.intermediate_size})
-    kv = shape.num_kv_heads
-    if shape.attention == "gqa" and kv % layout.tp and layout.tp % kv:
-        message = f"tp ({layout.tp}) and num_kv_heads ({kv}): one must divide the other"
-        legal = [d for d in divisors(shape.num_heads) if kv % d == 0 or d % kv == 0]
-        near = min(legal, key=lambda d: abs(d - layout.tp))
-        problems.append(_problem("not-divisible", "plan.tp", layout.tp, message, f"tp = {near}"))
-    if shape.is_moe:
-        divide("ep", {"num_experts": shape.num_experts})
-        divide("etp", {"expert_intermediate_size": shape.expert_intermediate_size})
-        divide("tp", {"the shared experts' width": shape.shared_intermediate_size})
-    elif layout.ep * layout.etp > 1:
-        key = "ep" if layout.ep > 1 else "etp"
-        message = f"{key} spreads experts, but the model has none"
-        problems.append(_problem("conflict", f"plan.{key}", None, message, f"{key} = 1"))
-    if layout.num_stages > shape.num_layers:
-        message = (
-            f"{layout.num_stages} stages need as many layers; num_layers is {shape.num_layers}"
-        )
-        fix = f"pp = {max(shape.num_layers * layout.pp // layout.num_stages, 1)}"
-        problems.append(_problem("too-large", "plan.pp", layout.pp, message, fix))
-    if layout.layers_per_stage and sum(layout.layers_per_stage) != shape.num_layers:
-        message = (
-            f"layers_per_stage adds up to {sum(layout.layers_per_stage)}, "
-            f"num_layers is {shape.num_layers}"
-        )
-        problems.append(_problem("conflict", "plan.layers_per_stage", None, message))
-    return problems
 
 
 def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:

@@ -8,10 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.errors import UserError
+from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.pipeline import is_schedule_file
 from moemesh.config.plan import Plan
+from moemesh.config.rules import plan_problem
 from moemesh.schedule import (
     ampnet,
     chimera,
@@ -28,7 +29,7 @@ from moemesh.schedule import (
     zb_v,
 )
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.conditions import ALWAYS, Condition, one_of, require
+from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
 from moemesh.schedule.files import load
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs
 
@@ -118,30 +119,56 @@ def build(
     if strangers := [key for key in options if key not in recipe.options]:
         takes = f"takes {', '.join(recipe.options)}" if recipe.options else "takes no options"
         raise UserError(f"{name} has no {' and no '.join(strangers)}: it {takes}")
-    numbers = {
-        "ranks": num_ranks,
-        "microbatches": num_microbatches,
-        "stages_per_rank": stages_per_rank,
-        **{key: value for key, value in options.items() if key not in ("cost", "latency")},
-    }
-    rules = [rule for rule in recipe.conditions if numbers.keys() >= set(rule.names)]
-    if recipe.stages_per_rank:
-        rules.append(one_of("stages_per_rank", *recipe.stages_per_rank))
-    require(name, rules, **numbers)
-    chunks = stages_per_rank if not recipe.stages_per_rank else max(recipe.stages_per_rank)
-    largest = num_ranks * num_microbatches * chunks * 3 * (num_slices or 1)
-    if largest > LARGEST_NUM_OPERATIONS:
-        fewer = num_microbatches * LARGEST_NUM_OPERATIONS // largest
-        # More ranks than operations: no number of microbatches is small enough.
-        most_ranks = num_ranks * num_microbatches * LARGEST_NUM_OPERATIONS // largest
-        nearest = f"microbatches {fewer}" if fewer else f"microbatches 1, ranks {most_ranks}"
-        raise conditions.ScheduleConditionError(
-            f"{name} with ranks {num_ranks}, microbatches {num_microbatches} would have up to "
-            f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: {nearest})"
-        )
+    numbers = {key: value for key, value in options.items() if key not in ("cost", "latency")}
+    _require(
+        name,
+        ranks=num_ranks,
+        microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
+        **numbers,
+    )
     if "stages_per_rank" in recipe.options:
         options["stages_per_rank"] = stages_per_rank
     return recipe.make(num_ranks, num_microbatches, **options)
+
+
+def _rules(recipe: Recipe, numbers: Numbers) -> list[Condition]:
+    """The conditions that these numbers decide."""
+    rules = [rule for rule in recipe.conditions if numbers.keys() >= set(rule.names)]
+    if recipe.stages_per_rank:
+        rules.append(one_of("stages_per_rank", *recipe.stages_per_rank))
+    return rules
+
+
+def _require(name: str, **numbers: int) -> None:
+    """Raise UserError unless the schedule exists for these numbers, and is not too large."""
+    recipe = recipe_of(name)
+    require(name, _rules(recipe, numbers), **numbers)
+    ranks, microbatches = numbers["ranks"], numbers["microbatches"]
+    if (largest := _num_operations(recipe, numbers)) > LARGEST_NUM_OPERATIONS:
+        fewer = microbatches * LARGEST_NUM_OPERATIONS // largest
+        # More ranks than operations: no number of microbatches is small enough.
+        most_ranks = ranks * microbatches * LARGEST_NUM_OPERATIONS // largest
+        nearest = f"microbatches {fewer}" if fewer else f"microbatches 1, ranks {most_ranks}"
+        raise conditions.ScheduleConditionError(
+            f"{name} with ranks {ranks}, microbatches {microbatches} would have up to "
+            f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: {nearest})"
+        )
+
+
+def _num_operations(recipe: Recipe, numbers: Numbers) -> int:
+    """At most so many operations has the schedule."""
+    chunks = max(recipe.stages_per_rank, default=numbers["stages_per_rank"])
+    stages = numbers["ranks"] * chunks
+    return stages * numbers["microbatches"] * 3 * numbers.get("num_slices", 1)
+
+
+def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> bool:
+    """Whether the schedule exists for these numbers; its stages are not made."""
+    numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    recipe = recipe_of(name)
+    holds = all(rule.holds(numbers) for rule in _rules(recipe, numbers))
+    return holds and _num_operations(recipe, numbers) <= LARGEST_NUM_OPERATIONS
 
 
 def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> Schedule:
@@ -175,6 +202,17 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
 
 @lru_cache(maxsize=8)
 def _named(plan: Plan) -> Schedule:
+    return build(
+        plan.schedule,
+        plan.pp,
+        plan.microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        **_options(plan),
+    )
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """What the schedule that a plan names takes besides, as in :func:`build`."""
     options: dict[str, Any] = {}
     takes = recipe_of(plan.schedule).options
     if "num_slices" in takes:
@@ -183,9 +221,7 @@ def _named(plan: Plan) -> Schedule:
         options["window"] = plan.num_update_microbatches
     if "max_in_flight" in takes:
         options["max_in_flight"] = plan.max_in_flight
-    return build(
-        plan.schedule, plan.pp, plan.microbatches, stages_per_rank=plan.stages_per_rank, **options
-    )
+    return options
 
 
 @lru_cache(maxsize=8)
@@ -285,6 +321,23 @@ def _is_mirrored(schedule: Schedule) -> bool:
         return False
     first, second = schedule.placement
     return all(a + b == schedule.num_ranks - 1 for a, b in zip(first, second, strict=False))
+
+
+def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> list[Problem]:
+    """Why a plan has no schedule; empty where :func:`build_step` makes one. One with a name is
+    not made for the answer."""
+    try:
+        if plan.schedule == "search" or is_schedule_file(plan.schedule):
+            build_step(plan, model, seq_len)
+        else:
+            numbers = {key: n for key, n in _options(plan).items() if n is not None}
+            chunks = plan.stages_per_rank
+            counts = {"ranks": plan.pp, "microbatches": plan.microbatches}
+            _require(plan.schedule, **counts, stages_per_rank=chunks, **numbers)
+    except UserError as error:
+        keys = ("plan.pp", "plan.microbatches", "plan.stages_per_rank")
+        return [plan_problem(plan, "schedule", "schedule", str(error), "", *keys)]
+    return []
 
 
 def recipe_of(name: str) -> Recipe:

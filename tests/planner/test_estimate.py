@@ -93,7 +93,10 @@ BAD = [
     ({"plan": "microbatch=2,microbatches=4"}, ("say the same thing",)),
     ({"plan": "dp=2,ep=8"}, ("ep*etp (8) must divide",)),
     ({"plan": "tp=3"}, ("tp (3) must divide num_heads (32)",)),
-    ({"plan": "pp=64,microbatches=64"}, ("64 stages need as many layers", "pp = 48")),
+    (
+        {"plan": "pp=64,microbatches=64"},
+        ("(64*1 = 64) stages", "pp = 48"),
+    ),
     ({"plan": "schedule=1f1bb"}, ("did you mean 1f1b",)),
     ({"plan": "tp=0"}, ("at least 1",)),
     ({"plan": "dp=10000000"}, ("dp",)),

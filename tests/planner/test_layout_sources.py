@@ -8,8 +8,8 @@ import pytest
 
 from moemesh.config.plan import Plan
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.layout_sources import RECOMPUTED, from_plan, recompute_from_words
+from moemesh.planner.layout import RECOMPUTED, PlannedLayout
+from moemesh.planner.layout_sources import from_plan, recompute_from_words
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import LayerKind

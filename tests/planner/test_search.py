@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from functools import cache
 
@@ -126,9 +127,8 @@ def test_what_cannot_be_trained_yet_is_said_and_can_be_left_out() -> None:
 
 def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:
     answer = plan(load_model("tiny"), cluster(1), space(cluster(1), 128, 32), 5)
-    source = {"model": "tiny", "seq_len": 128, "global_batch": 32}
     for candidate in answer.candidates:
-        words = train_command(candidate.layout, source).split()[2:]
+        words = shlex.split(train_command(candidate.layout, load_model("tiny")))[2:]
         config = load_run([], [word for word in words if word != "--set"]).config
         again = from_plan(config.plan, seq_len=128, global_batch=32)
         assert again.changed(ranks_per_node=8) == candidate.layout

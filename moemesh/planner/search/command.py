@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.plan import LARGEST_DEGREE, Plan
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
+from moemesh.config.section import Section
 from moemesh.config.sources import preset_names
-from moemesh.config.trainable import untrained_keys, untrained_model
+from moemesh.config.toml import format_value
 from moemesh.planner.layout import PlannedLayout, Precision
-from moemesh.planner.layout_sources import RECOMPUTED
+from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_model
 from moemesh.trace.memory import format_bytes
 
-_DATA = ("replicate", "zero1", "zero2", "zero3")
+#: Keys of [plan] that every answer names, with their defaults, too.
+_ALWAYS = (
+    *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
+    "dispatcher",
+)  # fmt: skip
 
 
 class NothingFits(UserError):
@@ -32,7 +38,7 @@ class NothingFits(UserError):
 class Planned:
     """The answer to `moemesh plan`."""
 
-    model: str
+    model: Model
     cluster: Cluster
     candidates: tuple[Candidate, ...]
     advice: Advice
@@ -48,10 +54,11 @@ def plan(model: Model, cluster: Cluster, space: Space, top: int) -> Planned:
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(found)}\n"
-            f"fix: more nodes, a shorter data.seq_len, or devices with more memory"
+            f"fix: more --nodes, a shorter --seq-len, devices with more memory"
+            + (", or all layouts, without --trainable" if space.trainable else "")
         )
     return Planned(
-        model=model.shape.name,
+        model=model,
         cluster=cluster,
         candidates=tuple(found.candidate(index) for index in best),
         advice=advise(found, best[0]),
@@ -115,24 +122,29 @@ def command(
         global_batch=global_batch,
         precision=precision,
         tensor_inside_node=not anywhere,
+        trainable=trainable,
     )
     if trainable:
-        space = replace(space, zero=(0,), largest_context=1)
+        _refuse_untrainable(known["model"], space)
     planned = plan(known["model"], machine, space, top)
-    source: dict[str, Any] = {
-        "model": model,
-        "seq_len": seq_len,
-        "global_batch": global_batch,
-        "not_trained": _untrained_model(known["model"]),
-    }
     if as_json:
-        return json.dumps(to_json(planned, source), indent=2)
-    return table(planned, source)
+        return json.dumps(to_json(planned), indent=2)
+    asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
+    return table(planned, shlex.join(map(str, [*asked, "--global-batch", global_batch])))
 
 
-def to_json(planned: Planned, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that ``moemesh plan --json`` prints."""
-    certificate, advice = planned.certificate, planned.advice
+def _refuse_untrainable(model: Model, space: Space) -> None:
+    """Raise ConfigError where no layout of the model could be trained, with all reasons."""
+    smallest = PlannedLayout(seq_len=space.seq_len, global_batch=1, precision=space.precision)
+    if problems := untrained(smallest, model):
+        fix = "leave --trainable out to plan what other trainers would run"
+        raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
+
+
+def to_json(planned: Planned) -> dict[str, Any]:
+    """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
+    certificate, advice, model = planned.certificate, planned.advice, planned.model
+    refused = [not_trained(found.layout, model) for found in planned.candidates]
     return {
         "plans": [
             {
@@ -147,10 +159,10 @@ def to_json(planned: Planned, source: Mapping[str, Any]) -> dict[str, Any]:
                     "logits": found.memory.logits,
                     "working": found.memory.working,
                 },
-                "command": train_command(found.layout, source),
-                "not_trained": not_trained(found.layout, source),
+                "command": None if reasons else train_command(found.layout, model),
+                "not_trained": reasons,
             }
-            for found in planned.candidates
+            for found, reasons in zip(planned.candidates, refused, strict=True)
         ],
         "lower_bound_seconds": certificate.lower_bound_seconds,
         "compute_floor_seconds": certificate.compute_floor_seconds,
@@ -164,57 +176,59 @@ def to_json(planned: Planned, source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
-    """The keys of [plan] that say this layout."""
-    recompute = next(word for word, what in RECOMPUTED.items() if what == layout.recompute)
+    """The keys of [plan] that say this layout: those of every answer, and others that are set."""
+    plan, defaults = plan_of(layout), Plan()
     return {
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "cp": layout.cp,
-        "tp": layout.tp,
-        "ep": layout.ep,
-        "etp": layout.etp,
-        "schedule": layout.schedule,
-        "stages_per_rank": layout.stages_per_rank,
-        "microbatches": layout.microbatches,
-        "data": _DATA[layout.zero],
-        "recompute": recompute,
-        "attention_exit": layout.attention_exit,
-        "dispatcher": layout.dispatcher,
+        name: value
+        for name in Plan.model_fields
+        if (value := getattr(plan, name)) != getattr(defaults, name) or name in _ALWAYS
     }
 
 
-def not_trained(layout: PlannedLayout, source: Mapping[str, Any]) -> list[str]:
-    """What of a layout and its model `moemesh train` refuses, as ``key = value``."""
-    return [*source["not_trained"], *untrained_keys(plan_keys(layout))]
+def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
+    """What of a layout and its model `moemesh train` refuses, as ``key = value``, with a reason
+    where the value alone does not say it."""
+    found: list[str] = []
+    for problem in untrained(layout, model):
+        key = problem.key.removeprefix("plan.").removeprefix("model.")
+        setting = f"{key} = {problem.value}" if problem.value is not None else problem.message
+        is_value = problem.code == "not-available" or problem.value is None
+        found.append(setting if is_value else f"{setting} ({problem.message})")
+    return found
 
 
-def _untrained_model(model: Model) -> list[str]:
-    if model.config is None:
-        return ["a model of another library's file"]
-    return untrained_model(model.config)
+def train_command(layout: PlannedLayout, model: Model) -> str:
+    """The `moemesh train` call that carries the layout out; defaults are left out. Of a layout
+    without :func:`not_trained` only."""
+    assert model.config is not None, "only a model with a configuration is trained"
+    plan, defaults = plan_of(layout), Plan()
+    name = model.shape.name
+    if name in preset_names() and load_model(name).config == model.config:
+        words = [f"model.preset={name}"]
+    else:
+        words = _set("model", model.config, ModelConfig())
+    words += _set("plan", plan, defaults)
+    words += [f"data.{key}={getattr(layout, key)}" for key in ("seq_len", "global_batch")]
+    words.append("train.dtype=bfloat16")
+    return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
 
 
-def train_command(layout: PlannedLayout, source: Mapping[str, Any]) -> str:
-    """The `moemesh train` call that carries the layout out; defaults are left out."""
-    defaults = Plan()
-    name = str(source["model"])
-    words = [f"--set model.{'preset' if name in preset_names() else 'path'}={name}"]
-    words += [
-        f"--set plan.{key}={value}"
-        for key, value in plan_keys(layout).items()
-        if value != getattr(defaults, key)
+def _set(section: str, values: Section, defaults: Section) -> list[str]:
+    """``section.key=value`` of everything that is not its default."""
+    return [
+        f"{section}.{name}={value if isinstance(value, str) else format_value(value)}"
+        for name in type(values).model_fields
+        if (value := getattr(values, name)) != getattr(defaults, name)
     ]
-    words += [f"--set data.{key}={source[key]}" for key in ("seq_len", "global_batch")]
-    words.append("--set train.dtype=bfloat16")
-    return "moemesh train " + " ".join(words)
 
 
-def table(planned: Planned, source: Mapping[str, Any]) -> str:
-    """A readable answer."""
+def table(planned: Planned, asked: str) -> str:
+    """A readable answer to the options `asked`, which `moemesh estimate` takes, too."""
+    best, cluster = planned.candidates[0], planned.cluster
     lines = [
-        f"{planned.model} on {planned.cluster.num_devices} devices of {planned.cluster.name} "
-        f"({_count(planned.cluster.nodes, 'node')}), "
-        f"{source['seq_len']} tokens a sequence, {source['global_batch']} sequences a step",
+        f"{planned.model.shape.name} on {cluster.num_devices} devices of {cluster.name} "
+        f"({_count(cluster.nodes, 'node')}), {best.layout.seq_len} tokens a sequence, "
+        f"{best.layout.global_batch} sequences a step",
         "",
     ]
     heads = (
@@ -240,7 +254,6 @@ def table(planned: Planned, source: Mapping[str, Any]) -> str:
         rows.append((str(number), *map(str, shown), f"{found.seconds:.3f}", memory))
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    best = planned.candidates[0]
     lines += ["", "a step of the first:"]
     for name, seconds in sorted(best.breakdown.items(), key=lambda item: -item[1]):
         if name != "total" and seconds > 0.0005 * best.seconds:
@@ -267,12 +280,15 @@ def table(planned: Planned, source: Mapping[str, Any]) -> str:
         ),
         *_wrapped("assumed: " + "; ".join(certificate.assumptions)),
         "",
-        train_command(best.layout, source),
     ]
-    if refused := not_trained(best.layout, source):
-        lines.append(f"this version plans {', '.join(refused)} and does not train it")
-        if untrained_keys(plan_keys(best.layout)):
-            lines.append("the best of what it trains: the same call with --trainable")
+    if not (refused := not_trained(best.layout, planned.model)):
+        return "\n".join([*lines, train_command(best.layout, planned.model)])
+    lines += [
+        f"moemesh estimate {asked} --plan {best.layout.text}",
+        *_wrapped(f"this version plans {', '.join(refused)} and does not train it"),
+    ]
+    if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
+        lines.append("the best of what it trains: the same call with --trainable")
     return "\n".join(lines)
 
 

@@ -14,17 +14,15 @@ from typing import Any
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.pipeline import V_SCHEDULES
 from moemesh.config.section import divisors
-from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.layout_sources import RECOMPUTED
+from moemesh.planner.layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.measured_links import measured_pricing
 from moemesh.planner.peak_memory import peak_memory
-from moemesh.planner.plan_text import check_against
 from moemesh.planner.search.advice import difference, what_would_fit
 from moemesh.planner.search.search import Found
-from moemesh.planner.search.space import EXITS, SCHEDULES, Space, runs
+from moemesh.planner.search.space import EXITS, SCHEDULES, Space
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.schedule.build import is_defined
 from moemesh.trace.memory import format_bytes
 
 #: Keys that an edit changes at once, at most.
@@ -151,7 +149,7 @@ def _edited(
     dp = layout.world_size // rest
     if layout.global_batch % (dp * degree("microbatch")):
         return None
-    cut = {"layers_per_stage": ()} if {"pp", "schedule", "stages_per_rank"} & set(values) else {}
+    cut = {"layers_per_stage": None} if {"pp", "schedule", "stages_per_rank"} & set(values) else {}
     try:
         other = layout.changed(**values, **cut, dp=dp)
     except ConfigError:
@@ -165,16 +163,13 @@ def _value(layout: PlannedLayout, values: dict[str, Any], name: str) -> int:
 
 def _is_legal(shape: ModelShape, old: PlannedLayout, new: PlannedLayout) -> bool:
     """Rules beyond those that a layout checks by itself."""
-    if new.seq_len % new.cp or check_against(shape, new):
+    if new.seq_len % new.cp or new.check(shape.sizes):
         return False
     if new.zero and new.dp * new.cp == 1:
         return False
     # Gradients (and weights) would travel for every microbatch, as the search assumes.
     if new.zero >= 2 and new.pp > 1 and not (old.zero >= 2 and old.pp > 1):
         return False
-    chunks = new.stages_per_rank > 1
-    if chunks != (new.schedule == "interleaved_1f1b" and new.pp > 1):
-        return False
-    if new.schedule in V_SCHEDULES and new.pp > 1 and 2 * new.pp > shape.num_layers:
-        return False
-    return new.pp == 1 or bool(runs(new.schedule, new.pp, new.microbatches))
+    if (new.schedule == "interleaved_1f1b") != (new.stages_per_rank > 1):
+        return False  # one chunk is 1F1B, and only this schedule has more
+    return is_defined(new.schedule, new.pp, new.microbatches, new.stages_per_rank)

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.config.plan import AttentionExit, ScheduleName
+from moemesh.config.rules import experts_fit, uncut_by_tensor
 from moemesh.config.section import divisors
-from moemesh.planner.layout import PlannedLayout, Precision
-from moemesh.planner.layout_sources import RECOMPUTED
+from moemesh.config.trainable import TRAINABLE
+from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.schedule.build import is_defined
 
 IntArray = NDArray[np.int64]
 
@@ -53,6 +55,8 @@ class Space:
     largest_microbatch: int = 16
     largest_context: int = 64
     tensor_inside_node: bool = True
+    #: Only what `moemesh train` carries out.
+    trainable: bool = False
 
 
 class Columns(NamedTuple):
@@ -124,6 +128,9 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             if not len(allowed):
                 continue
             for zero in space.zero:
+                if not _carried_out(space, "data", DATA[zero]):
+                    rejected["ZeRO is not trained"] += len(allowed) * len(space.recompute)
+                    continue
                 # Nothing to shard where no rank holds the same weights.
                 own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
                 if zero >= 2 and pp > 1:
@@ -146,6 +153,11 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                             )
 
 
+def _carried_out(space: Space, key: str, value: object) -> bool:
+    """Whether the space has this value of a plan key: all, or those that are trained."""
+    return not space.trainable or value in TRAINABLE.get(key, (value,))
+
+
 def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:
     """(schedule, chunks) for `pp` ranks; without a pipeline all are the same."""
     if pp == 1:
@@ -161,18 +173,11 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
             yield schedule, 1
 
 
-def runs(schedule: ScheduleName, pp: int, microbatches: IntArray | int) -> NDArray[np.bool_]:
-    """Whether the schedule is defined for so many microbatches."""
-    m = np.asarray(microbatches)
-    match schedule:
-        case "interleaved_1f1b":
-            return m % pp == 0
-        case "dualpipe":
-            return (m >= 2 * pp) & (m % 2 == 0) & (pp % 2 == 0)
-        case "dualpipe_v":
-            return m >= 2 * pp
-        case _:
-            return m >= 1
+def runs(schedule: ScheduleName, pp: int, microbatches: IntArray) -> NDArray[np.bool_]:
+    """For which numbers of microbatches the schedule is defined."""
+    numbers, places = np.unique(microbatches, return_inverse=True)
+    held = [is_defined(schedule, pp, int(number)) for number in numbers]
+    return np.array(held, dtype=np.bool_)[places]
 
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
@@ -180,7 +185,7 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     rows: list[tuple[int, ...]] = []
     stage = space.num_devices // pp
     for tp in divisors(stage):
-        if not _divides_heads(shape, tp):
+        if uncut_by_tensor(shape.sizes, tp, copied_kv_heads=not space.trainable):
             rejected["tp does not divide the heads or widths"] += 1
             continue
         if space.tensor_inside_node and tp > space.node_size:
@@ -189,6 +194,9 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
         for cp in divisors(stage // tp):
             if cp > space.largest_context or space.seq_len % cp:
                 rejected["cp beyond its limit"] += 1
+                continue
+            if not _carried_out(space, "cp", cp):
+                rejected["cp is not trained"] += 1
                 continue
             dp = stage // (tp * cp)
             if space.global_batch % dp:
@@ -202,13 +210,6 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     return Columns(*(np.ascontiguousarray(column) for column in table.T))
 
 
-def _divides_heads(shape: ModelShape, tp: int) -> bool:
-    sizes = [shape.num_heads, shape.intermediate_size, shape.shared_intermediate_size]
-    kv = shape.num_kv_heads
-    grouped = shape.attention == "mla" or kv % tp == 0 or tp % kv == 0
-    return grouped and not any(size % tp for size in sizes if size)
-
-
 def _expert_degrees(shape: ModelShape, space: Space, stage: int) -> Sequence[tuple[int, int]]:
     """(ep, etp) of the stage's expert mesh."""
     if not shape.is_moe:
@@ -218,6 +219,5 @@ def _expert_degrees(shape: ModelShape, space: Space, stage: int) -> Sequence[tup
         for ep in divisors(shape.num_experts)
         for etp in divisors(stage)
         if etp <= (space.node_size if space.tensor_inside_node else stage)
-        and shape.expert_intermediate_size % etp == 0
-        and stage % (ep * etp) == 0
+        and experts_fit(shape.sizes, stage, ep, etp)
     ]

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
+from moemesh.config.rules import Sizes
 
 Attention = Literal["gqa", "mla"]
 QKNorm = Literal["none", "head", "full"]
@@ -134,6 +135,20 @@ class ModelShape:
     def mtp_kind(self) -> LayerKind:
         """An extra prediction layer is one more of the last kind."""
         return self.kinds[-1]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What the degrees of a layout cut."""
+        return Sizes(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads if self.attention == "gqa" else 0,
+            intermediate_size=self.intermediate_size,
+            shared_width=self.shared_intermediate_size,
+            num_moe_layers=self.num_moe_layers,
+            num_experts=self.num_experts,
+            expert_intermediate_size=self.expert_intermediate_size,
+        )
 
     @property
     def num_moe_layers(self) -> int:

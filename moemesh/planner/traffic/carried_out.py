@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.trainable import untrained_keys, untrained_model
+from moemesh.config.run import RunConfig
+from moemesh.config.trainable import refusals
 
 #: Values of plan keys with which a run enters all that it sends into its ledger.
 _ENTERED: dict[str, tuple[object, ...]] = {
@@ -26,8 +27,10 @@ def why_not_exact(model: ModelConfig, plan: Plan) -> str:
 
 
 def _reasons(model: ModelConfig, plan: Plan) -> Iterator[str]:
-    for setting in (*untrained_keys(dict(plan)), *untrained_model(model)):
-        yield f"`moemesh train` does not carry out {setting} yet"
+    for problem in refusals(RunConfig(model=model, plan=plan)):
+        setting = f"{problem.key.partition('.')[2]} = {problem.value}"
+        is_planned = problem.code == "not-available"
+        yield f"`moemesh train` does not carry out {setting} yet" if is_planned else problem.message
     for key, values in _ENTERED.items():
         if (value := getattr(plan, key)) not in values:
             yield f"{key} = {value} does not say what it sends"
@@ -36,11 +39,6 @@ def _reasons(model: ModelConfig, plan: Plan) -> Iterator[str]:
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
     if forwards > LARGEST_LEDGER:
         yield f"{forwards} forwards of stages a step are too many to list ({LARGEST_LEDGER})"
-    if plan.spare_slots and plan.ep > 1:
-        if plan.dispatcher not in ("all_to_all", "auto"):
-            yield f"dispatcher = {plan.dispatcher} cannot be trained with spare_slots"
-        if plan.combine == "exact":
-            yield "combine = exact cannot be trained with spare_slots"
     yield from (problem.message for problem in plan.check(model))
 
 
