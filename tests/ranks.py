@@ -1,52 +1,48 @@
-"""Run a function on n gloo ranks: fresh processes for every call, results and tracebacks come back.
+"""Run a function on n gloo ranks: results and tracebacks come back.
 
-Ranks are forked from a fork server that has torch and moemesh loaded, so that a call costs tens of
-milliseconds, and nothing that a test does to a rank outlives the test.
+The processes are forked from a fork server that has torch and moemesh loaded, and serve as ranks in
+one call after another, each time with a new process group. A process is used again only if its
+call succeeded and left it as it was (`_Watch`): what a test does to a rank does not outlive it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextvars
 import faulthandler
-import importlib
+import gc
 import multiprocessing
+import operator
 import os
 import pickle
+import random
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 
-_PRELOAD = [
-    "pytest",
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",  # torch loads it at an optimizer's first step: a second in every rank
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "hypothesis",
-    "numpy",
-    "pydantic",
-    "safetensors.torch",
-    "moemesh.comm.collectives",
-    "moemesh.comm.mesh",
-    "moemesh.ops.swiglu_kernels",  # numba: a second in every rank that runs experts
-    "tests.ranks",
-]
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+#: The fork server of all tests; a child of it starts in milliseconds.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.preload"])
+
+_MOST_KEPT = 8
 
 
 class RankFailed(AssertionError):
@@ -58,78 +54,159 @@ class RankFailed(AssertionError):
 
 
 def run_on_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    fresh: bool = False,
 ) -> list[Any]:
     """``[function(rank, *args) for rank in range(num_ranks)]``, one process a rank.
 
     A gloo process group is running in each; `function` must be importable (of a module). Raises
     RankFailed, with the rank's traceback, as soon as one rank fails or when `timeout` seconds are
-    over; the other ranks are killed.
+    over; the other ranks are killed. `fresh` asks for processes that no other call sees, before or
+    after: for functions that change a process in ways that `_Watch` does not see.
     """
     __tracebackhide__ = True
     work = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[tuple[BaseProcess, Connection]] = []
+        ranks = [_Rank() for _ in range(num_ranks)] if fresh else _take(num_ranks)
+        unchanged: list[_Rank] = []
         try:
-            for rank in range(num_ranks):
-                ours, theirs = _context.Pipe()
-                process = _context.Process(
-                    target=_rank_main,
-                    args=(rank, num_ranks, work, theirs, folder, timeout),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
-            return _collect(ranks, time.monotonic() + timeout, timeout, Path(folder))
+            for number, rank in enumerate(ranks):
+                rank.connection.send(_Call(number, num_ranks, work, Path(folder), timeout))
+            results = _collect(ranks, time.monotonic() + timeout, timeout, Path(folder))
+            if not fresh:
+                unchanged = _release(ranks)
+            return results
         finally:
-            for process, connection in ranks:
-                process.kill()
-                process.join()
-                connection.close()
+            for rank in ranks:
+                if rank not in unchanged:
+                    rank.kill()
+            _idle[:0] = unchanged
+            while len(_idle) > _MOST_KEPT:
+                _idle.pop().kill()
 
 
 def mesh_on_ranks(
-    layout: Layout, function: Callable[..., Any], *args: Any, timeout: float = 120
+    layout: Layout,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    fresh: bool = False,
 ) -> list[Any]:
     """``function(mesh, *args)`` on every rank of `layout`, with a ready `Mesh`; else as above."""
     __tracebackhide__ = True
-    return run_on_ranks(layout.world_size, _with_mesh, layout, function, *args, timeout=timeout)
+    return run_on_ranks(
+        layout.world_size, _with_mesh, layout, function, *args, timeout=timeout, fresh=fresh
+    )
 
 
 def _with_mesh(rank: int, layout: Layout, function: Callable[..., Any], *args: Any) -> Any:
     return function(Mesh.create(layout, "cpu"), *args)
 
 
-def _collect(
-    ranks: list[tuple[BaseProcess, Connection]], deadline: float, timeout: float, stacks: Path
-) -> list[Any]:
+# The processes, as their owner sees them.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of one rank."""
+
+    rank: int
+    num_ranks: int
+    work: bytes
+    folder: Path
+    timeout: float
+
+
+class _Rank:
+    """A process that waits for calls, and the connection to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+#: Processes without a call; the last one used is the next one used.
+_idle: list[_Rank] = []
+
+#: Why processes were not used again: for whoever looks for the time that tests take.
+replaced: list[str] = []
+
+
+def _take(num_ranks: int) -> list[_Rank]:
+    ranks: list[_Rank] = []
+    while _idle and len(ranks) < num_ranks:
+        rank = _idle.pop(0)
+        if rank.process.is_alive():
+            ranks.append(rank)
+        else:
+            rank.kill()
+    return ranks + [_Rank() for _ in range(num_ranks - len(ranks))]
+
+
+def _release(ranks: list[_Rank], seconds: float = 10) -> list[_Rank]:
+    """Let `ranks` leave the process group of a call that succeeded; those that are as before."""
+    for rank in ranks:
+        rank.connection.send_bytes(b"leave")
+    deadline = time.monotonic() + seconds
+    unchanged: list[_Rank] = []
+    for rank in ranks:
+        try:
+            found = "it does not leave"
+            if rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                found = rank.connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            found = "it died"
+        if found:
+            replaced.append(found)
+        else:
+            unchanged.append(rank)
+    return unchanged
+
+
+@atexit.register
+def _kill_idle() -> None:
+    while _idle:
+        _idle.pop().kill()
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout: float, stacks: Path) -> list[Any]:
     __tracebackhide__ = True
     results: dict[int, Any] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    waiting = {rank.connection: number for number, rank in enumerate(ranks)}
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = sorted(waiting.values())
             message = f"rank(s) {missing} did not return within {timeout} s"
-            for rank in missing:
-                message += f"\n\n--- rank {rank} is at ---\n{_stack(ranks[rank][0], rank, stacks)}"
+            for number in missing:
+                stack = _stack(ranks[number].process, number, stacks)
+                message += f"\n\n--- rank {number} is at ---\n{stack}"
             raise RankFailed(missing[0], message)
         for connection in ready:
             assert isinstance(connection, Connection)
-            rank = waiting.pop(connection)
+            number = waiting.pop(connection)
             try:
                 succeeded, data = connection.recv_bytes(), connection.recv_bytes()
             except (EOFError, ConnectionResetError):
-                process = ranks[rank][0]
+                process = ranks[number].process
                 process.join(5)
                 raise RankFailed(
-                    rank, f"rank {rank} died without a word, exit code {process.exitcode}"
+                    number, f"rank {number} died without a word, exit code {process.exitcode}"
                 ) from None
             if succeeded != b"yes":
-                raise RankFailed(rank, f"rank {rank} failed:\n{data.decode()}")
-            results[rank] = pickle.loads(data)
-    return [results[rank] for rank in range(len(ranks))]
+                raise RankFailed(number, f"rank {number} failed:\n{data.decode()}")
+            results[number] = pickle.loads(data)
+    return [results[number] for number in range(len(ranks))]
 
 
 def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
@@ -144,43 +221,162 @@ def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
     return file.read_text()
 
 
-def _rank_main(
-    rank: int,
-    num_ranks: int,
-    work: bytes,
-    connection: Connection,
-    folder: str,
-    timeout: float,
-) -> None:
-    with open(Path(folder) / str(rank), "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-        try:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            torch.set_num_threads(1)
-            # Not a TCPStore: with eight clients at once, one connection in thirty takes 5 s.
-            store = dist.FileStore(f"{folder}/store", num_ranks)
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timedelta(seconds=timeout + 30),
-            )
-            function, args = pickle.loads(work)
-            succeeded, data = b"yes", pickle.dumps(function(rank, *args))
-        except BaseException:
-            succeeded, data = b"no", traceback.format_exc().encode()
-        try:
-            connection.send_bytes(succeeded)
-            connection.send_bytes(data)
-            # Stay until everybody is done: a rank that leaves closes its connections, and the
-            # others would see that instead of what really happened. The parent kills us.
-            connection.recv_bytes()
-        except (EOFError, OSError):
-            pass
-        os._exit(0)
+# The processes, from inside.
 
 
-# The fork server imports this module before it forks: warm up what a first call would load.
-if multiprocessing.current_process().name != "MainProcess":
-    importlib.import_module("torch.distributed.device_mesh")
+def _serve(connection: Connection) -> None:
+    """Be a rank of one call after another, until the owner closes the connection or kills us."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    watch, hook = _Watch(), sys.excepthook
+    try:
+        while True:
+            call = connection.recv()
+            assert isinstance(call, _Call)
+            with open(call.folder / str(call.rank), "w") as stack_file:
+                faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+                succeeded, data = _answer(call, watch)
+                connection.send_bytes(b"yes" if succeeded else b"no")
+                connection.send_bytes(data)
+                # Stay until everybody is done: a rank that leaves closes its connections, and the
+                # others would see that instead of what really happened.
+                connection.recv_bytes()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                sys.excepthook = hook  # every process group wraps it once more
+                gc.collect()
+                faulthandler.unregister(signal.SIGUSR1)
+            connection.send_bytes(", ".join(watch.changes()).encode())
+    except (EOFError, OSError, KeyboardInterrupt):
+        pass
+    os._exit(0)
+
+
+def _answer(call: _Call, watch: _Watch) -> tuple[bool, bytes]:
+    """Whether the function returned, and its pickled result or its traceback."""
+    try:
+        function, args = pickle.loads(call.work)
+        watch.remember()
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        # Not a TCPStore: with eight clients at once, one connection in thirty takes 5 s.
+        store = dist.FileStore(str(call.folder / "store"), call.num_ranks)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=call.rank,
+            world_size=call.num_ranks,
+            timeout=timedelta(seconds=call.timeout + 30),
+        )
+        result = contextvars.copy_context().run(function, call.rank, *args)
+        return True, pickle.dumps(result)
+    except BaseException:
+        return False, traceback.format_exc().encode()
+
+
+class _Watch:
+    """Sees whether a call left its process as it was.
+
+    It compares settings of Python and torch, threads, and what the modules, classes and containers
+    of moemesh, of the tests and of parts of torch hold: by identity, one level deep.
+    """
+
+    _OURS = ("moemesh", "tests")
+    _OTHERS = (
+        "os",
+        "time",
+        "torch",
+        "torch.cuda",
+        "torch.distributed",
+        "torch.distributed.distributed_c10d",
+        "torch.nn.functional",
+        "torch.nn.modules.module",
+    )
+    _CLASSES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    #: Caches, which may fill.
+    _CACHES = ("moemesh.balance.compiled",)
+    #: The name of the last backend: leaving a process group does not take it back.
+    _EXEMPT = ("torch.distributed.distributed_c10d._backend",)
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleType] = {}
+        self._parts = [(kind.__qualname__, vars(kind)) for kind in self._CLASSES]
+        self._values: list[dict[Any, object]] = []
+        self._settings: dict[str, object] = {}
+
+    def remember(self) -> None:
+        """Take the present state for how it should be."""
+        for name, module in list(sys.modules.items()):
+            if self._modules.get(name) is not module and self._is_watched(name):
+                self._modules[name] = module
+                self._parts.extend(_parts(name, module, self._OURS))
+        self._values = [_values(part) for _, part in self._parts]
+        self._settings = _settings()
+
+    def changes(self) -> list[str]:
+        """The names of what is no longer as it was remembered."""
+        found = []
+        for (name, part), before in zip(self._parts, self._values, strict=True):
+            now = _values(part)
+            if before.keys() == now.keys() and all(
+                map(operator.is_, before.values(), now.values())
+            ):
+                continue
+            keys = [*before, *(now.keys() - before.keys())]
+            found += [f"{name}.{key}" for key in keys if before.get(key) is not now.get(key)]
+        now = _settings()
+        found += [name for name, value in self._settings.items() if value != now[name]]
+        return [name for name in found if name not in self._EXEMPT]
+
+    def _is_watched(self, name: str) -> bool:
+        return name in self._OTHERS or (
+            name.partition(".")[0] in self._OURS and name not in self._CACHES
+        )
+
+
+def _parts(name: str, module: ModuleType, ours: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Everything of a module whose contents can change: itself, its classes, its containers."""
+    yield name, vars(module)
+    for key, value in list(vars(module).items()):
+        if key.startswith("__"):
+            continue
+        # Not isinstance: torch warns when somebody asks deprecated names for their class.
+        kind = type(value)
+        if kind in (dict, list, set):
+            yield f"{name}.{key}", value
+            continue
+        own_class = name.startswith(ours) and issubclass(kind, type) and value.__module__ == name
+        own_instance = kind.__module__.startswith(ours) and hasattr(value, "__dict__")
+        if own_class or own_instance:
+            yield f"{name}.{key}", vars(value)
+
+
+def _values(part: Any) -> dict[Any, object]:
+    if type(part) is list:
+        return dict(enumerate(part))
+    if type(part) is set:
+        return {id(value): value for value in part}
+    return dict(part)
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "environment": dict(os.environ),
+        "working directory": os.getcwd(),
+        "sys.path": list(sys.path),
+        "modules without a file": {
+            name for name, module in sys.modules.items() if getattr(module, "__spec__", 1) is None
+        },
+        "threads": {thread.ident for thread in threading.enumerate()},
+        "signal handlers": [signal.getsignal(number) for number in signal.valid_signals()],
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
+        ),
+        "streams": (sys.stdout, sys.stderr),
+    }

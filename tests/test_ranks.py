@@ -1,0 +1,224 @@
+"""Ranks of the tests: processes are used again, failures are reported, and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from moemesh.config.layout import Layout
+from moemesh.model.dispatcher import LocalDispatcher
+from moemesh.ops import pending
+from tests import ranks
+from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
+
+_NOTES: list[int] = []
+
+
+def process(rank: int) -> int:
+    return os.getpid()
+
+
+def look(rank: int) -> tuple[int, dict[str, object]]:
+    """The process, and all that the functions below change."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return os.getpid(), {
+        "sum": total.item(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "random": (torch.rand(1).item(), float(np.random.rand()), random.random()),
+        "environment": os.environ.get("LEFT_BEHIND"),
+        "folder": os.getcwd(),
+        "name": pending._watcher,
+        "attribute": LocalDispatcher.plan.__qualname__,
+        "container": list(_NOTES),
+        "gradients": torch.is_grad_enabled(),
+        "running": [thread.name for thread in threading.enumerate()],
+        "handler": signal.getsignal(signal.SIGTERM),
+        "sleep": time.sleep.__name__,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def change_dtype(rank: int) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def change_environment(rank: int) -> None:
+    os.environ["LEFT_BEHIND"] = "yes"
+
+
+def change_folder(rank: int) -> None:
+    os.chdir("/tmp")
+
+
+def change_name(rank: int) -> None:
+    pending._watcher = []
+
+
+def change_attribute(rank: int) -> None:
+    LocalDispatcher.plan = LocalDispatcher.combine  # type: ignore[method-assign]
+
+
+def change_container(rank: int) -> None:
+    _NOTES.append(rank)
+
+
+def change_gradients(rank: int) -> None:
+    torch.set_grad_enabled(False)
+
+
+def change_running(rank: int) -> None:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def change_handler(rank: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def change_sleep(rank: int) -> None:
+    time.sleep = print  # type: ignore[assignment]
+
+
+def change_deterministic(rank: int) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def change_seeds(rank: int) -> None:
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+
+
+CHANGES = [
+    change_dtype,
+    change_environment,
+    change_folder,
+    change_name,
+    change_attribute,
+    change_container,
+    change_gradients,
+    change_running,
+    change_handler,
+    change_sleep,
+    change_deterministic,
+]
+
+
+def raise_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("gone wrong")
+    dist.all_reduce(torch.ones(1))  # never completed
+
+
+def die_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def wait_for_nobody(rank: int) -> None:
+    dist.irecv(torch.ones(1), src=1 - rank)  # nobody sends
+
+
+def leave_the_group(rank: int) -> None:
+    dist.destroy_process_group()
+
+
+def clean() -> list[tuple[int, dict[str, object]]]:
+    found = run_on_ranks(2, look)
+    assert [state["sum"] for _, state in found] == [2.0, 2.0]
+    return found
+
+
+def test_processes_are_used_again() -> None:
+    two = run_on_ranks(2, process)
+    assert run_on_ranks(2, process) == two
+    four = run_on_ranks(4, process)
+    assert four[:2] == two and len(set(four)) == 4
+    assert sorted(run_on_ranks(1, process) + run_on_ranks(1, process))[0] in four
+
+
+def test_no_more_processes_are_kept_than_may_be() -> None:
+    assert len(set(run_on_ranks(10, process))) == 10
+    assert len(ranks._idle) == 8
+
+
+def test_fresh_processes_serve_one_call() -> None:
+    kept = run_on_ranks(2, process)
+    fresh = run_on_ranks(2, process, fresh=True)
+    assert not {*fresh} & {*kept, *run_on_ranks(2, process)}
+    assert {*mesh_on_ranks(Layout(dp=2), _process_of_mesh, fresh=True)}.isdisjoint(fresh)
+
+
+def _process_of_mesh(mesh: object) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_process_is_replaced(change: Callable[[int], None]) -> None:
+    before = clean()
+    run_on_ranks(2, change)
+    after = clean()
+    assert [state for _, state in after] == [state for _, state in before]
+    assert not {pid for pid, _ in after} & {pid for pid, _ in before}
+
+
+def test_seeds_and_threads_are_set_again() -> None:
+    before = clean()
+    run_on_ranks(2, change_seeds)
+    assert clean() == before  # the processes too
+
+
+def test_a_function_may_leave_the_process_group() -> None:
+    before = clean()
+    run_on_ranks(2, leave_the_group)
+    assert clean() == before
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raise_on_rank_1, "rank 1 failed:\nTraceback(.|\n)*raise ValueError(.|\n)*gone wrong"),
+        (die_on_rank_1, "rank 1 died without a word, exit code -9"),
+        (hang_on_rank_1, r"(?s)rank\(s\) \[1\] did not return.*in hang_on_rank_1"),
+    ],
+)
+def test_a_failure_names_its_rank_and_reaches_no_other_call(
+    function: Callable[[int], None], message: str
+) -> None:
+    before = clean()
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_on_ranks(2, function, timeout=2)
+    assert caught.value.rank == 1
+    after = clean()
+    assert [state for _, state in after] == [state for _, state in before]
+    assert not {pid for pid, _ in after} & {pid for pid, _ in before}
+
+
+def test_an_exchange_that_nobody_finished_reaches_no_other_call() -> None:
+    before = clean()
+    run_on_ranks(2, wait_for_nobody)
+    assert [state for _, state in clean()] == [state for _, state in before]
+
+
+def test_a_kept_process_that_died_is_replaced() -> None:
+    victim = run_on_ranks(2, process)[1]
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(0.2)
+    assert victim not in run_on_ranks(2, process)
