@@ -296,8 +296,8 @@ class _Watch:
     _CLASSES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     #: Caches, which may fill.
     _CACHES = ("moemesh.balance.compiled",)
-    #: The name of the last backend: leaving a process group does not take it back.
-    _EXEMPT = ("torch.distributed.distributed_c10d._backend",)
+    #: Python fills in the first three by itself; torch keeps the name of the last backend.
+    _EXEMPT = ("__annotations__", "__slotnames__", "__warningregistry__", "_backend")
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -324,10 +324,13 @@ class _Watch:
             ):
                 continue
             keys = [*before, *(now.keys() - before.keys())]
-            found += [f"{name}.{key}" for key in keys if before.get(key) is not now.get(key)]
+            found += [
+                f"{name}.{key}"
+                for key in keys
+                if before.get(key) is not now.get(key) and key not in self._EXEMPT
+            ]
         now = _settings()
-        found += [name for name, value in self._settings.items() if value != now[name]]
-        return [name for name in found if name not in self._EXEMPT]
+        return found + [name for name, value in self._settings.items() if value != now[name]]
 
     def _is_watched(self, name: str) -> bool:
         return name in self._OTHERS or (
