@@ -1,46 +1,31 @@
-"""The verb schedule."""
+"""The verb schedule: simulate, draw and check a pipeline."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moemesh.cli.application import AsJson, app
+from moemesh.cli.options import options_from
+from moemesh.cli.table import table
+from moemesh.schedule.request import Request
+
+if TYPE_CHECKING:
+    from moemesh.schedule.answer import Answer
+    from moemesh.schedule.closed_forms import ClosedForm
+
+#: Characters of a line of text.
+LINE = 80
 
 
 @app.command("schedule", short_help="Simulate, draw and check a pipeline.")
+@options_from(Request)
 def show_schedule(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A schedule, 'search', or a text or CSV file.")
-    ],
-    ranks: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Of a step, all pipes together.")] = None,
-    stages_per_rank: Annotated[int | None, typer.Option(help="Chunks of layers per rank.")] = None,
-    forward: Annotated[
-        str, typer.Option(help="Time of a microbatch on a rank's layers, or a list per stage.")
-    ] = "1",
-    dgrad: Annotated[str, typer.Option(help="Likewise, input-gradient half.")] = "1",
-    wgrad: Annotated[str, typer.Option(help="Likewise, weight-gradient half.")] = "1",
-    block: Annotated[str | None, typer.Option(help="Of a forward with a backward.")] = None,
-    comm: Annotated[str, typer.Option(help="Of a message between two ranks.")] = "0",
-    costs: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Times that a run has measured.")
-    ] = None,
-    weight_memory: Annotated[
-        str, typer.Option(help="Share of the activations that weight gradients need.")
-    ] = "1",
-    slices: Annotated[int | None, typer.Option(help="terapipe: slices of a sequence.")] = None,
-    window: Annotated[int | None, typer.Option(help="Backwards per update.")] = None,
-    in_flight: Annotated[
-        int | None, typer.Option(help="ampnet: most microbatches under way.")
-    ] = None,
-    memory_cap: Annotated[
-        str | None, typer.Option(help="search: most activation per rank.")
-    ] = None,
-    relaxed: Annotated[
-        bool, typer.Option("--relaxed", help="Leave out wrap-around waits, as some papers do.")
-    ] = False,
+    request: Request,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace for Perfetto.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="As text, or .csv.")] = None,
@@ -53,44 +38,94 @@ def show_schedule(
 
         moemesh schedule zb_h2 --ranks 4 --microbatches 8 --svg zb_h2.svg
     """
-    from moemesh.schedule import command
+    from moemesh.report import timeline_text
+    from moemesh.schedule import files
+    from moemesh.schedule.answer import answer, saved
 
-    request = command.Request(
-        name=name,
-        ranks=ranks,
-        microbatches=microbatches,
-        stages_per_rank=stages_per_rank,
-        num_slices=slices,
-        window=window,
-        max_in_flight=in_flight,
-        forward=forward,
-        dgrad=dgrad,
-        wgrad=wgrad,
-        block=block,
-        comm=comm,
-        run=costs,
-        weight_memory=weight_memory,
-        memory_cap=memory_cap,
-        relaxed=relaxed,
-    )
-    found = command.answer(request)
+    found = answer(request)
+    timeline = found.simulation.timeline
     if svg is not None or trace is not None:
         from moemesh.report import timeline_files
 
-        drawn = found.simulation.timeline
-        timeline_files.write(drawn, svg=svg, trace=trace, title=found.title, held=found.held)
+        timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
     if save is not None:
-        from moemesh.schedule import files
-
         files.save(found.schedule, save)
     if as_json:
-        import json
-
         typer.echo(json.dumps(found.to_json()))
-        return
-    from moemesh.report import timeline_text
+    elif as_text:
+        typer.echo(timeline_text.draw(timeline))
+    else:
+        typer.echo(schedule_text(found, timeline_text.draw(timeline)))
+        if save is not None:
+            typer.echo(saved(found.schedule, save))
 
-    picture = timeline_text.draw(found.simulation.timeline)
-    typer.echo(picture if as_text else command.table(found, picture))
-    if save is not None and not as_text:
-        typer.echo(command.saved(found.schedule, save))
+
+def schedule_text(found: "Answer", picture: str = "", *, width: int = 160) -> str:
+    """The answer for a person: the picture if no line is longer than `width`, totals beside their
+    formulas, then a row a rank."""
+    from moemesh.schedule.answer import short
+
+    simulation, closed, schedule = found.simulation, found.closed, found.schedule
+    parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_stages} stages"]
+    parts += [f"{schedule.num_pipes} pipes"] if schedule.num_pipes > 1 else []
+    parts += [f"{schedule.num_slices} slices"] if schedule.num_slices > 1 else []
+    parts.append(f"{schedule.total_microbatches} microbatches")
+    rows = [
+        ("makespan", short(simulation.makespan), ""),
+        ("longest span", short(simulation.span), ""),
+        ("span bubble", short(simulation.span_bubble), _formula(closed, "span")),
+        ("bubble rate", f"{simulation.bubble_rate:.4f}", ""),
+        ("rank idle", short(simulation.rank_idle), _formula(closed, "rank_idle")),
+    ]
+    if found.bound is not None:
+        rows.append(("lower bound of the span", short(found.bound), ""))
+    lines = [
+        f"{schedule.name}: {', '.join(parts)}",
+        f"costs: {found.costs}",
+        *_wrapped(found.notes),
+        "",
+    ]
+    if picture and max(map(len, picture.splitlines())) <= width:
+        lines += [picture, ""]
+    column = max(len(name) for name, _, _ in rows)
+    for name, value, formula in rows:
+        line = f"{name:{column}}  {value:>10}  {formula}".rstrip()
+        # A formula with its conditions may be too long to stand behind its value.
+        lines += (
+            [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
+        )
+    lines += ["", *_rank_rows(found)]
+    return "\n".join(lines)
+
+
+def _wrapped(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in textwrap.wrap(note, LINE, subsequent_indent="    ")]
+
+
+def _formula(closed: "ClosedForm | None", metric: str) -> str:
+    if closed is None or closed.form.metric != metric:
+        return ""
+    from moemesh.schedule.answer import short
+
+    form = closed.form
+    value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
+    holds = "" if closed.bubble is not None else "not here: "
+    return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
+
+
+def _rank_rows(found: "Answer") -> list[str]:
+    from moemesh.schedule.answer import short
+
+    simulation, closed = found.simulation, found.closed
+    formula = None if closed is None else closed.peak_activation
+    rows = [
+        (
+            str(rank),
+            *map(short, (simulation.spans[rank], simulation.busy[rank], peak)),
+            "-" if formula is None else short(formula[rank]),
+            str(found.copies[rank]),
+        )
+        for rank, peak in enumerate(simulation.peak_activation)
+    ]
+    header = ("rank", "span", "busy", "peak activation", "by formula", "weight copies")
+    return table(header, rows, left=0).splitlines()

@@ -4,28 +4,38 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-#: Where the output is no terminal, no row is wrapped: a reader may cut columns by blanks.
-_WIDEST = 10_000
-
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """Rows of text under a header, two blanks between columns, no blanks at the end of a line.
 
     The first `left` columns are aligned to the left (names), all others to the right (numbers). On
-    a terminal that is too narrow, cells are wrapped.
+    a terminal that is too narrow, cells are wrapped; a file or pipe gets one line a row.
     """
-    # rich takes a twentieth of a second: only verbs that print a table wait for it.
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        if sum(widths) + 2 * (len(widths) - 1) > columns:
+            return _wrapped(lines, columns, left)
+    sides = [str.ljust if number < left else str.rjust for number in range(len(widths))]
+    return "\n".join(
+        "  ".join(side(*cell) for side, *cell in zip(sides, line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _wrapped(lines: Sequence[Sequence[str]], columns: int, left: int) -> str:
+    # rich takes a tenth of a second: only a table that does not fit waits for it.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(header):
+    for number, name in enumerate(lines[0]):
         drawn.add_column(Text(name), justify="left" if number < left else "right")
-    for row in rows:
-        drawn.add_row(*map(Text, row))  # Text: a cell such as "[red]" is no markup
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST
-    console = Console(width=width, color_system=None, force_terminal=False)
+    for line in lines[1:]:
+        drawn.add_row(*map(Text, line))  # Text: a cell such as "[red]" is no markup
+    console = Console(width=columns, color_system=None)
     with console.capture() as captured:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.cli.pipelines import schedule_text
+from moemesh.schedule.answer import answer
 from moemesh.schedule.build import RECIPES, build
-from moemesh.schedule.command import Request, answer, table
 from moemesh.schedule.costs import Costs
+from moemesh.schedule.request import Request
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import parse_op, to_csv, to_text
 from tests.test_cli import run, run_guarded
@@ -68,7 +70,7 @@ def test_relaxed_is_labelled_and_shorter() -> None:
     strict, relaxed = (answer(Request(**request, comm="1", relaxed=r)) for r in (False, True))
     assert relaxed.simulation.makespan < strict.simulation.makespan
     assert relaxed.to_json()["relaxed"] is True and "relaxed" not in strict.to_json()
-    assert "cannot run as drawn" in table(relaxed)
+    assert "cannot run as drawn" in schedule_text(relaxed)
     with pytest.raises(ValueError, match="relax_wrap needs one pipe"):
         answer(Request(name="zb_v", ranks=4, microbatches=8, relaxed=True))
 
@@ -76,7 +78,7 @@ def test_relaxed_is_labelled_and_shorter() -> None:
 @pytest.mark.parametrize("name", [*RECIPES, "search"])
 def test_lines_behind_the_picture_fit_80_characters(name: str) -> None:
     asked = Request(name=name, ranks=4, microbatches=8)
-    assert max(map(len, table(answer(asked)).splitlines())) <= 80
+    assert max(map(len, schedule_text(answer(asked)).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("block", ["0", "2.5", "9"])
@@ -99,11 +101,11 @@ def test_too_many_operations(ranks: int, microbatches: int, nearest: str) -> Non
 
 
 def test_the_table_shows_formula_beside_simulation() -> None:
-    shown = table(answer(Request(name="zb_h1", ranks=4, microbatches=8, wgrad="0.5")))
+    shown = schedule_text(answer(Request(name="zb_h1", ranks=4, microbatches=8, wgrad="0.5")))
     assert re.search(
         r"span bubble +4\.5  \(p-1\)\(tF\+tI-tW\) = 4\.5   \(m >= p, tW <= tF\)", shown
     )
-    outside = table(answer(Request(name="zb_h1", ranks=4, microbatches=3)))
+    outside = schedule_text(answer(Request(name="zb_h1", ranks=4, microbatches=3)))
     assert "(not here: m >= p, tW <= tF)" in outside
 
 
@@ -116,7 +118,7 @@ class TestFiles:
         path.write_text(to_csv(schedule) if suffix == "csv" else to_text(schedule))
         found = answer(Request(name=str(path), ranks=4, microbatches=8))
         assert found.schedule == schedule
-        assert "read from a file and checked" in table(found)
+        assert "read from a file and checked" in schedule_text(found)
 
     def test_a_table_by_hand(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"
@@ -178,7 +180,7 @@ class TestSearch:
         assert max(found.simulation.peak_activation) <= 3
         assert found.bound is not None and found.bound <= found.simulation.span
         assert found.to_json()["lower_bound"] == found.bound
-        assert "hand-made schedules that fit: 1f1b" in table(found)
+        assert "hand-made schedules that fit: 1f1b" in schedule_text(found)
 
     def test_what_it_cannot_be_asked(self) -> None:
         with pytest.raises(ValueError) as caught:

@@ -1,9 +1,8 @@
-"""What ``moemesh schedule`` answers: a schedule by name or from a file, simulated, as data."""
+"""The answer to ``moemesh schedule``: a schedule by name, from a file or searched, simulated."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,37 +16,13 @@ from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.files import load
 from moemesh.schedule.one_f_one_b import one_f_one_b
+from moemesh.schedule.request import Request
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.stage_times import costs_of_run
 from moemesh.schedule.versions import versions
 
 #: A cost on the command line: one number for all stages, or one for each with commas.
 Cost = float | tuple[float, ...]
-#: Characters of a line of text.
-LINE = 80
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The words of the command line. Costs are texts: a number, or one per stage with commas; or
-    those that `run`, the folder of a run, has measured."""
-
-    name: str
-    ranks: int | None = None
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    num_slices: int | None = None
-    window: int | None = None
-    max_in_flight: int | None = None
-    forward: str = "1"
-    dgrad: str = "1"
-    wgrad: str = "1"
-    block: str | None = None
-    comm: str = "0"
-    run: Path | None = None
-    weight_memory: str = "1"
-    memory_cap: str | None = None
-    relaxed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +114,7 @@ def answer(request: Request) -> Answer:
 
 
 def saved(schedule: Schedule, path: Path) -> str:
-    """What to say of a schedule that was written to `path`: how to train with it."""
+    """A line about a schedule that was written to `path`: how to train with it."""
     if schedule.update is not None:
         return f"saved to {path}"
     keys = {
@@ -354,77 +329,6 @@ def _costs_text(request: Request) -> str:
         f"forward {request.forward}, input gradient {request.dgrad}, "
         f"weight gradient {request.wgrad}{block}, message {request.comm}"
     )
-
-
-def table(found: Answer, picture: str = "", *, width: int = 160) -> str:
-    """The answer for a person: the picture if no line is longer than `width`, totals beside their
-    formulas, then a row a rank."""
-    simulation, closed, schedule = found.simulation, found.closed, found.schedule
-    parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_stages} stages"]
-    parts += [f"{schedule.num_pipes} pipes"] if schedule.num_pipes > 1 else []
-    parts += [f"{schedule.num_slices} slices"] if schedule.num_slices > 1 else []
-    parts.append(f"{schedule.total_microbatches} microbatches")
-    rows = [
-        ("makespan", short(simulation.makespan), ""),
-        ("longest span", short(simulation.span), ""),
-        ("span bubble", short(simulation.span_bubble), _formula(closed, "span")),
-        ("bubble rate", f"{simulation.bubble_rate:.4f}", ""),
-        ("rank idle", short(simulation.rank_idle), _formula(closed, "rank_idle")),
-    ]
-    if found.bound is not None:
-        rows.append(("lower bound of the span", short(found.bound), ""))
-    lines = [
-        f"{schedule.name}: {', '.join(parts)}",
-        f"costs: {found.costs}",
-        *_wrapped(found.notes),
-        "",
-    ]
-    if picture and max(map(len, picture.splitlines())) <= width:
-        lines += [picture, ""]
-    column = max(len(name) for name, _, _ in rows)
-    for name, value, formula in rows:
-        line = f"{name:{column}}  {value:>10}  {formula}".rstrip()
-        # A formula with its conditions may be too long to stand behind its value.
-        lines += (
-            [line] if len(line) <= LINE else [line.removesuffix(formula).rstrip(), f"    {formula}"]
-        )
-    lines += ["", *_rank_rows(found)]
-    return "\n".join(lines)
-
-
-def _wrapped(notes: Sequence[str]) -> list[str]:
-    return [line for note in notes for line in textwrap.wrap(note, LINE, subsequent_indent="    ")]
-
-
-def _formula(closed: ClosedForm | None, metric: closed_forms.Metric) -> str:
-    if closed is None or closed.form.metric != metric:
-        return ""
-    form = closed.form
-    value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
-    holds = "" if closed.bubble is not None else "not here: "
-    return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
-
-
-def _rank_rows(found: Answer) -> list[str]:
-    simulation, closed = found.simulation, found.closed
-    head = ["rank", "span", "busy", "peak activation", "by formula", "weight copies"]
-    rows = [head]
-    for rank, peak in enumerate(simulation.peak_activation):
-        by_formula = "-"
-        if closed is not None and closed.peak_activation is not None:
-            by_formula = short(closed.peak_activation[rank])
-        rows.append(
-            [
-                str(rank),
-                short(simulation.spans[rank]),
-                short(simulation.busy[rank]),
-                short(peak),
-                by_formula,
-                str(found.copies[rank]),
-            ]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def short(value: float) -> str:
