@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from moemesh import __version__, cli
+from moemesh.bench.settings import LayerSettings
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
 GUARD = """
@@ -185,15 +186,14 @@ def test_train_passes_on_what_it_was_told(
 def test_bench_passes_on_what_it_was_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[dict[str, object]] = []
-    fake(monkeypatch, "moemesh.bench", "layer", command=lambda **given: calls.append(given))
+    calls: list[tuple[object, ...]] = []
+    fake(monkeypatch, "moemesh.bench", "layer", run=lambda *given: calls.append(given))
     arguments = ["--shape", "A", "--ranks", "4", "--dtype", "bfloat16", "--rounds", "7", "--json"]
     assert run(capsys, monkeypatch, "bench", "layer", *arguments)[0] == 0
-    (given,) = calls
-    assert callable(given.pop("make_dispatcher")) and given.pop("out") is None
-    told = {"shape": "A", "ranks": "4", "dtype": "bfloat16", "rounds": 7, "json": True}
-    assert given.pop("workload") == ""
-    assert given == told
+    ((settings, found),) = calls
+    told = LayerSettings(shape="A", ranks="4", dtype="bfloat16", rounds=7)
+    assert settings == told and found is None
+    assert told.words()[:4] == ["--shape", "A", "--ranks", "4"]
 
 
 class SomethingWrongError(ValueError):

@@ -7,11 +7,9 @@ and incremental replanning under drift. All contenders take turns on the same lo
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -32,25 +30,9 @@ from moemesh.balance import (
     replan_from_scratch,
     shadow_experts,
 )
-from moemesh.config.errors import UserError
+from moemesh.bench.settings import BalancersSettings
 
 Loads = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure; each field is the option of the same name."""
-
-    layers: int = 58
-    experts: int = 256
-    replicas: int = 288
-    groups: int = 8
-    nodes: int = 4
-    gpus: int = 32
-    ranks: int = 64
-    spare_slots: int = 2
-    rounds: int = 3
-    seed: int = 0
 
 
 def load_shapes(num_layers: int, num_experts: int, seed: int) -> dict[str, Loads]:
@@ -144,7 +126,7 @@ def _median_seconds(call: Callable[[], object], rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def static_placement(settings: Settings) -> list[dict[str, Any]]:
+def static_placement(settings: BalancersSettings) -> list[dict[str, Any]]:
     """Per load shape and policy: gaps to the bound, and microseconds a layer of each contender."""
     rows: list[dict[str, Any]] = []
     for policy, groups, nodes in (
@@ -173,7 +155,7 @@ def static_placement(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def exact_loads(settings: Settings) -> list[dict[str, Any]]:
+def exact_loads(settings: BalancersSettings) -> list[dict[str, Any]]:
     """Per load shape: imbalance and replicas of nothing, permuted homes, shadowing and quotas.
 
     Homes are permuted by the loads that the tokens are then drawn from: the best case. A shadow
@@ -212,7 +194,7 @@ def exact_loads(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def drift(settings: Settings) -> list[dict[str, Any]]:
+def drift(settings: BalancersSettings) -> list[dict[str, Any]]:
     """Per load shape: replicas moved over 8 steps of 10 % drift, and the worst gap to the bound."""
     rows: list[dict[str, Any]] = []
     random = np.random.default_rng(settings.seed)
@@ -235,7 +217,7 @@ def drift(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def next_step(settings: Settings) -> dict[str, float]:
+def next_step(settings: BalancersSettings) -> dict[str, float]:
     """Gap to the bound on the loads a plan was made for, and on the next, drifted ones.
 
     Medians over the load shapes, of means over 8 layers.
@@ -255,50 +237,14 @@ def next_step(settings: Settings) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def command(settings: Settings, *, as_json: bool = False) -> int:
-    """Measure and print. Raises UserError for sizes that do not fit together."""
-    if settings.experts % settings.ranks:
-        raise UserError(f"ranks ({settings.ranks}) must divide experts ({settings.experts})")
+def run(settings: BalancersSettings) -> dict[str, Any]:
+    """Measure everything, in this process."""
     torch.set_num_threads(1)
     rebalance_experts(np.ones((1, settings.experts)), settings.replicas, 1, 1, settings.gpus)
-    found = {
-        "settings": asdict(settings),
+    return {
+        "settings": settings.to_json(),
         "static": static_placement(settings),
         "exact": exact_loads(settings),
         "drift": drift(settings),
         "next_step": next_step(settings),
     }
-    print(json.dumps(found) if as_json else text(found))
-    return 0
-
-
-def text(found: dict[str, Any]) -> str:
-    """The three tables and what they amount to, as plain text."""
-    lines = ["static placement: gap to the bound in %, time in us a layer"]
-    for policy in ("hierarchical", "global"):
-        rows = [row for row in found["static"] if row["policy"] == policy]
-        lines += ["", policy, *_table(rows, ("policy",))]
-        ratio = statistics.median(row["published_us"] / row["quality_us"] for row in rows)
-        fast = statistics.median(row["published_us"] / row["fast_us"] for row in rows)
-        lines.append(f"published in torch / ours, median: {ratio:.0f} (quality), {fast:.0f} (fast)")
-    lines += ["", "exact loads: imbalance in %", *_table(found["exact"])]
-    lines += ["", "8 steps of 10 % drift, tolerance 5 %: moved replicas", *_table(found["drift"])]
-    shown = ", ".join(f"{name} {100 * value:.2f}" for name, value in found["next_step"].items())
-    return "\n".join([*lines, "", f"gap in %, as planned and after 10 % drift: {shown}"])
-
-
-#: Columns that are shares; all are shown in percent.
-_SHARES = ("gap", "nothing", "permuted", "shadowed", "quotas", "stays_on_rank")
-
-
-def _table(rows: list[dict[str, Any]], left_out: tuple[str, ...] = ()) -> list[str]:
-    names = [name for name in rows[0] if name not in left_out]
-
-    def shown(name: str, value: Any) -> str:
-        if isinstance(value, float):
-            return f"{100 * value:.2f}" if name.endswith(_SHARES) else f"{value:.1f}"
-        return str(value)
-
-    cells = [names, *([shown(name, row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]

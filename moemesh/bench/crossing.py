@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class RowsBetween(NamedTuple):
     """Rows that rank i sends to rank j: in the dispatch, and in the combine (int64 [R, R])."""
 
     dispatch_RR: Tensor
@@ -48,7 +48,7 @@ def rows_between(
     num_experts: int,
     ranks_per_node: int,
     num_slots: int = 0,
-) -> Rows:
+) -> RowsBetween:
     """The rows of one layer whose rank i routes its tokens to ``experts[i]`` (int64 [T, K]).
 
     `num_slots` are the row slots of low_latency for each pair of ranks.
@@ -61,18 +61,18 @@ def rows_between(
     visits = [(home[:, :, None] == places).any(1) for home in homes]
     match dispatcher:
         case "all_to_all":
-            return Rows(copies, copies.t())
+            return RowsBetween(copies, copies.t())
         case "low_latency":
             slots = torch.full_like(copies, num_slots)
             there = copies if bool((copies > slots).any()) else slots
-            return Rows(there, there.t())
+            return RowsBetween(there, there.t())
         case "all_gather":
             own = torch.tensor([len(home) for home in homes])
             gathered = own[:, None].expand(num_ranks, num_ranks)
-            return Rows(gathered, torch.stack([visit.sum(0) for visit in visits]).t())
+            return RowsBetween(gathered, torch.stack([visit.sum(0) for visit in visits]).t())
         case "hierarchical":
             there = _by_node(visits, ranks_per_node)
-            return Rows(there, there.t())
+            return RowsBetween(there, there.t())
         case _:
             raise AssertionError(f"no closed formula for {dispatcher}")
 
@@ -93,7 +93,7 @@ def _by_node(visits: list[Tensor], ranks_per_node: int) -> Tensor:
 
 
 def bytes_sent(
-    rows: Rows,
+    rows: RowsBetween,
     rank: int,
     *,
     ranks_per_node: int,

@@ -23,15 +23,12 @@ from moemesh.bench.workloads import BURST, NUM_GROUPS, rank_tokens, workload
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
-from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Context
-from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.ops import swiglu
-
-MakeDispatcher = Callable[[str, ModelConfig, Plan, Mesh, int], Dispatcher]
+from moemesh.parallel.expert.build import make_dispatcher
 
 #: Turns before the clock starts: the heap still grows in the first ones.
 WARM_UP_TURNS = 3
@@ -47,7 +44,6 @@ class MeasuredLayer:
         shape: LayerShape,
         dtype: torch.dtype,
         mesh: Mesh,
-        make_dispatcher: MakeDispatcher,
         load: str = "",
     ) -> None:
         """`load` names a workload that chooses the experts in the router's place; "": none."""
@@ -132,7 +128,6 @@ def measure(
     dtype: torch.dtype,
     mesh: Mesh,
     rounds: int,
-    make_dispatcher: MakeDispatcher,
     load: str = "",
 ) -> dict[str, Any]:
     """Measure on this rank and gather; the result is the same on every rank.
@@ -143,9 +138,9 @@ def measure(
     """
     torch.set_num_threads(1)
     # Load every library that a first call loads, so that it is not counted as the layer's memory.
-    MeasuredLayer(SHAPES["tiny"], dtype, Mesh.single("cpu"), make_dispatcher)()
+    MeasuredLayer(SHAPES["tiny"], dtype, Mesh.single("cpu"))()
     swiglu.load(dtype)
-    layer, world = MeasuredLayer(shape, dtype, mesh, make_dispatcher, load), mesh["world"]
+    layer, world = MeasuredLayer(shape, dtype, mesh, load), mesh["world"]
     peak_bytes = _peak_bytes(layer)
     saved_bytes = _saved_bytes(layer)
     counts, sent, received = layer.routed()

@@ -14,7 +14,6 @@ from moemesh.bench.device import synchronize
 from moemesh.comm import collectives, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 #: One sample repeats an operation until it has taken so long, at most so often.
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20
 _SAID = {"phase": "bench", "caller": "bench.links"}
@@ -22,7 +21,7 @@ _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class GroupShape:
     """Groups of `ranks`, `stride` apart, of which `members` share a node."""
 
     ranks: int
@@ -31,7 +30,7 @@ class Shape:
 
 
 def measure_shape(
-    mesh: Mesh, shape: Shape, operations: Sequence[str], sizes: Sequence[int], rounds: int
+    mesh: Mesh, shape: GroupShape, operations: Sequence[str], sizes: Sequence[int], rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each operation: bytes of the full tensor, and medians in seconds. The groups are
     those of the mesh's axis ``dp``; all ranks of the mesh call this and get the same rows."""

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.moe import MoE
 from moemesh.ops.fp8 import packed_bytes
+from moemesh.parallel.expert.build import ROWS_SLACK, choose_dispatcher, make_dispatcher
 
 #: Where the rounds of a workload start: those of W7 shall meet its burst (steps 32 to 35).
 FIRST_STEPS = {"W7": 28}
@@ -34,29 +35,13 @@ FIRST_STEPS = {"W7": 28}
 ROW_CALLERS = ("moe.dispatch", "moe.combine")
 
 
-class Builder(Protocol):
-    """`moemesh.parallel.expert.build`, which this package does not import: siblings on one floor
-    know nothing of each other."""
-
-    ROWS_SLACK: int
-
-    def make_dispatcher(
-        self, name: str, config: ModelConfig, plan: Plan, mesh: Mesh, tokens_per_rank: int
-    ) -> Dispatcher: ...
-
-    def choose_dispatcher(
-        self, config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
-    ) -> tuple[str, str]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured on this rank: `dispatchers` by name, "auto" among them."""
+    """The measurement on this rank: `dispatchers` by name, "auto" among them."""
 
     config: ModelConfig
     plan: Plan
     mesh: Mesh
-    builder: Builder
     dispatchers: tuple[str, ...]
     ranks_per_node: int
     dtype: torch.dtype
@@ -119,8 +104,8 @@ class Bench:
             chosen = name
             site = (self.config, self.plan, self.mesh)
             if name == "auto":
-                chosen, _ = self.builder.choose_dispatcher(*site, self.dtype, tokens_per_rank)
-            made = self.builder.make_dispatcher(chosen, *site, tokens_per_rank)
+                chosen, _ = choose_dispatcher(*site, self.dtype, tokens_per_rank)
+            made = make_dispatcher(chosen, *site, tokens_per_rank)
             if not self.with_layer:
                 found.append(Contender(name, contenders.dispatch_step(made), chosen, made))
                 continue
@@ -131,12 +116,14 @@ class Bench:
                     self.layer,
                     made,
                     num_chunks=chunks,
-                    max_rows=max(1, self.builder.ROWS_SLACK * balanced),
+                    max_rows=max(1, ROWS_SLACK * balanced),
                 )
                 found.append(Contender(name, step, chosen, made, chunks))
         return found
 
-    def rows(self, dispatcher: str, experts: list[Tensor], num_slots: int = 0) -> crossing.Rows:
+    def rows(
+        self, dispatcher: str, experts: list[Tensor], num_slots: int = 0
+    ) -> crossing.RowsBetween:
         return crossing.rows_between(
             dispatcher,
             experts,

@@ -8,10 +8,7 @@ order and overhead, not computing.
 
 from __future__ import annotations
 
-import json as jsonlib
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemesh.bench.ranks import on_ranks
+from moemesh.bench.settings import PipelineSettings
 from moemesh.comm import launch
 from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
@@ -32,20 +31,6 @@ from moemesh.schedule.costs import Costs
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.timeline import TimelineRecorder
-
-_TIMEOUT_SECONDS = 300.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to measure: a schedule, seconds of one stage's forward (a backward takes twice)."""
-
-    schedule: str
-    ranks: int
-    microbatches: int
-    stages_per_rank: int
-    seconds: float
-    rounds: int
 
 
 class SleepingStages:
@@ -80,52 +65,32 @@ class SleepingStages:
             time.sleep(self._seconds * halves)
 
 
-def command(settings: Settings, *, as_json: bool, out: Path | None = None) -> int:
-    """Measure and print; returns the exit code. Raises ValueError for an impossible schedule."""
+def run(settings: PipelineSettings, found: Path | None = None) -> dict[str, Any] | None:
+    """Measure on the ranks of the pipeline; None where another rank has the result.
+
+    Raises ValueError for an impossible schedule.
+    """
     schedule = build(
         settings.schedule,
         settings.ranks,
         settings.microbatches,
         stages_per_rank=settings.stages_per_rank,
     )
-    if launch.joined():
-        _run_rank(schedule, settings, out)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="moemesh-bench-") as folder:
-        file = Path(folder) / "result.json"
-        options = {
-            "--schedule": settings.schedule,
-            "--ranks": settings.ranks,
-            "--microbatches": settings.microbatches,
-            "--stages-per-rank": settings.stages_per_rank,
-            "--seconds": settings.seconds,
-            "--rounds": settings.rounds,
-            "--out": file,
+
+    def measured(ranks: launch.Ranks) -> dict[str, Any]:
+        mesh = Mesh.create(Layout(pp=ranks.world_size), ranks.device)
+        pairs = [(m.source, m.destination) for m in messages(schedule).values()]
+        executor = Executor(schedule, Channels.create(mesh, "pp", pairs))
+        steps = {
+            seconds: [
+                _step(executor, SleepingStages(schedule, seconds), mesh)
+                for _ in range(settings.rounds + 1)
+            ][1:]  # the first step connects the ranks
+            for seconds in dict.fromkeys((0.0, settings.seconds))
         }
-        arguments = [str(word) for pair in options.items() for word in pair]
-        code = launch.launch(settings.ranks, ["bench", "pipeline", *arguments])
-        if code:
-            return code
-        found = jsonlib.loads(file.read_text())
-    print(jsonlib.dumps(found, indent=2) if as_json else _table(found))
-    return 0
+        return _result(schedule, settings, steps)
 
-
-def _run_rank(schedule: Schedule, settings: Settings, out: Path | None) -> None:
-    ranks = launch.start("cpu", _TIMEOUT_SECONDS)
-    mesh = Mesh.create(Layout(pp=ranks.world_size), ranks.device)
-    pairs = [(m.source, m.destination) for m in messages(schedule).values()]
-    executor = Executor(schedule, Channels.create(mesh, "pp", pairs))
-    steps = {
-        seconds: [
-            _step(executor, SleepingStages(schedule, seconds), mesh)
-            for _ in range(settings.rounds + 1)
-        ][1:]  # the first step connects the ranks
-        for seconds in dict.fromkeys((0.0, settings.seconds))
-    }
-    if ranks.rank == 0 and out is not None:
-        out.write_text(jsonlib.dumps(_result(schedule, settings, steps)))
-    launch.stop()
+    return on_ranks("pipeline", settings, measured, num_ranks=settings.ranks, found=found)
 
 
 def _step(executor: Executor, program: SleepingStages, mesh: Mesh) -> float:
@@ -139,7 +104,7 @@ def _step(executor: Executor, program: SleepingStages, mesh: Mesh) -> float:
 
 
 def _result(
-    schedule: Schedule, settings: Settings, steps: dict[float, list[float]]
+    schedule: Schedule, settings: PipelineSettings, steps: dict[float, list[float]]
 ) -> dict[str, Any]:
     """Per action: of the rank that has most of them."""
     actions = max(len(order) for order in schedule.orders)
@@ -159,18 +124,3 @@ def _result(
         found |= {"seconds": measured, "simulated_seconds": simulated}
         found["measured_over_simulated"] = measured / simulated
     return found
-
-
-def _table(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['schedule']}, {found['ranks']} ranks, {found['microbatches']} microbatches, "
-        f"{found['actions_per_rank']} actions on a rank, median of {found['rounds']} steps",
-        f"executor, messages included   {found['overhead_seconds_per_action'] * 1e6:8.1f} "
-        "microseconds an action",
-    ]
-    if "seconds" in found:
-        lines.append(
-            f"sleeping stages               {found['seconds']:8.3f} s, simulated "
-            f"{found['simulated_seconds']:.3f} s, ratio {found['measured_over_simulated']:.3f}"
-        )
-    return "\n".join(lines)

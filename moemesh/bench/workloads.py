@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moemesh.config.errors import UserError
+from moemesh.bench.settings import WORKLOADS, BenchError, described
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.uniform import uniform
 
@@ -45,11 +45,11 @@ BURST, BURST_PERIOD = range(32, 36), 64
 NUM_DIGITS = 16
 
 
-class WorkloadError(UserError):
+class WorkloadError(BenchError):
     """A workload that cannot be made with these numbers."""
 
 
-class Shape(NamedTuple):
+class RoutingShape(NamedTuple):
     """The numbers of a routing: E, K, and G placement groups."""
 
     num_experts: int
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 class _Draw(NamedTuple):
     """What identifies a routing besides its name."""
 
-    shape: Shape
+    shape: RoutingShape
     seed: int
     step: int
     gids_T: Tensor
@@ -88,7 +88,7 @@ def workload(
 
     Raises WorkloadError when `name` is unknown or the numbers do not allow it.
     """
-    shape = Shape(num_experts, experts_per_token, num_groups)
+    shape = RoutingShape(num_experts, experts_per_token, num_groups)
     _check(name, shape)
     return _ROUTINGS[name](_Draw(shape, seed, step, _ids(gids)))
 
@@ -129,10 +129,10 @@ def _ids(gids: Tensor | range) -> Tensor:
     return torch.arange(gids.start, gids.stop, gids.step)
 
 
-def _check(name: str, shape: Shape) -> None:
+def _check(name: str, shape: RoutingShape) -> None:
     num_experts, num_chosen, num_groups = shape
-    if name not in _ROUTINGS:
-        raise WorkloadError(f"no workload {name!r}: choose from {', '.join(WORKLOADS)}")
+    if name not in WORKLOADS:
+        raise WorkloadError(f"no workload {name!r} here:\n{described(WORKLOADS)}")
     if not 1 <= num_chosen <= num_experts:
         raise WorkloadError(f"top-k ({num_chosen}) must lie between 1 and experts ({num_experts})")
     if num_groups < 1 or num_experts % num_groups:
@@ -187,11 +187,10 @@ _ROUTINGS: dict[str, Callable[[_Draw], Tensor]] = {
     "W6p16": _rotating(16),
     "W7": _burst,
 }
-#: Every workload; W6p16 keeps its hot group for 16 steps.
-WORKLOADS = tuple(_ROUTINGS)
+assert _ROUTINGS.keys() == WORKLOADS.keys()
 
 
-def _without_idle(shape: Shape) -> Tensor:
+def _without_idle(shape: RoutingShape) -> Tensor:
     ids = torch.arange(shape.num_experts)
     group = ids // shape.group_size
     return ids[(group > 1) | ((group == 1) & (ids % 2 == 0))]

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import wraps
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -12,9 +12,9 @@ import typer
 def options_from(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
-    A field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`, keywords
-    being those of `typer.Option` (`min`, `metavar`, ...); with `{"argument": True}` among them the
-    field is an argument. Its default is the field's. The verb gets an instance of `settings`.
+    An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
+    keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
+    and `argument` True for an argument. Its default is the field's. The verb gets an instance.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -41,6 +41,8 @@ def _parameters(settings: type) -> list[inspect.Parameter]:
     hints = get_type_hints(settings, include_extras=True)
     found: list[inspect.Parameter] = []
     for field in fields(settings):
+        if get_origin(hints[field.name]) is not Annotated:
+            continue
         kind, text, *more = get_args(hints[field.name])
         keywords: dict[str, Any] = dict(more[0]) if more else {}
         make = typer.Argument if keywords.pop("argument", False) else typer.Option

@@ -6,17 +6,18 @@ import json
 
 import pytest
 
-from moemesh.bench.balance import Settings, command, text
+from moemesh.bench.balance import run
+from moemesh.bench.settings import BalancersSettings
+from moemesh.cli.bench_text import balancers_text
 from moemesh.config.errors import UserError
 
-SMALL = Settings(
+SMALL = BalancersSettings(
     layers=2, experts=32, replicas=40, groups=4, nodes=2, gpus=8, ranks=8, spare_slots=2, rounds=1
 )
 
 
-def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(SMALL, as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_tables() -> None:
+    found = json.loads(json.dumps(run(SMALL)))
     assert len(found["static"]) == 2 * 12 and len(found["exact"]) == len(found["drift"]) == 12
     for row in found["static"]:
         assert row["worse"] == 0
@@ -26,10 +27,10 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(row["incremental"] for row in found["drift"]) < sum(
         row["scratch"] for row in found["drift"]
     )
-    shown = text(found)
+    shown = balancers_text(found)
     assert "published in torch / ours" in shown and "one hot" in shown
 
 
 def test_mistakes() -> None:
     with pytest.raises(UserError, match=r"ranks \(5\) must divide experts \(32\)"):
-        command(Settings(experts=32, ranks=5))
+        BalancersSettings(experts=32, ranks=5)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moemesh.bench import contenders, dispatch, measure, peers
-from moemesh.bench.crossing import Rows, bytes_sent, rows_between
-from moemesh.bench.dispatch import Settings, run, table
+from moemesh.bench import contenders, measure, peers
+from moemesh.bench.crossing import RowsBetween, bytes_sent, rows_between
+from moemesh.bench.dispatch import measured
+from moemesh.bench.settings import DISPATCHERS, DispatchSettings
+from moemesh.cli.bench_text import dispatch_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
@@ -25,7 +28,7 @@ from moemesh.parallel.expert import build
 from tests.ranks import mesh_on_ranks
 
 LAYOUT = Layout(dp=4, ep=4, ranks_per_node=2)
-SMALL = Settings(
+SMALL = DispatchSettings(
     ranks_per_node=2, experts=16, top_k=3, tokens=64, hidden=32, width=16, rounds=2, groups=8
 )
 NAMES = "all_to_all,all_gather,hierarchical,low_latency"
@@ -83,7 +86,7 @@ def test_fixed_slots_are_sent_until_they_overflow() -> None:
 
 
 def test_bytes_are_told_by_side_of_the_node_border() -> None:
-    rows = Rows(torch.arange(16).view(4, 4), 100 + torch.arange(16).view(4, 4))
+    rows = RowsBetween(torch.arange(16).view(4, 4), 100 + torch.arange(16).view(4, 4))
     sent = bytes_sent(
         rows, 1, ranks_per_node=2, row_bytes=10, coded_row_bytes=3, with_backward=True
     )
@@ -93,8 +96,8 @@ def test_bytes_are_told_by_side_of_the_node_border() -> None:
     assert sent[("moe.combine", "backward")] == (101 * 10, (109 + 113) * 10)
 
 
-def run_on_rank(mesh: Mesh, settings: Settings) -> dict[str, Any]:
-    return run(settings, build, mesh)
+def run_on_rank(mesh: Mesh, settings: DispatchSettings) -> dict[str, Any]:
+    return measured(settings, mesh)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,9 @@ def run_on_rank(mesh: Mesh, settings: Settings) -> dict[str, Any]:
     ],
     ids=["dispatch_only", "chunks", "fp8"],
 )
-def test_the_ledger_has_the_formulas_bytes_and_nothing_is_dropped(settings: Settings) -> None:
+def test_the_ledger_has_the_formulas_bytes_and_nothing_is_dropped(
+    settings: DispatchSettings,
+) -> None:
     ranks = mesh_on_ranks(LAYOUT, run_on_rank, settings)
     assert all(found["workloads"] == ranks[0]["workloads"] for found in ranks)
     for result in ranks[0]["workloads"]:
@@ -129,16 +134,15 @@ def test_the_ledger_has_the_formulas_bytes_and_nothing_is_dropped(settings: Sett
         assert set(result["bounds"]) == {"bare_all_to_all"} | (
             {"experts"} | alone if settings.mode == "moe_fwd_bwd" else set()
         )
-    assert "hierarchical" in table(ranks[0])
+    assert "hierarchical" in dispatch_text(ranks[0])
 
 
-def lying_on_rank(mesh: Mesh, settings: Settings) -> list[bool]:
-    """A builder whose "all_gather" is an all-to-all."""
-    liar = SimpleNamespace(
-        ROWS_SLACK=2,
-        make_dispatcher=lambda name, *rest: build.make_dispatcher("all_to_all", *rest),
-    )
-    (result,) = run(settings, liar, mesh)["workloads"]
+def lying_on_rank(mesh: Mesh, settings: DispatchSettings) -> list[bool]:
+    """The dispatcher "all_gather" is an all-to-all."""
+    with pytest.MonkeyPatch.context() as patch:
+        liar = partial(build.make_dispatcher, "all_to_all")
+        patch.setattr(measure, "make_dispatcher", lambda name, *rest: liar(*rest))
+        (result,) = measured(settings, mesh)["workloads"]
     return [entry["bytes_as_expected"] for entry in result["dispatchers"]]
 
 
@@ -155,17 +159,17 @@ class Dropping(LocalDispatcher):
         return super().plan(experts_TK.masked_fill(experts_TK == 0, -1))
 
 
-def test_lost_rows_are_counted() -> None:
-    builder = SimpleNamespace(ROWS_SLACK=2, make_dispatcher=lambda *_: Dropping(16))
+def test_lost_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "make_dispatcher", lambda *_: Dropping(16))
     settings = replace(SMALL, ranks=1, ranks_per_node=1, dispatcher="all_to_all", rounds=1)
-    found = run(settings, builder, Mesh.single("cpu"))
+    found = measured(settings, Mesh.single("cpu"))
     (entry,) = found["workloads"][0]["dispatchers"]
     assert entry["dropped"] == 64 * 3 // 16
 
 
 def test_the_burst_is_within_the_rounds() -> None:
     settings = replace(SMALL, ranks=1, ranks_per_node=1, dispatcher="all_to_all", workload="W7")
-    found = run(settings, build, Mesh.single("cpu"))
+    found = measured(settings, Mesh.single("cpu"))
     assert found["workloads"][0]["first_step"] == 28
 
 
@@ -192,7 +196,7 @@ def test_transformers_computes_the_same_layer() -> None:
     if (peer := peers.transformers_step(layer)) is None:
         pytest.skip("transformers 5 is not installed")
     settings = replace(SMALL, ranks=1, ranks_per_node=1)
-    found = run(replace(settings, mode="moe_fwd_bwd"), build, Mesh.single("cpu"))
+    found = measured(replace(settings, mode="moe_fwd_bwd"), Mesh.single("cpu"))
     assert found["single_process"]["ours_seconds"] > 0
     experts_TK = torch.rand(8, 16).argsort(1)[:, :3]
     work = SimpleNamespace(
@@ -229,7 +233,7 @@ def test_settings_that_do_not_fit_are_refused(change: dict[str, Any], message: s
 
 def test_all_means_every_one() -> None:
     settings = replace(SMALL, workload="all", dispatcher="all")
-    assert settings.dispatchers == dispatch.DISPATCHERS
+    assert settings.dispatchers == DISPATCHERS
     assert len(settings.workloads) == 9 and measure.FIRST_STEPS["W7"] + 10 > 35
 
 

@@ -1,7 +1,6 @@
 """`moemesh bench layer`: what it prints, and that its bounds do exactly the work they must do."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 from moemesh.bench import layer
 from moemesh.bench.bounds import BareGemms
 from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_rank
+from moemesh.bench.settings import BenchError, LayerSettings
 from moemesh.bench.shapes import SHAPES, LayerShape, exchange_bytes, expert_flops
 from moemesh.bench.workloads import BURST, rank_tokens, workload
+from moemesh.cli.bench_text import layer_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout, shard_range
-from moemesh.parallel.expert.build import make_dispatcher
 from tests.ranks import mesh_on_ranks
 
 SHAPE = SHAPES["tiny"]
@@ -22,8 +22,8 @@ FLOPS = 18 * 64 * 2 * 16 * 24  # 3 products, 3 times, 2 FLOPs; 64 tokens, top-2,
 
 
 def _measure_on_rank(mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    found = measure(SHAPE, dtype, mesh, 2, make_dispatcher)
-    layer_once = MeasuredLayer(SHAPE, dtype, mesh, make_dispatcher)
+    found = measure(SHAPE, dtype, mesh, 2)
+    layer_once = MeasuredLayer(SHAPE, dtype, mesh)
     before = _row_bytes(mesh)
     layer_once()
     return found, _row_bytes(mesh) - before
@@ -37,7 +37,7 @@ def _row_bytes(mesh: Mesh) -> int:
 
 def _rows_between(num_ranks: int) -> torch.Tensor:
     """[n, n]: (token, slot) pairs of rank i whose expert is on rank j, from the router alone."""
-    moe = MeasuredLayer(SHAPE, torch.float32, Mesh.single("cpu"), make_dispatcher).moe
+    moe = MeasuredLayer(SHAPE, torch.float32, Mesh.single("cpu")).moe
     per_rank = SHAPE.num_experts // num_ranks
     rows = []
     for rank in range(num_ranks):
@@ -48,7 +48,7 @@ def _rows_between(num_ranks: int) -> torch.Tensor:
 
 
 def test_one_process_does_the_flops_of_the_formula_and_sends_nothing() -> None:
-    found = measure(SHAPE, torch.float32, Mesh.single("cpu"), 2, make_dispatcher)
+    found = measure(SHAPE, torch.float32, Mesh.single("cpu"), 2)
     assert found["flops"] == [FLOPS] == [expert_flops(SHAPE.rows, SHAPE.hidden, SHAPE.width)]
     assert found["bytes_sent"] == [0] and found["rows"] == [128]
     assert set(found["seconds"]) == {"layer", "gemm"}
@@ -70,7 +70,7 @@ def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dt
 
 
 def _measure_load_on_rank(mesh: Mesh, load: str) -> dict[str, Any]:
-    return measure(SHAPE, torch.float32, mesh, 1, make_dispatcher, load)
+    return measure(SHAPE, torch.float32, mesh, 1, load)
 
 
 @pytest.mark.parametrize("load", ["W2", "W4"])
@@ -99,14 +99,9 @@ def test_bare_products_follow_uneven_counts() -> None:
     torch.testing.assert_close(gemms.into_RH[:3], gemms.h_RG[:3] @ gemms.gate_up_LGH[0])
 
 
-def test_command_starts_ranks_and_prints_one_object(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "layer.json"
-    arguments = {"shape": "tiny", "ranks": "1,2", "dtype": "float32", "rounds": 2, "json": True}
-    assert layer.command(**arguments, out=file, make_dispatcher=make_dispatcher) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads(file.read_text())
+def test_ranks_are_started_and_one_object_comes_back() -> None:
+    found = layer.run(LayerSettings(shape="tiny", ranks="1,2", rounds=2))
+    assert found is not None and found == json.loads(json.dumps(found))
     assert found["machine"]["threads_per_rank"] == 1
     assert found["machine"]["torch"] == torch.__version__
     assert isinstance(found["machine"]["keeps_freed_memory"], bool)
@@ -118,13 +113,13 @@ def test_command_starts_ranks_and_prints_one_object(
         assert result["ratio"]["quartile_1"] <= result["ratio"]["median"]
         assert set(result["cpu_seconds"]) == set(result["seconds"])
         assert next(iter(result["parts_seconds"])) == "route"
-    text = layer.plain_text(found)
+    text = layer_text(found)
     assert "keeps freed memory" in text and len(text.splitlines()) == 4
 
 
 def test_saved_bytes_are_the_tokens_h_and_what_the_router_keeps() -> None:
     shape = LayerShape(tokens=512, hidden=64, width=128, num_experts=4, top_k=2)
-    found = measure(shape, torch.float32, Mesh.single("cpu"), 1, make_dispatcher)
+    found = measure(shape, torch.float32, Mesh.single("cpu"), 1)
     large = 4 * (512 * 64 + 1024 * 2 * 128)
     assert large <= found["saved_bytes"][0] <= 1.05 * large
 
@@ -133,9 +128,15 @@ def test_saved_bytes_are_the_tokens_h_and_what_the_router_keeps() -> None:
     "wrong", [{"ranks": "1,x"}, {"ranks": "0"}, {"ranks": "3"}, {"workload": "W9"}]
 )
 def test_what_cannot_be_measured_is_said(wrong: dict[str, Any]) -> None:
-    arguments = {"shape": "tiny", "ranks": "1", "dtype": "float32", "rounds": 1, "json": False}
-    with pytest.raises(layer.BenchError, match=next(iter(wrong.values()))):
-        layer.command(**arguments | wrong, out=None, make_dispatcher=make_dispatcher)
+    with pytest.raises(BenchError, match=next(iter(wrong.values()))):
+        LayerSettings(**{"shape": "tiny", "ranks": "1"} | wrong)
+
+
+def test_an_unknown_load_is_told_what_each_load_is() -> None:
+    with pytest.raises(BenchError, match=r"no workload 'W9' here:\n  W0     all experts evenly"):
+        LayerSettings(workload="W9")
+    with pytest.raises(BenchError, match=r"no shape 'C': choose from A, B, tiny, all"):
+        LayerSettings(shape="C")
 
 
 def test_spread_is_median_and_quartiles() -> None:

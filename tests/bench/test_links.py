@@ -13,8 +13,10 @@ import pytest
 
 from moemesh.bench.device import side_loss
 from moemesh.bench.link_fit import LinkFit, fit, hops_and_volume
-from moemesh.bench.links import Settings, cluster_of, shapes, table
-from moemesh.bench.links_rank import OPERATIONS, Shape, measure_shape
+from moemesh.bench.links import cluster_of, shapes
+from moemesh.bench.links_rank import GroupShape, measure_shape
+from moemesh.bench.settings import OPERATIONS, LinksSettings
+from moemesh.cli.bench_text import links_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
@@ -80,18 +82,18 @@ def test_no_term_is_negative() -> None:
         ({"operations": "all_gather,broadcst"}, "no operation 'broadcst'"),
         ({"sizes": "4m,many"}, "'many' is no size"),
         ({"sizes": ","}, "at least one"),
-        ({"device": "tpu"}, "cpu or cuda"),
+        ({"device": "tpu"}, "choose from cpu, cuda"),
         ({"device": "cuda", "hosts": 2}, "on the CPU"),
     ],
 )
 def test_settings_that_do_not_fit(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as told:
-        Settings(**keys)
+        LinksSettings(**keys)
     assert words in str(told.value)
 
 
 def measured(mesh: Mesh, stride: int) -> tuple[list[dict[str, Any]], int]:
-    shape = Shape(ranks=2, members=2, stride=stride)
+    shape = GroupShape(ranks=2, members=2, stride=stride)
     return measure_shape(mesh, shape, OPERATIONS, (1000, 4096), 1), len(mesh.ledger)
 
 
@@ -107,7 +109,7 @@ def test_ranks_measure_every_operation_alike() -> None:
 
 def result() -> dict[str, Any]:
     """Two hosts of two ranks; links of 1 GB/s inside and 100 MB/s a rank between them."""
-    settings, links = Settings(hosts=2), []
+    settings, links = LinksSettings(hosts=2), []
     for shape in shapes(settings.ranks, settings.node):
         across = shape.members < shape.ranks
         beta = 1 / (100e6 * shape.members if across else 1e9)
@@ -140,7 +142,7 @@ def test_the_cluster_file_says_what_was_measured(tmp_path: Path) -> None:
     for curve, row in zip(cluster.links, found["links"], strict=True):
         assert curve.bytes == tuple(row["bytes"])
         assert curve.seconds == pytest.approx(row["seconds"], rel=1e-5)
-    text = table(found)
+    text = links_text(found)
     assert "with √S" in text and "hosts at 1gbit" in text and "4.0 MiB" in text
     assert LinkFit(**found["links"][0]["fit"]).error < 1e-6
 

@@ -3,12 +3,15 @@
 import pytest
 
 from moemesh.bench import replicas
+from moemesh.bench.settings import ReplicasSettings
+from moemesh.cli.bench_text import replicas_text
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from tests.ranks import mesh_on_ranks
 
-SETTINGS = replicas.Settings(
-    workloads=("W2",),
+SETTINGS = ReplicasSettings(
+    ranks="2",
+    workload="W2",
     layers=1,
     hidden=16,
     width=16,
@@ -28,7 +31,8 @@ def test_replicas_even_out_a_hot_rank() -> None:
     assert row["balance"]["with"] < 1.05
     assert 0 < row["planning_share"] < 1
     assert min(*row["seconds"].values(), *row["busiest_rank_cpu_seconds"].values()) > 0
-    assert replicas.table(found).count("\n") == 3
+    assert found["settings"]["workloads"] == ("W2",) and "ranks" not in found["settings"]
+    assert len(replicas_text([found]).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -43,4 +47,4 @@ def test_replicas_even_out_a_hot_rank() -> None:
 def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
     options = {"ranks": "2", "workload": "W2", "spare_slots": 2, "policy": "quota", "rounds": 3}
     with pytest.raises(UserError, match=says):
-        replicas.command(**options | wrong, as_json=False)  # type: ignore[arg-type]
+        ReplicasSettings(**options | wrong)  # type: ignore[arg-type]

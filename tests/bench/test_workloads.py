@@ -153,7 +153,7 @@ def test_ragged_sources() -> None:
 
 
 def test_numbers_that_cannot_be_are_named() -> None:
-    with pytest.raises(WorkloadError, match=r"W9.*W6p16"):
+    with pytest.raises(WorkloadError, match=r"(?s)W9.*W6p16"):
         workload("W9", seed=0, step=0, gids=range(1))
     with pytest.raises(WorkloadError, match=r"top-k \(9\).*experts \(8\)"):
         workload("W0", seed=0, step=0, gids=range(1), num_experts=8, experts_per_token=9)

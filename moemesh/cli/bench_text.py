@@ -1,0 +1,192 @@
+"""Results of benchmarks as text: a headline and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from moemesh.cli.table import table
+from moemesh.trace.memory import format_bytes
+
+
+def layer_text(found: dict[str, Any]) -> str:
+    """A row for each measurement. MB are 10^6 bytes of the worst rank."""
+    machine = found["machine"]
+    kept = "keeps freed memory" if machine["keeps_freed_memory"] else "default allocator"
+    head = (
+        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{machine['threads_per_rank']} thread(s) per rank, {kept}"
+    )
+    rows = []
+    for result in found["results"]:
+        seconds, ratio, parts = result["seconds"], result["ratio"], result["parts_seconds"]
+        peaks = [peak for peak in result["peak_bytes"] if peak is not None]
+        exchange = seconds.get("all_to_all")
+        rows.append(
+            (
+                result["shape"],
+                result["dtype"],
+                result["workload"] or "router",
+                str(result["ranks"]),
+                _ms(seconds["layer"]["median"]),
+                _ms(seconds["gemm"]["median"]),
+                _ms(exchange["median"]) if exchange else "-",
+                f"{ratio['median']:.3f}",
+                f"{ratio['quartile_1']:.3f} .. {ratio['quartile_3']:.3f}",
+                f"{result['cpu_ratio']['median']:.3f}",
+                f"{max(result['saved_bytes']) / 1e6:.1f}",
+                f"{max(peaks) / 1e6:.1f}" if peaks else "-",
+                " ".join(f"{name} {_ms(value)}" for name, value in parts.items()),
+            )
+        )
+    header = ("shape", "dtype", "load", "ranks", "layer ms", "GEMM ms", "all-to-all ms", "x bound")
+    header += ("quartiles", "x bound, CPU", "saved MB", "peak MB", "slowest parts ms")
+    return f"{head}\n{table(header, rows, left=3)}"
+
+
+def dispatch_text(found: dict[str, Any]) -> str:
+    """A block a workload, a row a contender."""
+    settings = found["settings"]
+    blocks = [
+        f"{settings['mode']}, {settings['ranks']} ranks"
+        + (f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else "")
+        + f", {settings['tokens']} tokens, hidden {settings['hidden']}, top-{settings['top_k']} of "
+        f"{settings['experts']} experts, {settings['dtype']}, payload {settings['payload']}"
+    ]
+    header = ("", "p50 ms", "p95", "max", "x bare", "exposed ms", "hidden %")
+    header += ("sent", "across", "link", "peak", "dropped")
+    for result in found["workloads"]:
+        named = [(name.replace("_", " "), entry) for name, entry in result["bounds"].items()]
+        for entry in result["dispatchers"]:
+            chunks = f", {entry['chunks']} chunks" if entry["chunks"] > 1 else ""
+            chosen = f" = {entry['chosen']}" if entry["chosen"] != entry["dispatcher"] else ""
+            named.append((entry["dispatcher"] + chosen + chunks, entry))
+        rows = [_contender_row(name, entry) for name, entry in named]
+        blocks.append(f"{result['workload']}\n{table(header, rows)}")
+    if peer := found["single_process"]:
+        blocks.append(
+            f"one process, forward and backward: ours {_ms(peer['ours_seconds'])} ms, "
+            f"transformers {peer['version']} {_ms(peer['transformers_seconds'])} ms"
+        )
+    return "\n\n".join(blocks)
+
+
+def _contender_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    ratio, hidden = entry.get("ratio_to_bare_all_to_all"), entry.get("hidden_share")
+    exposed = entry.get("exposed_seconds")
+    sizes = (entry.get(f"{key}_bytes") for key in ("sent", "across", "link", "peak"))
+    return (
+        name,
+        *(_ms(entry["seconds"][key]) for key in ("p50", "p95", "max")),
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if exposed is None else _ms(exposed),
+        "" if hidden is None else f"{hidden * 100:.0f}",
+        *("" if size is None else format_bytes(size) for size in sizes),
+        str(entry.get("dropped", "")),
+    )
+
+
+def links_text(found: dict[str, Any]) -> str:
+    """A row for each operation and shape of group: times by size, and the fits."""
+    settings, device = found["settings"], found["device"]
+    sizes = sorted({size for row in found["links"] for size in row["bytes"]})
+    header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
+    rows = []
+    for row in found["links"]:
+        fit = row["fit"]
+        times = dict(zip(row["bytes"], row["seconds"], strict=True))
+        rows.append(
+            (
+                row["operation"],
+                str(row["ranks"]),
+                str(row["members_per_node"]),
+                *(f"{times[size] * 1e3:.3f}" if size in times else "" for size in sizes),
+                f"{fit['alpha'] * 1e6:.1f}",
+                f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-",
+                f"{fit['error']:.1%}",
+                f"{fit['root_error']:.1%}",
+            )
+        )
+    rates = ", ".join(f"{name} {peak / 1e9:.1f}" for name, peak in device["peak_flops"].items())
+    where = f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else ""
+    return (
+        f"{settings['ranks']} ranks{where}: milliseconds, medians of the slowest rank\n"
+        f"{table((*header, 'α µs', '1/β MB/s', 'error', 'with √S'), rows)}\n"
+        f"a device: GFLOP/s {rates}; {device['memory_bandwidth'] / 1e9:.1f} GB/s of memory"
+    )
+
+
+def pipeline_text(found: dict[str, Any]) -> str:
+    """The executor's time, and with stages that sleep the makespan beside the simulated one."""
+    overhead = found["overhead_seconds_per_action"] * 1e6
+    lines = [
+        f"{found['schedule']}, {found['ranks']} ranks, {found['microbatches']} microbatches, "
+        f"{found['actions_per_rank']} actions on a rank, median of {found['rounds']} steps",
+        f"executor, messages included   {overhead:8.1f} microseconds an action",
+    ]
+    if "seconds" in found:
+        lines.append(
+            f"sleeping stages               {found['seconds']:8.3f} s, simulated "
+            f"{found['simulated_seconds']:.3f} s, ratio {found['measured_over_simulated']:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def balancers_text(found: dict[str, Any]) -> str:
+    """The tables of static placement, exact loads and drift."""
+    lines = ["static placement: gap to the bound in %, time in us a layer"]
+    for policy in ("hierarchical", "global"):
+        rows = [row for row in found["static"] if row["policy"] == policy]
+        lines += ["", policy, _columns(rows, [name for name in rows[0] if name != "policy"])]
+        ratio, fast = (
+            statistics.median(row["published_us"] / row[name] for row in rows)
+            for name in ("quality_us", "fast_us")
+        )
+        lines.append(f"published in torch / ours, median: {ratio:.0f} (quality), {fast:.0f} (fast)")
+    for title, key in (
+        ("exact loads: imbalance in %", "exact"),
+        ("8 steps of 10 % drift, tolerance 5 %: moved replicas", "drift"),
+    ):
+        lines += ["", title, _columns(found[key], list(found[key][0]))]
+    shown = ", ".join(f"{name} {100 * value:.2f}" for name, value in found["next_step"].items())
+    return "\n".join([*lines, "", f"gap in %, as planned and after 10 % drift: {shown}"])
+
+
+#: Columns that are shares; all are shown in percent.
+_SHARES = ("gap", "nothing", "permuted", "shadowed", "quotas", "stays_on_rank")
+
+
+def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    def shown(name: str, value: Any) -> str:
+        if isinstance(value, float):
+            return f"{100 * value:.2f}" if name.endswith(_SHARES) else f"{value:.1f}"
+        return str(value)
+
+    return table(names, ([shown(name, row[name]) for name in names] for row in rows))
+
+
+def replicas_text(found: Sequence[dict[str, Any]]) -> str:
+    """A row for each number of ranks and load."""
+    header = ("load", "ranks", "balance without", "with", "step ms without", "with", "ratio")
+    header += ("busiest CPU ms without", "with", "ratio", "planning")
+    rows = [
+        (
+            row["workload"],
+            str(result["ranks"]),
+            f"{row['balance']['without']:.2f}",
+            f"{row['balance']['with']:.3f}",
+            *(_ms(row["seconds"][key]) for key in ("without", "with")),
+            f"{row['ratio']:.2f}",
+            *(_ms(row["busiest_rank_cpu_seconds"][key]) for key in ("without", "with")),
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['planning_share']:.2%}",
+        )
+        for result in found
+        for row in result["workloads"]
+    ]
+    return table(header, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
