@@ -128,22 +128,6 @@ def bench_pipeline(
     _print(pipeline.run(settings, found), pipeline_text, as_json, out)
 
 
-@bench_app.command("partition", short_help="Divisions into stages.")
-def bench_partition(
-    case: Annotated[str, typer.Option(help="Name of a case, or all.")] = "all",
-    evaluations: Annotated[int, typer.Option(min=1, help="Divisions a baseline tries.")] = 25_600,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """Compare learned and random division into stages with the exact one."""
-    from moemesh.bench import partition
-    from moemesh.planner.stages.partition_cases import compare
-
-    raise typer.Exit(
-        partition.command(compare, case=case, evaluations=evaluations, seeds=seeds, json=as_json)
-    )
-
-
 @bench_app.command("balance", short_help="Balancers of experts, side by side.")
 @options_from(BalancersSettings)
 def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:

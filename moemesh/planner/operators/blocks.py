@@ -1,22 +1,23 @@
-"""Operator graphs of model parts: dense and MoE layers, embedding, head, a convolutional network.
+"""Operator graphs of transformers: embedding, one layer of each kind, head.
 
-One graph a *block type*; layers of a type are the same object, which `elimination.solve_chain`
-solves once. Nothing here knows a parallel strategy: dims, sizes and who reads what are all there
-is, and the usual strategies are what comes out. Megatron's column and row split with sequence
-parallelism, GShard's expert parallelism (arXiv:2006.16668) and "one weird trick" (A. Krizhevsky,
-arXiv:1404.5997: convolutions by batch, dense layers by channels) are tests, not rules.
+Nothing here knows a parallel strategy. An operator names its dims, sizes and inputs, and the usual
+strategies are the result: tests find Megatron's column and row split with sequence parallelism and
+GShard's expert parallelism (arXiv:2006.16668) in the solutions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moemesh.planner.flops import attended_tokens
-from moemesh.planner.operators.graph import Block
+from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.graph_builder import GraphBuilder
 from moemesh.planner.operators.resharding import LayoutError
 from moemesh.planner.operators.strategies import CostModel, OperatorSpec
 from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
+
+#: Groups of the operator graph besides the kinds of layers (`group_of`).
+EMBEDDING, STREAM, HEAD = "embedding", "stream", "head"
 
 _TOKENS = ("batch", "sequence")
 _STREAM = (*_TOKENS, "hidden")
@@ -25,9 +26,15 @@ _GATES = (*_TOKENS, "gates")
 _ROWS = ("experts", "batch sequence", "hidden")
 
 
+def group_of(kind: LayerKind) -> str:
+    """The group of operators of a kind of layer."""
+    name = "MoE layer" if kind.moe else "dense layer"
+    return f"{name}, window {kind.window}" if kind.window else name
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerBlocks:
-    """Builder of the block types of one model for one microbatch.
+    """Builder of the operator graph of one model for one microbatch.
 
     `batch` sequences of `sequence` tokens are those of all ranks of the mesh together.
     """
@@ -70,12 +77,25 @@ class TransformerBlocks:
             "vocabulary": shape.vocab_size,
         }
 
-    def layer(self, kind: LayerKind) -> Block:
-        """One transformer layer between two ports of the residual stream."""
+    def graph(self) -> OperatorGraph:
+        """Embedding, one layer of each kind, and the head, around one residual stream.
+
+        Every kind of layer stands for as many as the model has, and all boundaries between layers
+        have one layout: equal layers take equal strategies.
+        """
         builder = GraphBuilder(self.costs)
-        entry = self._port(builder, "entry")
-        attention = self._attention(builder, entry, kind.window)
-        first = builder.add(self._sum("add attention", 2), entry, attention)
+        builder.group(STREAM)
+        stream = builder.port(STREAM, 3, self._token_cuts, self.stream_bytes)
+        self._embedding(builder, stream)
+        for kind, count in self.shape.kind_counts.items():
+            builder.group(group_of(kind), count)
+            self._layer(builder, kind, stream)
+        self._head(builder, stream)
+        return builder.graph()
+
+    def _layer(self, builder: GraphBuilder, kind: LayerKind, stream: int) -> None:
+        attention = self._attention(builder, stream, kind.window)
+        first = builder.add(self._sum("add attention", 2), stream, attention)
         normed = builder.add(self._norm("mlp norm"), first)
         if kind.moe:
             parts = [self._experts(builder, normed)]
@@ -83,13 +103,12 @@ class TransformerBlocks:
                 parts.append(self._mlp(builder, "shared ", "shared_width", normed))
         else:
             parts = [self._mlp(builder, "", "width", normed)]
-        second = builder.add(self._sum("add mlp", 1 + len(parts)), first, *parts)
-        return builder.block(entry, self._port(builder, "exit", second))
+        last = replace(self._sum("add mlp", 1 + len(parts)), recomputable=False)
+        builder.link(builder.add(last, first, *parts), stream)
 
-    def embedding(self) -> Block:
-        """Token ids to the residual stream."""
-        builder = GraphBuilder(self.costs)
-        entry = builder.data("tokens", 2, self._token_cuts, 8.0 * self.tokens)
+    def _embedding(self, builder: GraphBuilder, stream: int) -> None:
+        builder.group(EMBEDDING)
+        tokens = builder.data("tokens", 2, self._token_cuts, 8.0 * self.tokens)
         spec = OperatorSpec(
             name="embedding",
             sizes=self.sizes,
@@ -100,14 +119,14 @@ class TransformerBlocks:
             weight_elements=float(self.shape.vocab_size * self.shape.hidden_size),
             moved_bytes=2 * self.stream_bytes,
             output_bytes=self.stream_bytes,
+            kept_bytes=self.stream_bytes,
+            recomputable=False,
         )
-        return builder.block(entry, self._port(builder, "exit", builder.add(spec, entry)))
+        builder.link(builder.add(spec, tokens), stream)
 
-    def head(self) -> Block:
-        """The residual stream to the loss."""
-        builder = GraphBuilder(self.costs)
-        entry = self._port(builder, "entry")
-        normed = builder.add(self._norm("final norm"), entry)
+    def _head(self, builder: GraphBuilder, stream: int) -> None:
+        builder.group(HEAD)
+        normed = builder.add(self._norm("final norm"), stream)
         elements = 0 if self.shape.tied_embeddings else None
         product = self._product("logits", "hidden", "vocabulary", elements=elements)
         logits = builder.add(product, normed)
@@ -122,14 +141,7 @@ class TransformerBlocks:
             output_bytes=4.0 * self.tokens,
             kept_bytes=logit_bytes,
         )
-        loss = builder.add(spec, logits)
-        exit = builder.port("exit", 2, self._token_cuts, 4.0 * self.tokens, loss)
-        return builder.block(entry, exit)
-
-    def model(self) -> tuple[Block, ...]:
-        """Embedding, all layers (one object a kind), head: for `elimination.solve_chain`."""
-        kinds = {kind: self.layer(kind) for kind in self.shape.kind_counts}
-        return (self.embedding(), *(kinds[kind] for kind in self.shape.kinds), self.head())
+        builder.add(spec, logits)
 
     @property
     def _token_cuts(self) -> dict[int, int]:
@@ -147,9 +159,6 @@ class TransformerBlocks:
             "qkv": shape.query_width + shape.kv_width + heads * shape.value_head_dim,
             "heads": shape.output_width,
         }
-
-    def _port(self, builder: GraphBuilder, name: str, *inputs: str) -> str:
-        return builder.port(name, 3, self._token_cuts, self.stream_bytes, *inputs)
 
     def _norm(self, name: str) -> OperatorSpec:
         scale = NORM_WEIGHTS[self.shape.norm] * self.shape.hidden_size
@@ -226,7 +235,7 @@ class TransformerBlocks:
         """Matrices in front of the activation: gate and up, or one."""
         return 2 if self.shape.gated else 1
 
-    def _attention(self, builder: GraphBuilder, entry: str, window: int) -> str:
+    def _attention(self, builder: GraphBuilder, entry: int, window: int) -> int:
         """Norm, projections (over a latent for MLA), core, output projection."""
         shape, width = self.shape, self._widths["qkv"]
         source, inner, elements = builder.add(self._norm("attention norm"), entry), "hidden", None
@@ -264,7 +273,7 @@ class TransformerBlocks:
         )
         return builder.add(self._product("output", "heads", "hidden"), builder.add(core, qkv))
 
-    def _mlp(self, builder: GraphBuilder, prefix: str, dim: str, source: str) -> str:
+    def _mlp(self, builder: GraphBuilder, prefix: str, dim: str, source: int) -> int:
         width = self.sizes[dim]
         up = self._product(f"{prefix}up", "hidden", dim, outer_width=self._ups * width, kept=True)
         inner_bytes = float(self.tokens * width * self.element_bytes)
@@ -272,7 +281,7 @@ class TransformerBlocks:
         down = self._product(f"{prefix}down", dim, "hidden")
         return builder.add(down, builder.add(act, builder.add(up, source)))
 
-    def _experts(self, builder: GraphBuilder, normed: str) -> str:
+    def _experts(self, builder: GraphBuilder, normed: int) -> int:
         """Router, dispatch, experts, combine."""
         shape = self.shape
         rows = float(self.tokens * shape.experts_per_token)

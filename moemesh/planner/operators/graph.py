@@ -1,33 +1,30 @@
-"""Operator graphs: nodes with strategies, edges that cost a change of layout.
+"""Operator graphs: operators with strategies, edges that cost a change of layout.
 
-A node is an operator with the strategies in which it can be carried out: the layouts it wants of
-its inputs and leaves its output in, its time (internal collectives included), the bytes of state it
-keeps and the bytes it saves for the backward pass. An edge holds, for every pair of strategies of
-its two ends, the time of changing the layout between them. Choosing one strategy a node so that
+A strategy says in which layouts an operator reads its inputs and leaves its output, its time
+(internal collectives included), its state bytes and the bytes it saves for the backward pass. An
+edge holds the time of the layout change for every pair of strategies of its two ends. Choosing one
+strategy per operator so that the sum of node seconds and edge seconds is least is the
+intra-operator problem of Alpa (L. Zheng et al., OSDI 2022, arXiv:2201.12023, section 4).
 
-    sum of node seconds + sum of edge seconds
-
-is least is the intra-operator problem of Alpa (L. Zheng et al., OSDI 2022, arXiv:2201.12023,
-section 4). Graphs may branch, join and contain cycles. `elimination` solves them, `pareto` under a
-memory cap, `operator_program` checks both.
+Operators belong to groups (a kind of layer, the embedding), and a group may stand for several equal
+copies: its costs count that often, so a model of 60 layers of two kinds is a graph of two layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from moemesh.config.errors import UserError
 
 FloatArray = NDArray[np.float64]
 #: Any hashable value; `resharding` uses one placement per mesh axis.
 Layout = Hashable
-#: (tensor, layout it is in, layout it is wanted in) -> seconds, forward and backward.
-ReshardSeconds = Callable[[str, Layout, Layout], float]
 
 
 class OperatorError(UserError):
@@ -52,42 +49,39 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A node: a name for messages and its strategies, at least one."""
+    """A node: its name, its strategies (at least one), the group that it belongs to, and the bytes
+    of its output over all devices."""
 
     name: str
     strategies: tuple[Strategy, ...]
+    group: str = ""
+    output_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edge:
-    """Two operators (by position) and seconds[i, j] when they take strategies i and j."""
+    """Two operators (by position) and seconds[i, j] when they take strategies i and j.
+
+    The source's output is input number `input_index` of the target.
+    """
 
     source: int
     target: int
     seconds: FloatArray
+    input_index: int = 0
+    group: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """Output of operator `source` is input number `input_index` of operator `target`."""
+class Cost(NamedTuple):
+    """Seconds and bytes of a choice of strategies; saved bytes are those of one microbatch."""
 
-    source: int
-    target: int
-    input_index: int
-    tensor: str
+    seconds: float = 0.0
+    state_bytes: float = 0.0
+    saved_bytes: float = 0.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """One strategy a node (by position in the node's list), and what they cost together.
-
-    `saved_bytes` are those of one microbatch.
-    """
-
-    choices: tuple[int, ...]
-    seconds: float
-    state_bytes: float
-    saved_bytes: float
+    def plus(self, other: Cost, count: int = 1) -> Cost:
+        """This cost and `count` times another."""
+        return Cost(*(mine + count * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def memory_bytes(self, in_flight: float = 1.0) -> float:
         """State and the saved bytes of the microbatches in flight."""
@@ -96,10 +90,14 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OperatorGraph:
-    """Operators and edges. Raises OperatorError on shapes that disagree and on NaN."""
+    """Operators, edges, and how many equal copies of each group there are (default: one).
+
+    Raises OperatorError on shapes that disagree and on NaN.
+    """
 
     operators: tuple[Operator, ...]
     edges: tuple[Edge, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         for operator in self.operators:
@@ -110,62 +108,55 @@ class OperatorGraph:
         for edge in self.edges:
             self._check_edge(edge)
 
-    @property
-    def num_operators(self) -> int:
-        return len(self.operators)
+    def count(self, group: str) -> int:
+        """How many equal copies of a group there are."""
+        return self.counts.get(group, 1)
 
     @cached_property
     def num_strategies(self) -> tuple[int, ...]:
         """Number of strategies of each operator."""
         return tuple(len(operator.strategies) for operator in self.operators)
 
-    @cached_property
-    def node_seconds(self) -> tuple[FloatArray, ...]:
-        """Seconds of each operator's strategies."""
-        return self._column("seconds")
+    def node_costs(self, byte_price: float, in_flight: float) -> list[FloatArray]:
+        """Seconds of each operator's strategies, plus `byte_price` seconds for each byte."""
+        return [
+            np.array([
+                strategy.seconds
+                + byte_price * (strategy.state_bytes + in_flight * strategy.saved_bytes)
+                for strategy in operator.strategies
+            ])
+            for operator in self.operators
+        ]  # fmt: skip
 
-    @cached_property
-    def node_state_bytes(self) -> tuple[FloatArray, ...]:
-        """State bytes of each operator's strategies."""
-        return self._column("state_bytes")
+    def edge_seconds(self, edge: Edge, choices: Sequence[int]) -> float:
+        """Seconds of one edge under `choices`."""
+        return float(edge.seconds[choices[edge.source], choices[edge.target]])
 
-    @cached_property
-    def node_saved_bytes(self) -> tuple[FloatArray, ...]:
-        """Saved bytes (one microbatch) of each operator's strategies."""
-        return self._column("saved_bytes")
-
-    def priced(self, state_price: float, saved_price: float) -> tuple[FloatArray, ...]:
-        """Node costs with a price in seconds per byte of state and of saved activations."""
-        return tuple(
-            seconds + state_price * state + saved_price * saved
-            for seconds, state, saved in zip(
-                self.node_seconds, self.node_state_bytes, self.node_saved_bytes, strict=True
-            )
-        )
-
-    def assignment(self, choices: Sequence[int]) -> Assignment:
-        """What `choices` cost, added up term by term."""
-        if len(choices) != self.num_operators:
-            raise OperatorError(f"{len(choices)} choices for {self.num_operators} operators")
+    def group_costs(self, choices: Sequence[int]) -> dict[str, Cost]:
+        """What one copy of each group costs under one strategy per operator, by position."""
+        if len(choices) != len(self.operators):
+            raise OperatorError(f"{len(choices)} choices for {len(self.operators)} operators")
+        costs: dict[str, Cost] = {}
         for operator, choice in zip(self.operators, choices, strict=True):
             if not 0 <= choice < len(operator.strategies):
                 raise OperatorError(
                     f"operator {operator.name!r} has strategies 0 to "
                     f"{len(operator.strategies) - 1}, not {choice}"
                 )
-        chosen = [
-            operator.strategies[choice]
-            for operator, choice in zip(self.operators, choices, strict=True)
-        ]
-        edge_seconds = sum(
-            float(edge.seconds[choices[edge.source], choices[edge.target]]) for edge in self.edges
-        )
-        return Assignment(
-            choices=tuple(int(choice) for choice in choices),
-            seconds=sum(strategy.seconds for strategy in chosen) + edge_seconds,
-            state_bytes=sum(strategy.state_bytes for strategy in chosen),
-            saved_bytes=sum(strategy.saved_bytes for strategy in chosen),
-        )
+            found = operator.strategies[choice]
+            cost = Cost(found.seconds, found.state_bytes, found.saved_bytes)
+            costs[operator.group] = costs.get(operator.group, Cost()).plus(cost)
+        for edge in self.edges:
+            cost = Cost(self.edge_seconds(edge, choices))
+            costs[edge.group] = costs.get(edge.group, Cost()).plus(cost)
+        return costs
+
+    def cost(self, choices: Sequence[int]) -> Cost:
+        """What all copies of all groups cost together."""
+        total = Cost()
+        for group, cost in self.group_costs(choices).items():
+            total = total.plus(cost, self.count(group))
+        return total
 
     def names(self, choices: Sequence[int]) -> dict[str, str]:
         """Operator name -> name of the chosen strategy."""
@@ -174,14 +165,8 @@ class OperatorGraph:
             for operator, choice in zip(self.operators, choices, strict=True)
         }
 
-    def _column(self, field: str) -> tuple[FloatArray, ...]:
-        return tuple(
-            np.array([getattr(strategy, field) for strategy in operator.strategies], dtype=float)
-            for operator in self.operators
-        )
-
     def _check_edge(self, edge: Edge) -> None:
-        last = self.num_operators - 1
+        last = len(self.operators) - 1
         for end in (edge.source, edge.target):
             if not 0 <= end <= last:
                 raise OperatorError(f"an edge names operator {end}; there are 0 to {last}")
@@ -190,10 +175,7 @@ class OperatorGraph:
                 f"an edge joins operator {edge.source} to itself: add its diagonal to the "
                 "operator's seconds"
             )
-        expected = (
-            len(self.operators[edge.source].strategies),
-            len(self.operators[edge.target].strategies),
-        )
+        expected = (self.num_strategies[edge.source], self.num_strategies[edge.target])
         if edge.seconds.shape != expected:
             raise OperatorError(
                 f"edge {edge.source} -> {edge.target} has costs of shape {edge.seconds.shape}; "
@@ -203,154 +185,27 @@ class OperatorGraph:
             raise OperatorError(f"edge {edge.source} -> {edge.target} has a cost of NaN or -inf")
 
 
-def connect(
-    operators: Sequence[Operator], links: Sequence[Link], reshard_seconds: ReshardSeconds
-) -> OperatorGraph:
-    """The graph in which every link costs what `reshard_seconds` says."""
-    edges: list[Edge] = []
-    for link in links:
-        sources = [strategy.output for strategy in operators[link.source].strategies]
-        targets: list[Layout] = []
-        for strategy in operators[link.target].strategies:
-            if link.input_index >= len(strategy.inputs):
-                raise OperatorError(
-                    f"strategy {strategy.name!r} of {operators[link.target].name!r} has "
-                    f"{len(strategy.inputs)} inputs; a link asks for number {link.input_index}"
-                )
-            targets.append(strategy.inputs[link.input_index])
-        # Many strategies share a layout: every pair of layouts is priced once.
-        price = {
-            (source, target): reshard_seconds(link.tensor, source, target)
-            for source in set(sources)
-            for target in set(targets)
-        }
-        seconds = np.array([[price[source, target] for target in targets] for source in sources])
-        edges.append(Edge(source=link.source, target=link.target, seconds=seconds))
-    return OperatorGraph(operators=tuple(operators), edges=tuple(edges))
-
-
-def graph_from_costs(
-    node_seconds: Sequence[ArrayLike],
-    edge_seconds: Mapping[tuple[int, int], ArrayLike],
-    *,
-    state_bytes: Sequence[ArrayLike] | None = None,
-    saved_bytes: Sequence[ArrayLike] | None = None,
-) -> OperatorGraph:
-    """A graph from plain numbers: node_seconds[i][s] and edge_seconds[i, j][s, t]."""
-    seconds = [_vector(values, "node_seconds", index) for index, values in enumerate(node_seconds)]
-    states = _columns(state_bytes, "state_bytes", seconds)
-    saved = _columns(saved_bytes, "saved_bytes", seconds)
-    operators = tuple(
-        Operator(
-            name=f"operator {index}",
-            strategies=tuple(
-                Strategy(
-                    name=str(choice),
-                    seconds=float(row[choice]),
-                    state_bytes=float(states[index][choice]),
-                    saved_bytes=float(saved[index][choice]),
-                )
-                for choice in range(len(row))
-            ),
-        )
-        for index, row in enumerate(seconds)
-    )
-    edges = tuple(
-        Edge(source=source, target=target, seconds=np.asarray(costs, dtype=float))
-        for (source, target), costs in edge_seconds.items()
-    )
-    return OperatorGraph(operators=operators, edges=edges)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """A graph with two ports, so that blocks can be put in a row.
-
-    In a row, the exit of one block *is* the entry of the next: both need the same number of
-    strategies, in the same order. The entry's own cost counts only in the first block of a row.
-    """
-
-    graph: OperatorGraph
-    entry: int
-    exit: int
-
-    def __post_init__(self) -> None:
-        last = self.graph.num_operators - 1
-        for port in (self.entry, self.exit):
-            if not 0 <= port <= last:
-                raise OperatorError(f"a port names operator {port}; there are 0 to {last}")
-        if self.entry == self.exit:
-            raise OperatorError(f"entry and exit of a block are both operator {self.entry}")
-
-
-def join(blocks: Sequence[Block]) -> OperatorGraph:
-    """One graph of blocks in a row.
-
-    Operators come block by block in their own order; the entry of each block after the first is
-    left out (it is the exit of the block before).
-    """
-    operators: list[Operator] = []
-    edges: list[Edge] = []
-    port = -1
-    for index, block in enumerate(blocks):
-        graph = block.graph
-        places: list[int] = []
-        for position, operator in enumerate(graph.operators):
-            if index and position == block.entry:
-                check_ports(operators[port], operator, index)
-                places.append(port)
-            else:
-                places.append(len(operators))
-                operators.append(operator)
-        edges += [
-            Edge(source=places[edge.source], target=places[edge.target], seconds=edge.seconds)
-            for edge in graph.edges
-        ]
-        port = places[block.exit]
-    return OperatorGraph(operators=tuple(operators), edges=tuple(edges))
-
-
-def check_ports(before: Operator, entry: Operator, index: int) -> None:
-    """Raise OperatorError unless `before` can stand for the `entry` of block `index`."""
-    if len(before.strategies) != len(entry.strategies):
-        raise OperatorError(
-            f"block {index} is entered with {len(entry.strategies)} layouts, but the block before "
-            f"leaves {len(before.strategies)}: give both the same"
-        )
-    for ours, theirs in zip(before.strategies, entry.strategies, strict=True):
-        if ours.output != theirs.output:
+def edge_table(
+    source: Operator, target: Operator, input_index: int, price: Callable[[Layout, Layout], float]
+) -> FloatArray:
+    """Seconds [source strategy, target strategy]; every pair of layouts is priced once."""
+    for strategy in target.strategies:
+        if input_index >= len(strategy.inputs):
             raise OperatorError(
-                f"block {index} is entered in layout {theirs.output!r}, but the block before "
-                f"leaves {ours.output!r} in that place: give both the same order"
+                f"strategy {strategy.name!r} of {target.name!r} has {len(strategy.inputs)} inputs; "
+                f"a link asks for number {input_index}"
             )
+    left = [strategy.output for strategy in source.strategies]
+    wanted = [strategy.inputs[input_index] for strategy in target.strategies]
+    prices = {(a, b): price(a, b) for a in set(left) for b in set(wanted)}
+    return np.array([[prices[a, b] for b in wanted] for a in left])
 
 
 def _check_strategy(operator: str, strategy: Strategy) -> None:
     where = f"strategy {strategy.name!r} of operator {operator!r}"
     if np.isnan(strategy.seconds) or strategy.seconds == -np.inf:
         raise OperatorError(f"{where} takes {strategy.seconds} seconds")
-    for field in ("state_bytes", "saved_bytes"):
-        value: float = getattr(strategy, field)
+    for name in ("state_bytes", "saved_bytes"):
+        value: float = getattr(strategy, name)
         if not 0 <= value < np.inf:
-            raise OperatorError(f"{where} has {field} = {value}; bytes are finite and at least 0")
-
-
-def _vector(values: ArrayLike, name: str, index: int) -> FloatArray:
-    array = np.asarray(values, dtype=float)
-    if array.ndim != 1:
-        raise OperatorError(f"{name}[{index}] has {array.ndim} dims; it is a list of numbers")
-    return array
-
-
-def _columns(
-    given: Sequence[ArrayLike] | None, name: str, seconds: Sequence[FloatArray]
-) -> list[FloatArray]:
-    if given is None:
-        return [np.zeros(len(row)) for row in seconds]
-    columns = [_vector(values, name, index) for index, values in enumerate(given)]
-    if [len(row) for row in columns] != [len(row) for row in seconds]:
-        raise OperatorError(
-            f"{name} has lengths {[len(row) for row in columns]}, node_seconds has "
-            f"{[len(row) for row in seconds]}: one number a strategy"
-        )
-    return columns
+            raise OperatorError(f"{where} has {name} = {value}; bytes are finite and at least 0")

@@ -2,69 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
-from moemesh.planner.operators.graph import Block, Link, Operator, OperatorGraph, connect
+from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, edge_table
 from moemesh.planner.operators.resharding import LayoutError, MeshLayout, reshard_seconds
 from moemesh.planner.operators.strategies import CostModel, OperatorSpec, operator_of, port
 
 
 class GraphBuilder:
-    """Collects operators and who reads whose output."""
+    """Collects operators and who reads whose output; operators are known by their position."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._operators: list[Operator] = []
-        self._links: list[Link] = []
-        self._position: dict[str, int] = {}
-        self._bytes: dict[str, float] = {}
-        self._constant: set[str] = set()
+        self._edges: list[Edge] = []
+        self._constant: set[int] = set()
+        self._counts: dict[str, int] = {}
+        self._group = ""
 
-    def port(
-        self, name: str, rank: int, sizes: dict[int, int], num_bytes: float, *inputs: str
-    ) -> str:
-        """A tensor in any layout, at no cost; returns its name."""
-        return self._place(port(name, rank, sizes, self.costs), num_bytes, inputs)
+    def group(self, name: str, count: int = 1) -> None:
+        """What is added from now on belongs to this group, of which there are `count` copies."""
+        self._group = name
+        self._counts[name] = count
 
-    def data(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> str:
-        """A port for what has no gradient: token ids, images."""
-        self._constant.add(name)
-        return self.port(name, rank, sizes, num_bytes)
+    def port(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
+        """A tensor in any layout, at no cost."""
+        return self._place(port(name, rank, sizes, self.costs, num_bytes, self._group))
 
-    def add(self, spec: OperatorSpec, *inputs: str) -> str:
-        """An operator that reads the outputs of `inputs`, in order; returns its name."""
+    def data(self, name: str, rank: int, sizes: dict[int, int], num_bytes: float) -> int:
+        """A port for a tensor without a gradient: token ids, images."""
+        position = self.port(name, rank, sizes, num_bytes)
+        self._constant.add(position)
+        return position
+
+    def add(self, spec: OperatorSpec, *inputs: int) -> int:
+        """An operator that reads the outputs of `inputs`, in order."""
         if len(inputs) != len(spec.inputs):
             raise LayoutError(
                 f"operator {spec.name!r} has {len(spec.inputs)} inputs, {len(inputs)} are given"
             )
-        return self._place(operator_of(spec, self.costs), spec.output_bytes, inputs)
+        target = self._place(operator_of(spec, self.costs, self._group))
+        for index, source in enumerate(inputs):
+            self.link(source, target, index)
+        return target
+
+    def link(self, source: int, target: int, input_index: int = 0) -> None:
+        """`target` reads the output of `source`; the change of layout belongs to this group."""
+
+        def price(left: object, wanted: object) -> float:
+            return reshard_seconds(
+                self._operators[source].output_bytes,
+                cast("MeshLayout", left),
+                cast("MeshLayout", wanted),
+                self.costs.axes,
+                backward=source not in self._constant,
+            )
+
+        ends = self._operators[source], self._operators[target]
+        seconds = edge_table(*ends, input_index, price)
+        self._edges.append(
+            Edge(
+                source=source,
+                target=target,
+                seconds=seconds,
+                input_index=input_index,
+                group=self._group,
+            )
+        )
 
     def graph(self) -> OperatorGraph:
-        """The graph, every link priced by `resharding`."""
-        return connect(self._operators, self._links, self._reshard)
-
-    def block(self, entry: str, exit: str) -> Block:
-        """The graph between two ports."""
-        return Block(graph=self.graph(), entry=self._position[entry], exit=self._position[exit])
-
-    def _place(self, operator: Operator, num_bytes: float, inputs: Sequence[str]) -> str:
-        if operator.name in self._position:
-            raise LayoutError(f"two operators are called {operator.name!r}")
-        target = len(self._operators)
-        self._position[operator.name] = target
-        self._bytes[operator.name] = num_bytes
-        self._operators.append(operator)
-        for index, name in enumerate(inputs):
-            source = self._position[name]
-            self._links.append(Link(source=source, target=target, input_index=index, tensor=name))
-        return operator.name
-
-    def _reshard(self, tensor: str, source: object, target: object) -> float:
-        return reshard_seconds(
-            self._bytes[tensor],
-            cast("MeshLayout", source),
-            cast("MeshLayout", target),
-            self.costs.axes,
-            backward=tensor not in self._constant,
+        """All that was added."""
+        return OperatorGraph(
+            operators=tuple(self._operators), edges=tuple(self._edges), counts=self._counts
         )
+
+    def _place(self, operator: Operator) -> int:
+        self._operators.append(operator)
+        return len(self._operators) - 1

@@ -1,7 +1,7 @@
 """Mixed-integer linear programs through scipy's HiGHS, with a typed door.
 
-Built row by row: `Program.variable`, `Program.row`, `Program.solve`. Used as an independent check
-of the planner's own algorithms and as a baseline, never as its engine.
+Built row by row: `Program.variable`, `Program.row`, `Program.solve`. It solves the operator graphs
+and checks the dynamic programs of the planner.
 """
 
 from __future__ import annotations

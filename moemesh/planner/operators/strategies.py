@@ -34,6 +34,8 @@ from moemesh.planner.timing.network import group_bandwidth
 ComputeSeconds = Callable[[float, float], float]
 WHOLE = "whole"
 PARTIAL = "partial"
+#: Ends the name of a strategy that keeps nothing and runs its forward again.
+RECOMPUTE = " recompute"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class OperatorSpec:
     in which either of two is cut. `cut` are the dims that may be cut, `moved_bytes` those of inputs
     and output without the weight, `kept_bytes` what the backward needs of the output (and of what
     lies between), `exchange_bytes[d]` what must be gathered along an axis that cuts d (keys and
-    values, say). `linear` operators also pass partial sums through.
+    values, say). `linear` operators also pass partial sums through. Only `recomputable` ones may
+    drop what they keep: a layer's output is where its successor's recomputation starts.
     """
 
     name: str
@@ -60,6 +63,7 @@ class OperatorSpec:
     kept_bytes: float = 0.0
     exchange_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
     linear: bool = False
+    recomputable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,7 @@ def cost_model(
     )
 
 
-def operator_of(spec: OperatorSpec, costs: CostModel) -> Operator:
+def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
     """The operator with a strategy for every legal choice of cuts.
 
     Raises UserError when there is none, which cannot be while "whole" is a choice.
@@ -149,11 +153,23 @@ def operator_of(spec: OperatorSpec, costs: CostModel) -> Operator:
         strategies += _strategies(spec, costs, ways)
     if not strategies:
         raise UserError(f"operator {spec.name!r} has no legal layout")
-    return Operator(name=spec.name, strategies=tuple(strategies))
+    return Operator(
+        name=spec.name,
+        strategies=tuple(strategies),
+        group=group,
+        output_bytes=spec.output_bytes,
+    )
 
 
-def port(name: str, rank: int, sizes: Mapping[int, int], costs: CostModel) -> Operator:
-    """A place where blocks meet: a tensor of `rank` dims in any layout, at no cost.
+def port(
+    name: str,
+    rank: int,
+    sizes: Mapping[int, int],
+    costs: CostModel,
+    num_bytes: float = 0.0,
+    group: str = "",
+) -> Operator:
+    """A place where groups meet: a tensor of `rank` dims in any layout, at no cost.
 
     `sizes` are the dims that may be cut, with the size that cuts must divide.
     """
@@ -169,7 +185,7 @@ def port(name: str, rank: int, sizes: Mapping[int, int], costs: CostModel) -> Op
             strategies.append(
                 Strategy(name=",".join(layout), inputs=(layout,), output=layout, seconds=0.0)
             )
-    return Operator(name=name, strategies=tuple(strategies))
+    return Operator(name=name, strategies=tuple(strategies), group=group, output_bytes=num_bytes)
 
 
 def _choices(spec: OperatorSpec, costs: CostModel) -> Iterator[tuple[str, ...]]:
@@ -243,8 +259,8 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
         )
 
     found = [strategy("", 0.0, kept)]
-    if costs.recompute and spec.kept_bytes:
-        found.append(strategy(" recompute", forward, 0.0))
+    if costs.recompute and spec.recomputable and spec.kept_bytes:
+        found.append(strategy(RECOMPUTE, forward, 0.0))
     return found
 
 

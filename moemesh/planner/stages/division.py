@@ -1,24 +1,23 @@
 """Where to cut a model into pipeline stages: inter-operator dynamic programming.
 
-With m microbatches and stage times t_i (forward and backward of one microbatch) a pipeline step
-takes
+With m microbatches and stage times t_i (forward and backward of one microbatch) a step of 1F1B or
+GPipe takes
 
     T = sum of t_i + (m - 1) * max of t_i
 
 (Alpa, arXiv:2201.12023, equation 2). For a given largest time the least sum is a dynamic program
-over (stage, first layer, devices left). The least T is found over the largest times that occur,
-in halves: the sum can only fall as the largest time may grow, so
+over (stage, first layer). The least T is found over the largest times that occur, in halves: the
+sum can only fall as the largest time may grow, so
 
     T >= sum at the upper end + (m - 1) * lower end
 
-bounds everything between two of them and most are never tried. Every stage is charged with its own
-number of microbatches in flight: costs are a table by stage.
+bounds everything between two of them, and most are never tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,38 +32,90 @@ class StageError(UserError):
     """A division into stages that cannot be."""
 
 
-class NoPartitionError(StageError):
-    """Every division has a stage of infinite cost."""
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Costs of one microbatch by option and layer, shape (options, layers), and how stages run.
+
+    A stage takes one option for all of its layers: one assignment of operator strategies, faster or
+    lighter. Stage i holds the saved bytes of `in_flight[i]` microbatches at its peak and may use
+    `cap_bytes`; every stage but the first pays `boundary_seconds` for its input.
+    """
+
+    seconds: FloatArray
+    state_bytes: FloatArray
+    saved_bytes: FloatArray
+    in_flight: tuple[float, ...]
+    num_microbatches: int
+    cap_bytes: float = np.inf
+    boundary_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        shapes = {array.shape for array in (self.seconds, self.state_bytes, self.saved_bytes)}
+        if len(shapes) != 1 or self.seconds.ndim != 2 or not self.seconds.size:
+            raise StageError(f"costs have shapes {shapes}: give (options, layers), each at least 1")
+        check_counts(self.num_layers, self.num_stages, self.num_microbatches)
+
+    @property
+    def num_layers(self) -> int:
+        return self.seconds.shape[1]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.in_flight)
+
+    def bytes(self, stage: int) -> FloatArray:
+        """Bytes [option, first, end] of layers first .. end - 1 on a stage."""
+        return _sums(self.state_bytes) + self.in_flight[stage] * _sums(self.saved_bytes)
+
+    def options(self) -> FloatArray:
+        """Seconds [stage, option, first, end]; infinite where empty or over the cap."""
+        seconds = _sums(self.seconds)
+        seconds[:, 1:] += self.boundary_seconds
+        first, end = np.indices(seconds.shape[1:])
+        seconds[:, first >= end] = np.inf
+        return np.stack([
+            np.where(self.bytes(stage) <= self.cap_bytes, seconds, np.inf)
+            for stage in range(self.num_stages)
+        ])  # fmt: skip
+
+    def table(self) -> FloatArray:
+        """Seconds [stage, first, end] under the fastest option that fits."""
+        return self.options().min(axis=1)
+
+    def smallest_cap(self) -> float:
+        """The least `cap_bytes` under which some division fits."""
+        loads = np.stack([self.bytes(stage).min(axis=0) for stage in range(self.num_stages)])
+        first, end = np.indices(loads.shape[1:])
+        loads[:, first >= end] = np.inf
+        return _Search(loads, 1).bottleneck()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
-    """The best division found.
+class Division:
+    """The best division found: stage i holds `layers_per_stage[i]` layers.
 
-    Stage i holds layers first_layers[i] up to the next one's. `submeshes` has the kind of mesh of
-    each stage (all 0 when there is one kind). No division is better than `lower_bound`;
-    `evaluations` counts runs of the inner dynamic program.
+    No division is better than `lower_bound`; `evaluations` counts runs of the inner dynamic
+    program, or the divisions that a search tried.
     """
 
     seconds: float
-    first_layers: tuple[int, ...]
-    num_layers: int
+    layers_per_stage: tuple[int, ...]
     stage_seconds: tuple[float, ...]
-    submeshes: tuple[int, ...]
     lower_bound: float
     evaluations: int
 
     @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of layers of each stage."""
-        ends = (*self.first_layers[1:], self.num_layers)
-        return tuple(end - first for first, end in zip(self.first_layers, ends, strict=True))
-
-    @property
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage."""
-        ends = (*self.first_layers[1:], self.num_layers)
-        return tuple(range(first, end) for first, end in zip(self.first_layers, ends, strict=True))
+        return runs_of(self.layers_per_stage)
+
+
+def runs_of(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage of so many layers."""
+    ends = np.cumsum(layers_per_stage)
+    return tuple(
+        range(int(end) - size, int(end)) for size, end in zip(layers_per_stage, ends, strict=True)
+    )
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
@@ -75,215 +126,117 @@ def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> f
     return float(sum(stage_seconds) + (num_microbatches - 1) * largest)
 
 
-def best_partition(
-    table: FloatArray,
-    num_microbatches: int,
-    *,
-    devices: Sequence[int] | None = None,
-    num_devices: int | None = None,
-    tolerance: float = 0.0,
-) -> Partition:
-    """The division of least `pipeline_seconds`.
+def division_of(table: FloatArray, layers_per_stage: Sequence[int], microbatches: int) -> Division:
+    """A given division, priced by a table of stage costs."""
+    seconds = [
+        float(table[stage, run.start, run.stop])
+        for stage, run in enumerate(runs_of(layers_per_stage))
+    ]
+    total = pipeline_seconds(seconds, microbatches)
+    return Division(
+        seconds=total,
+        layers_per_stage=tuple(layers_per_stage),
+        stage_seconds=tuple(seconds),
+        lower_bound=0.0,
+        evaluations=1,
+    )
+
+
+def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
+    """The division of least `pipeline_seconds`; None when none is finite.
 
     table[i, first, end] are the seconds of stage i with layers first .. end - 1, infinite where it
-    does not fit; shape (stages, layers + 1, layers + 1). With a choice of meshes there is one more
-    axis, table[i, g, first, end], and a stage on mesh kind g uses devices[g] of `num_devices`,
-    which are all used (as in Alpa). Candidates within a relative `tolerance` of the best are
-    skipped and enter the lower bound. Raises NoPartitionError when nothing is finite, StageError on
-    tables that make no sense.
+    does not fit; shape (stages, layers + 1, layers + 1). Costs need not be sums of layers. Raises
+    StageError on tables that make no sense.
     """
-    costs = _with_meshes(table, devices, num_devices, num_microbatches)
-    used = np.zeros(1, dtype=int) if devices is None else np.asarray(devices, dtype=int)
-    search = _Search(costs, used, num_devices or 0, num_microbatches)
+    costs = _checked(table, num_microbatches)
+    search = _Search(costs, num_microbatches)
     free = search.run(np.inf)
     if free is None:
-        raise NoPartitionError(
-            f"no division of {costs.shape[2] - 1} layers into {costs.shape[0]} stages has finite "
-            "costs"
-        )
+        return None
     times = np.unique(costs[np.isfinite(costs)])
     smallest = search.bottleneck()
     tight = search.run(smallest)
     assert tight is not None
-    best = min(free, tight, key=lambda found: found.total)
-    bound = np.inf
-    low, high = (int(np.searchsorted(times, value)) for value in (smallest, free.largest))
+    best = min(free, tight, key=lambda found: found.seconds)
+    low, high = (int(np.searchsorted(times, max(found.stage_seconds))) for found in (tight, free))
+    low = int(np.searchsorted(times, smallest))
     spans = [(low, tight, high, free)] if low < high else []
     while spans:
         low, lower, high, upper = spans.pop()
-        if high - low < 2 or lower.sum <= upper.sum:
+        least = sum(upper.stage_seconds)
+        if high - low < 2 or sum(lower.stage_seconds) <= least:
             continue
-        least = upper.sum + (num_microbatches - 1) * times[low + 1]
-        if least >= best.total * (1 - tolerance):
-            bound = min(bound, least)
+        if least + (num_microbatches - 1) * times[low + 1] >= best.seconds:
             continue
         middle = (low + high) // 2
         found = search.run(float(times[middle]))
         assert found is not None
-        best = min(best, found, key=lambda one: one.total)
+        best = min(best, found, key=lambda one: one.seconds)
         # What was found at `middle` may already hold further down: nothing lies between.
-        below = int(np.searchsorted(times, found.largest))
+        below = int(np.searchsorted(times, max(found.stage_seconds)))
         spans += [(middle, found, high, upper), (low, lower, max(below, low), found)]
-    return Partition(
-        seconds=best.total,
-        first_layers=best.first_layers,
-        num_layers=costs.shape[2] - 1,
-        stage_seconds=best.stage_seconds,
-        submeshes=best.submeshes,
-        lower_bound=float(min(bound, best.total)),
-        evaluations=search.runs,
-    )
-
-
-def smallest_bottleneck(
-    table: FloatArray, *, devices: Sequence[int] | None = None, num_devices: int | None = None
-) -> float:
-    """min over divisions of the largest entry; arguments as in `best_partition`.
-
-    Entries may be of any sign; infinite when there is no division.
-    """
-    costs = np.asarray(table, dtype=float)
-    used = np.zeros(1, dtype=int) if devices is None else np.asarray(devices, dtype=int)
-    search = _Search(costs[:, None] if devices is None else costs, used, num_devices or 0, 1)
-    return search.bottleneck()
-
-
-def submeshes(nodes: int, gpus_per_node: int) -> tuple[tuple[int, int], ...]:
-    """The meshes that Alpa lets a stage have: (1, 2^k) inside a node, then whole nodes (n, g).
-
-    Any of them that add up to nodes * gpus_per_node devices can be laid out without overlap
-    (arXiv:2201.12023, theorem 1) when gpus_per_node is a power of two. Raises StageError otherwise.
-    """
-    if nodes < 1 or gpus_per_node < 1:
-        raise StageError(f"{nodes} nodes of {gpus_per_node} devices: both must be at least 1")
-    if gpus_per_node & (gpus_per_node - 1):
-        nearest = 1 << (gpus_per_node.bit_length() - 1)
-        raise StageError(
-            f"gpus_per_node ({gpus_per_node}) must be a power of two for meshes to tile a node; "
-            f"nearest: {nearest} or {2 * nearest}"
-        )
-    inside = [(1, 1 << power) for power in range(gpus_per_node.bit_length())]
-    return (*inside, *((count, gpus_per_node) for count in range(2, nodes + 1)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    total: float
-    sum: float
-    largest: float
-    first_layers: tuple[int, ...]
-    stage_seconds: tuple[float, ...]
-    submeshes: tuple[int, ...]
+    return replace(best, lower_bound=best.seconds, evaluations=search.runs)
 
 
 class _Search:
     """The inner dynamic program: the least sum of stage times when none exceeds a limit."""
 
-    def __init__(
-        self, costs: FloatArray, devices: NDArray[np.int_], num_devices: int, num_microbatches: int
-    ) -> None:
+    def __init__(self, costs: FloatArray, num_microbatches: int) -> None:
         self.costs = costs
-        self.devices = [int(count) for count in devices]
-        self.num_devices = num_devices
         self.num_microbatches = num_microbatches
-        self.num_layers = costs.shape[2] - 1
+        self.num_layers = costs.shape[1] - 1
         self.runs = 0
 
-    def run(self, limit: float) -> _Found | None:
+    def run(self, limit: float) -> Division | None:
         """The best division with all stage times <= limit; None when there is none."""
         self.runs += 1
-        costs = np.where(self.costs <= limit, self.costs, np.inf)
         least = self._start()
-        back: list[tuple[IntArray, IntArray]] = []
-        for stage in costs:
-            after, first, kind = self._advance(least, stage, np.add)
-            back.append((first, kind))
-            least = after
-        if not np.isfinite(least[self.num_layers, self.num_devices]):
+        back: list[IntArray] = []
+        for stage in np.where(self.costs <= limit, self.costs, np.inf):
+            total = least[:, None] + stage
+            back.append(total.argmin(axis=0))
+            least = total.min(axis=0)
+        if not np.isfinite(least[self.num_layers]):
             return None
-        return self._undo(back)
+        sizes: list[int] = []
+        end = self.num_layers
+        for before in reversed(back):
+            first = int(before[end])
+            sizes.append(end - first)
+            end = first
+        return division_of(self.costs, sizes[::-1], self.num_microbatches)
 
     def bottleneck(self) -> float:
-        """The least possible largest stage time."""
+        """The least possible largest entry; infinite when there is no division."""
         least = self._start()
-        least[0, 0] = -np.inf
+        least[0] = -np.inf
         for stage in self.costs:
-            least, _, _ = self._advance(least, stage, np.maximum)
-        return float(least[self.num_layers, self.num_devices])
+            least = np.maximum(least[:, None], stage).min(axis=0)
+        return float(least[self.num_layers])
 
     def _start(self) -> FloatArray:
-        least = np.full((self.num_layers + 1, self.num_devices + 1), np.inf)
-        least[0, 0] = 0.0
+        least = np.full(self.num_layers + 1, np.inf)
+        least[0] = 0.0
         return least
 
-    def _advance(
-        self, least: FloatArray, stage: FloatArray, combine: np.ufunc
-    ) -> tuple[FloatArray, IntArray, IntArray]:
-        """One more stage: least[layers done, devices used], its first layer and its mesh kind."""
-        after = np.full(least.shape, np.inf)
-        first = np.zeros(least.shape, dtype=np.intp)
-        kind = np.zeros(least.shape, dtype=np.intp)
-        for number, count in enumerate(self.devices):
-            if count > self.num_devices:
-                continue
-            # (devices before, first layer, end)
-            before = least[:, : self.num_devices + 1 - count].T
-            total = combine(before[:, :, None], stage[number][None])
-            where = total.argmin(axis=1)
-            value = np.take_along_axis(total, where[:, None], axis=1)[:, 0].T
-            better = value < after[:, count:]
-            after[:, count:][better] = value[better]
-            first[:, count:][better] = where.T[better]
-            kind[:, count:][better] = number
-        return after, first, kind
 
-    def _undo(self, back: list[tuple[IntArray, IntArray]]) -> _Found:
-        end, used = self.num_layers, self.num_devices
-        firsts: list[int] = []
-        kinds: list[int] = []
-        seconds: list[float] = []
-        for stage in range(len(back) - 1, -1, -1):
-            first, kind = int(back[stage][0][end, used]), int(back[stage][1][end, used])
-            seconds.append(float(self.costs[stage, kind, first, end]))
-            firsts.append(first)
-            kinds.append(kind)
-            end, used = first, used - self.devices[kind]
-        seconds.reverse()
-        return _Found(
-            total=pipeline_seconds(seconds, self.num_microbatches),
-            sum=float(sum(seconds)),
-            largest=max(seconds),
-            first_layers=tuple(reversed(firsts)),
-            stage_seconds=tuple(seconds),
-            submeshes=tuple(reversed(kinds)),
-        )
+def _sums(values: FloatArray) -> FloatArray:
+    """Sums [option, first, end] of values [option, layer]."""
+    ends = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    return ends[:, None, :] - ends[:, :, None]
 
 
-def _with_meshes(
-    table: FloatArray,
-    devices: Sequence[int] | None,
-    num_devices: int | None,
-    num_microbatches: int,
-) -> FloatArray:
-    """The table with an axis for mesh kinds, checked; empty stages are ruled out."""
+def _checked(table: FloatArray, num_microbatches: int) -> FloatArray:
+    """A copy in which empty stages are ruled out."""
     costs = np.array(table, dtype=float)
-    if devices is None:
-        if costs.ndim != 3:
-            raise StageError(
-                f"a table of stage costs has 3 axes (stage, first, end), not {costs.ndim}"
-            )
-        costs = costs[:, None]
-    elif num_devices is None or costs.ndim != 4 or costs.shape[1] != len(devices):
+    if costs.ndim != 3 or costs.shape[1] != costs.shape[2]:
         raise StageError(
-            f"with {len(devices)} kinds of mesh the table has axes (stage, {len(devices)}, first, "
-            f"end) and num_devices is given; got shape {costs.shape}, num_devices {num_devices}"
+            f"a table of stage costs has shape (stages, layers + 1, layers + 1), not {costs.shape}"
         )
-    num_stages, num_layers = costs.shape[0], costs.shape[2] - 1
-    check_counts(num_layers, num_stages, num_microbatches)
-    if costs.shape[3] != num_layers + 1:
-        raise StageError(f"first and end must have equal lengths, got {costs.shape[2:]}")
-    first, end = np.indices(costs.shape[2:])
-    costs[:, :, first >= end] = np.inf
+    check_counts(costs.shape[1] - 1, len(costs), num_microbatches)
+    first, end = np.indices(costs.shape[1:])
+    costs[:, first >= end] = np.inf
     if np.isnan(costs).any() or (costs < 0).any():
         raise StageError("stage costs contain NaN or values below 0")
     return costs

@@ -1,0 +1,168 @@
+"""The verb `partition`: stages, operator strategies and the plan that they imply."""
+
+# No `from __future__ import annotations` here: typer reads the annotations.
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+
+if TYPE_CHECKING:
+    from moemesh.planner.stages.answer import OperatorAssignment, Partition
+
+
+@app.command(short_help="Stages and operator strategies of a model.")
+def partition(
+    model: Annotated[
+        str, typer.Option(help="Preset, config.json, TOML file, or branching-alexnet.")
+    ],
+    cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences (or images) of one step.")],
+    method: Annotated[str, typer.Option(help="dp, ilp, random, learned, or all.")] = "dp",
+    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes, in place of the cluster's own number.")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Number of stages; of branching-alexnet, of devices.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches of one step.")] = None,
+    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
+    evaluations: Annotated[int, typer.Option(help="What random and learned may try.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of random and learned.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Cut a model into pipeline stages and lay out the operators of each. Example:
+
+    moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
+    """
+    from moemesh.planner.stages.answer import METHODS
+    from moemesh.planner.stages.partition import compare
+
+    found = compare(
+        METHODS if method == "all" else (method,),
+        model=model,
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        nodes=nodes,
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        evaluations=evaluations,
+        seed=seed,
+    )
+    if as_json:
+        rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
+        typer.echo(json.dumps({**found[0].to_json(), **rows}, indent=2))
+    else:
+        typer.echo(_text(found[0]) if len(found) == 1 else f"{_text(found[0])}\n\n{_table(found)}")
+
+
+def _text(found: "Partition") -> str:
+    """A readable answer."""
+    from moemesh.trace.memory import format_bytes
+
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+    lines = [
+        f"{found.model} on {found.num_devices} devices of {found.cluster}, "
+        f"{found.global_batch} a step in {_count(found.microbatches, 'microbatch')}; "
+        f"mesh of a stage: {mesh}",
+        f"{found.method}: {found.seconds:.6g} s a step, {found.gap:.2%} above the optimum, "
+        f"{found.evaluations:,} evaluations",
+        "",
+    ]
+    heads = ("stage", "layers", "ranks", "seconds", "memory", "in flight", "assignment")
+    lines += _columns(
+        heads,
+        [
+            (
+                number,
+                _range(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
+                _range(stage.ranks),
+                f"{stage.seconds:.6g}",
+                format_bytes(round(stage.memory_bytes)),
+                f"{stage.in_flight:g}",
+                stage.assignment,
+            )
+            for number, stage in enumerate(found.stages)
+        ],
+    )
+    for number, assignment in enumerate(found.assignments):
+        if any(stage.assignment == number for stage in found.stages):
+            lines += ["", f"assignment {number}", *_assignment(assignment)]
+    if found.cut_seconds is not None:
+        lines += ["", f"every operator cut over all devices instead: {found.cut_seconds:.6g} s"]
+        return "\n".join(lines)
+    return "\n".join([*lines, "", *_plan(found)])
+
+
+def _plan(found: "Partition") -> list[str]:
+    from moemesh.trace.memory import format_bytes
+
+    implied = found.implied
+    if implied is None:
+        return ["plan: no legal plan has these stages"]
+    keys = ", ".join(f"{key}={value}" for key, value in implied.keys().items())
+    lines = [
+        f"plan: {keys}",
+        f"  carries out {implied.agreement:.0%} of the operator time as above; `moemesh estimate` "
+        f"gives {implied.seconds:.6g} s and {format_bytes(round(implied.memory_bytes))}"
+        + ("" if implied.fits else ", which does not fit"),
+    ]
+    if implied.differing:
+        lines.append(f"  laid out otherwise: {', '.join(implied.differing)}")
+    if implied.not_trained:
+        lines.append(f"  not trained by this version: {', '.join(implied.not_trained)}")
+    return lines + (["", implied.command] if implied.command else [])
+
+
+def _assignment(assignment: "OperatorAssignment") -> list[str]:
+    nodes = [
+        (one.group, one.operator, one.strategy, one.count, f"{one.seconds:.4g}")
+        for one in assignment.operators
+    ]
+    edges = [
+        (
+            one.group,
+            f"{one.source} -> {one.target}",
+            f"{one.before} -> {one.after}",
+            f"{one.seconds:.4g}",
+        )
+        for one in assignment.edges
+        if one.seconds > 0
+    ]
+    lines = _columns(("group", "operator", "strategy", "layers", "node seconds"), nodes)
+    if edges:
+        heads = ("group", "edge", "change of layout", "edge seconds")
+        lines += ["", *_columns(heads, edges)]
+    return ["  " + line for line in lines]
+
+
+def _table(found: "Sequence[Partition]") -> str:
+    """The methods side by side."""
+    heads = ("method", "seconds", "gap", "evaluations", "wall")
+    rows = [
+        (one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}", f"{one.evaluations:,}",
+         f"{one.wall_seconds:.3g} s")
+        for one in found
+    ]  # fmt: skip
+    return "\n".join(_columns(heads, rows))
+
+
+def _columns(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    table = [tuple(map(str, row)) for row in (heads, *rows)]
+    widths = [max(len(row[place]) for row in table) for place in range(len(heads))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + "es" * (number != 1)

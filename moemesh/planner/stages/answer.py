@@ -1,0 +1,232 @@
+"""The answer to `moemesh partition`: stages, operator strategies, and the plan that they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+from moemesh.config.plan import Plan
+from moemesh.planner.operators.graph import OperatorGraph
+from moemesh.planner.stages.placement import PlacementProblem
+
+Method = Literal["dp", "ilp", "random", "learned"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorChoice:
+    """One operator under one assignment: node seconds and bytes of one device and microbatch.
+
+    `count` layers of the model take it.
+    """
+
+    group: str
+    operator: str
+    strategy: str
+    count: int
+    seconds: float
+    state_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutChange:
+    """One edge under one assignment: seconds to take a tensor from layout `before` to `after`."""
+
+    group: str
+    source: str
+    target: str
+    before: str
+    after: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorAssignment:
+    """Strategies of all operators: of one layer of each kind, the embedding and the head."""
+
+    operators: tuple[OperatorChoice, ...]
+    edges: tuple[LayoutChange, ...]
+
+
+def describe(
+    graph: OperatorGraph, choices: Sequence[int], counts: Mapping[str, int]
+) -> OperatorAssignment:
+    """Node and edge costs of one choice of strategies, for so many layers of each group."""
+    operators = [
+        OperatorChoice(
+            group=operator.group,
+            operator=operator.name,
+            strategy=operator.strategies[choice].name,
+            count=counts.get(operator.group, 0),
+            seconds=operator.strategies[choice].seconds,
+            state_bytes=operator.strategies[choice].state_bytes,
+            saved_bytes=operator.strategies[choice].saved_bytes,
+        )
+        for operator, choice in zip(graph.operators, choices, strict=True)
+    ]
+    edges: list[LayoutChange] = []
+    for edge in graph.edges:
+        source, target = graph.operators[edge.source], graph.operators[edge.target]
+        before = source.strategies[choices[edge.source]].output
+        after = target.strategies[choices[edge.target]].inputs[edge.input_index]
+        edges.append(
+            LayoutChange(
+                group=edge.group,
+                source=source.name,
+                target=target.name,
+                before=",".join(cast("tuple[str, ...]", before)),
+                after=",".join(cast("tuple[str, ...]", after)),
+                seconds=graph.edge_seconds(edge, choices),
+            )
+        )
+    return OperatorAssignment(operators=tuple(operators), edges=tuple(edges))
+
+
+def describe_placement(
+    names: Sequence[str], problem: PlacementProblem, devices: Sequence[int]
+) -> OperatorAssignment:
+    """Node and edge costs of whole operators on devices."""
+    operators = [
+        OperatorChoice(
+            group="",
+            operator=name,
+            strategy=f"device {device}",
+            count=1,
+            seconds=float(seconds),
+            state_bytes=float(size),
+            saved_bytes=0.0,
+        )
+        for name, device, seconds, size in zip(
+            names, devices, problem.seconds.sum(axis=0), problem.num_bytes, strict=True
+        )
+    ]
+    edges = [
+        LayoutChange(
+            group="",
+            source=names[source],
+            target=names[target],
+            before=f"device {devices[source]}",
+            after=f"device {devices[target]}",
+            seconds=2 * problem.transfer(edge, devices[source], devices[target]),
+        )
+        for edge, (source, target) in enumerate(problem.edges)
+    ]
+    return OperatorAssignment(operators=tuple(operators), edges=tuple(edges))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage: its layers, its ranks, and which of the assignments its operators take.
+
+    `seconds` are those of one microbatch, forward and backward; `memory_bytes` of one device with
+    `in_flight` microbatches under way. A placement of single operators names them in `operators`.
+    """
+
+    layers: range = range(0)
+    operators: tuple[str, ...] = ()
+    ranks: range
+    seconds: float
+    memory_bytes: float
+    in_flight: float
+    assignment: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """This as an object of plain values; ranges as [first, last]."""
+        layers = [self.layers.start, self.layers.stop - 1] if self.layers else None
+        return {
+            **asdict(self),
+            "layers": layers,
+            "ranks": [self.ranks.start, self.ranks.stop - 1],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImpliedPlan:
+    """The plan of `moemesh train` that is nearest to a partition.
+
+    `agreement` is the share of operator time whose strategy the plan carries out as it is;
+    `differing` names the other operators. `seconds` and `memory_bytes` (of the worst rank) are the
+    planner's own, as `moemesh estimate` gives them. `command` is empty, with the reason in
+    `not_trained`, where `moemesh train` does not carry the plan out.
+    """
+
+    plan: Plan
+    agreement: float
+    differing: tuple[str, ...]
+    seconds: float
+    memory_bytes: float
+    fits: bool
+    command: str = ""
+    not_trained: tuple[str, ...] = ()
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of [plan] that differ from their defaults."""
+        defaults = Plan()
+        values = self.plan.model_dump()
+        return {key: value for key, value in values.items() if value != getattr(defaults, key)}
+
+    def to_json(self) -> dict[str, Any]:
+        """This as an object of plain values."""
+        return {**asdict(self), "plan": self.keys()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The answer to `moemesh partition`.
+
+    `seconds` of one step by this model of costs, `optimum_seconds` those of the exact answer.
+    `evaluations` counts what the method tried: runs of the inner dynamic program, nodes of the
+    integer program's search tree, labels, divisions or placements. `mesh` is the logical mesh of a
+    stage's devices by axis. `implied` is the plan for `moemesh train`, None where none says this.
+    Of a placement, `cut_seconds` are those of cutting every operator over all devices instead.
+    """
+
+    model: str
+    cluster: str
+    num_devices: int
+    method: str
+    global_batch: int
+    microbatches: int
+    mesh: dict[str, int]
+    seconds: float
+    optimum_seconds: float
+    evaluations: int
+    wall_seconds: float
+    stages: tuple[Stage, ...]
+    assignments: tuple[OperatorAssignment, ...]
+    implied: ImpliedPlan | None = None
+    cut_seconds: float | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """One row of a comparison of methods."""
+        return {
+            "method": self.method,
+            "seconds": self.seconds,
+            "optimum_seconds": self.optimum_seconds,
+            "gap": self.gap,
+            "evaluations": self.evaluations,
+            "wall_seconds": self.wall_seconds,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``moemesh partition --json`` prints; see docs/planner.md."""
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "num_devices": self.num_devices,
+            "global_batch": self.global_batch,
+            "microbatches": self.microbatches,
+            "mesh": self.mesh,
+            **self.summary(),
+            "stages": [stage.to_json() for stage in self.stages],
+            "assignments": [asdict(assignment) for assignment in self.assignments],
+            "plan": None if self.implied is None else self.implied.to_json(),
+            "cut_seconds": self.cut_seconds,
+        }
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the optimum, 0 for the exact methods."""
+        return max(self.seconds / self.optimum_seconds - 1, 0.0)

@@ -1,0 +1,269 @@
+"""Alpa's two levels: operator strategies by integer program, stages by dynamic programming.
+
+A model on N devices is cut into P stages of N / P devices each (arXiv:2201.12023). For every P and
+every logical mesh (outer x inner) of a stage's devices the inner level lays out the operators
+(`operators.solve`) and the outer level divides the layers. Where memory binds, the inner level is
+solved at several prices of a byte, and every stage takes the fastest answer that fits.
+
+All stages have the same mesh and all boundaries between layers one layout, because a run has one
+set of degrees. The fastest assignment without a memory cap bounds each mesh from below: meshes are
+tried in that order, and the search ends where no bound is below the best answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moemesh.config.cluster import Cluster
+from moemesh.config.section import divisors
+from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
+from moemesh.planner.operators.graph import Cost, OperatorGraph
+from moemesh.planner.operators.solve import Assignment, solve
+from moemesh.planner.operators.strategies import cost_model
+from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stages.answer import OperatorAssignment, Stage, describe
+from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division
+from moemesh.planner.timing.price import pricing
+from moemesh.schedule.build import build
+from moemesh.schedule.memory import peak_memory
+from moemesh.trace.memory import format_bytes
+
+#: Prices of a byte that are tried for one mesh where memory binds.
+MOST_PRICES = 6
+#: A price at which bytes are all that counts: so many times the fastest answer's seconds per byte.
+_LIGHTEST = 1e3
+
+Divide = Callable[[StageCosts], Division | None]
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Bytes of a device that a job may use."""
+    return cluster.memory_bytes * pricing(cluster).usable_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What to divide. `stages` and `microbatches` are 0 where the search chooses them."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq_len: int
+    global_batch: int
+    stages: int = 0
+    microbatches: int = 0
+    schedule: str = "1f1b"
+
+    @cached_property
+    def cap_bytes(self) -> float:
+        """Bytes of a device that a job may use."""
+        return usable_bytes(self.cluster)
+
+    def microbatches_for(self, stage_devices: int) -> int:
+        """The given number, or as many as leave each device of a stage one sequence."""
+        if self.microbatches:
+            return self.microbatches
+        legal = [m for m in divisors(self.global_batch) if self.global_batch // m >= stage_devices]
+        return max(legal, default=1)
+
+
+class StageMesh:
+    """One number of stages with one logical mesh of their devices, and its assignments so far."""
+
+    def __init__(self, workload: Workload, num_stages: int, axes: dict[str, int]) -> None:
+        self.workload = workload
+        self.num_stages = num_stages
+        self.axes = axes
+        self.devices = int(np.prod(list(axes.values())))
+        self.microbatches = workload.microbatches_for(self.devices)
+        self.in_flight = _in_flight(workload.schedule, num_stages, self.microbatches)
+        model = cost_model(workload.cluster, axes, microbatches=self.microbatches, recompute=True)
+        self.blocks = TransformerBlocks(
+            shape=workload.shape,
+            batch=workload.global_batch // self.microbatches,
+            sequence=workload.seq_len,
+            costs=model,
+        )
+        self.graph: OperatorGraph = self.blocks.graph()
+        self.assignments: list[Assignment] = []
+        self.add(0.0)
+        free = best_division(self.costs(np.inf).table(), self.microbatches)
+        assert free is not None
+        self.lower_bound = free.seconds
+
+    def add(self, byte_price: float) -> Assignment:
+        """One more assignment: the best one at a price in seconds per byte."""
+        found = solve(self.graph, byte_price=byte_price, in_flight=float(np.mean(self.in_flight)))
+        self.assignments.append(found)
+        return found
+
+    def costs(self, cap_bytes: float, assignments: list[Assignment] | None = None) -> StageCosts:
+        """Layer costs under all assignments; embedding and head go with the end layers."""
+        rows = [self._layers(one) for one in assignments or self.assignments]
+        seconds, state, saved = np.array(rows, dtype=float).transpose(2, 0, 1)
+        return StageCosts(
+            seconds=seconds,
+            state_bytes=state,
+            saved_bytes=saved,
+            in_flight=self.in_flight,
+            num_microbatches=self.microbatches,
+            cap_bytes=cap_bytes,
+            boundary_seconds=self._boundary_seconds(),
+        )
+
+    @cached_property
+    def refined(self) -> StageCosts:
+        """Costs with enough assignments to meet the cap, where one can be met.
+
+        The price of a byte is found along the chord between an assignment that fits on its own and
+        one that does not.
+        """
+        cap_bytes = self.workload.cap_bytes
+        heavy = self.assignments[0]
+        if self._fits(heavy, cap_bytes):
+            return self.costs(cap_bytes)
+        light = self.add(_LIGHTEST * heavy.cost.seconds / max(self._bytes(heavy), 1.0))
+        for _ in range(MOST_PRICES if self._fits(light, cap_bytes) else 0):
+            dearer = light.cost.seconds - heavy.cost.seconds
+            found = self.add(dearer / max(self._bytes(heavy) - self._bytes(light), 1.0))
+            if found.choices in (heavy.choices, light.choices):
+                self.assignments.pop()
+                break
+            if self._fits(found, cap_bytes):
+                light = found
+            else:
+                heavy = found
+        return self.costs(cap_bytes)
+
+    def stages(self, division: Division) -> tuple[Stage, ...]:
+        """What a division of this mesh says of each stage."""
+        costs = self.refined
+        by_option = costs.options()
+        found: list[Stage] = []
+        for number, layers in enumerate(division.stages):
+            option = int(by_option[number, :, layers.start, layers.stop].argmin())
+            found.append(
+                Stage(
+                    layers=layers,
+                    ranks=range(number * self.devices, (number + 1) * self.devices),
+                    seconds=division.stage_seconds[number],
+                    memory_bytes=float(costs.bytes(number)[option, layers.start, layers.stop]),
+                    in_flight=self.in_flight[number],
+                    assignment=option,
+                )
+            )
+        return tuple(found)
+
+    def describe(self, stages: Sequence[Stage]) -> tuple[OperatorAssignment, ...]:
+        """Node and edge costs of every assignment, and how many layers of `stages` take it."""
+        kinds = self.workload.shape.kinds
+        found: list[OperatorAssignment] = []
+        for number, assignment in enumerate(self.assignments):
+            taken = [stage for stage in stages if stage.assignment == number]
+            counts = Counter(group_of(kinds[layer]) for stage in taken for layer in stage.layers)
+            counts[EMBEDDING] = int(stages[0] in taken)
+            counts[HEAD] = int(stages[-1] in taken)
+            found.append(describe(self.graph, assignment.choices, counts))
+        return tuple(found)
+
+    def _layers(self, assignment: Assignment) -> list[Cost]:
+        groups = self.graph.group_costs(assignment.choices)
+        layers = [groups[group_of(kind)] for kind in self.workload.shape.kinds]
+        layers[0] = layers[0].plus(groups[EMBEDDING])
+        layers[-1] = layers[-1].plus(groups[HEAD])
+        return layers
+
+    def _fits(self, assignment: Assignment, cap_bytes: float) -> bool:
+        return self.costs(cap_bytes, [assignment]).smallest_cap() <= cap_bytes
+
+    def _bytes(self, assignment: Assignment) -> float:
+        return assignment.cost.memory_bytes(float(np.mean(self.in_flight)))
+
+    def _boundary_seconds(self) -> float:
+        """A microbatch's stream to the next stage and its gradient back, cut over all devices."""
+        cluster = self.workload.cluster
+        inside = self.num_stages * self.devices <= cluster.gpus_per_node
+        if inside:
+            latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
+        else:
+            latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
+        return 2 * (latency + self.blocks.stream_bytes / self.devices / bandwidth)
+
+
+class TwoLevelSearch:
+    """All meshes of a workload, the most promising first."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        meshes = [
+            StageMesh(workload, num_stages, axes)
+            for num_stages in stage_counts(workload)
+            for axes in logical_meshes(workload.cluster, workload.cluster.num_devices // num_stages)
+        ]
+        self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)
+
+    def best(self, divide: Divide) -> tuple[StageMesh, Division]:
+        """The best mesh and division; `divide` is the outer level. Raises StageError when nothing
+        fits."""
+        best: tuple[StageMesh, Division] | None = None
+        needed: dict[int, float] = {}
+        for mesh in self.meshes:
+            if best is not None and mesh.lower_bound >= best[1].seconds:
+                break
+            found = divide(mesh.refined)
+            if found is None:
+                least = mesh.refined.smallest_cap()
+                needed[mesh.num_stages] = min(needed.get(mesh.num_stages, np.inf), least)
+            elif best is None or found.seconds < best[1].seconds:
+                best = mesh, found
+        if best is None:
+            raise _nothing_fits(self.workload, needed)
+        return best
+
+
+def stage_counts(workload: Workload) -> list[int]:
+    """The given number of stages, or all that divide the devices and leave each stage a layer."""
+    if workload.stages:
+        return [workload.stages]
+    most = workload.shape.num_layers
+    return [count for count in divisors(workload.cluster.num_devices) if count <= most]
+
+
+def logical_meshes(cluster: Cluster, devices: int) -> list[dict[str, int]]:
+    """One axis over all devices, and outer x inner with the inner axis inside a node.
+
+    Inside one node both axes have the same links, so only outer <= inner is listed.
+    """
+    found = [{"devices": devices}]
+    for inner in divisors(devices):
+        outer = devices // inner
+        if min(outer, inner) == 1 or cluster.gpus_per_node % inner:
+            continue
+        if devices > cluster.gpus_per_node or outer <= inner:
+            found.append({"outer": outer, "inner": inner})
+    return found
+
+
+def _nothing_fits(workload: Workload, needed: dict[int, float]) -> StageError:
+    """The error that names the least memory of each number of stages."""
+    cluster = workload.cluster
+    stages, least = min(needed.items(), key=lambda item: item[1])
+    share = workload.cap_bytes / cluster.memory_bytes
+    return StageError(
+        f"no division of {workload.shape.num_layers} layers of {workload.shape.name} into "
+        f"{', '.join(map(str, sorted(needed)))} stages fits in "
+        f"{format_bytes(round(workload.cap_bytes))} a device of {cluster.name} "
+        f"({cluster.num_devices} devices)\n"
+        f"fix: devices with {format_bytes(round(least / share))} ({stages} stages), more nodes, "
+        "or more microbatches"
+    )
+
+
+def _in_flight(schedule: str, num_stages: int, microbatches: int) -> tuple[float, ...]:
+    """Microbatches that each stage holds at its peak, counted from the schedule itself."""
+    peaks = peak_memory(build(schedule, num_stages, microbatches))
+    return tuple(float(peak.activation) for peak in peaks)
