@@ -3,11 +3,12 @@
 # No `from __future__ import annotations` here: typer reads the annotations.
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moemesh.cli.application import AsJson, app
+from moemesh.cli.table import table
 
 if TYPE_CHECKING:
     from moemesh.planner.stages.answer import OperatorAssignment, Partition
@@ -58,7 +59,9 @@ def partition(
         rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
         typer.echo(json.dumps({**found[0].to_json(), **rows}, indent=2))
     else:
-        typer.echo(_text(found[0]) if len(found) == 1 else f"{_text(found[0])}\n\n{_table(found)}")
+        typer.echo(
+            _text(found[0]) if len(found) == 1 else f"{_text(found[0])}\n\n{_methods(found)}"
+        )
 
 
 def _text(found: "Partition") -> str:
@@ -74,22 +77,21 @@ def _text(found: "Partition") -> str:
         f"{found.evaluations:,} evaluations",
         "",
     ]
-    heads = ("stage", "layers", "ranks", "seconds", "memory", "in flight", "assignment")
-    lines += _columns(
-        heads,
-        [
-            (
-                number,
-                _range(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
-                _range(stage.ranks),
-                f"{stage.seconds:.6g}",
-                format_bytes(round(stage.memory_bytes)),
-                f"{stage.in_flight:g}",
-                stage.assignment,
-            )
-            for number, stage in enumerate(found.stages)
-        ],
-    )
+    rows = [
+        (
+            str(number),
+            _range(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
+            _range(stage.ranks),
+            f"{stage.seconds:.6g}",
+            format_bytes(round(stage.memory_bytes)),
+            f"{stage.in_flight:g}",
+            str(stage.assignment),
+        )
+        for number, stage in enumerate(found.stages)
+    ]
+    of_stage = "layers" if found.implied or not found.stages[0].operators else "operators"
+    heads = ("stage", of_stage, "ranks", "seconds", "memory", "in flight", "assignment")
+    lines.append(table(heads, rows, left=3))
     for number, assignment in enumerate(found.assignments):
         if any(stage.assignment == number for stage in found.stages):
             lines += ["", f"assignment {number}", *_assignment(assignment)]
@@ -121,7 +123,7 @@ def _plan(found: "Partition") -> list[str]:
 
 def _assignment(assignment: "OperatorAssignment") -> list[str]:
     nodes = [
-        (one.group, one.operator, one.strategy, one.count, f"{one.seconds:.4g}")
+        (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
         for one in assignment.operators
     ]
     edges = [
@@ -134,30 +136,27 @@ def _assignment(assignment: "OperatorAssignment") -> list[str]:
         for one in assignment.edges
         if one.seconds > 0
     ]
-    lines = _columns(("group", "operator", "strategy", "layers", "node seconds"), nodes)
+    lines = [table(("group", "operator", "strategy", "layers", "node seconds"), nodes, left=3)]
     if edges:
         heads = ("group", "edge", "change of layout", "edge seconds")
-        lines += ["", *_columns(heads, edges)]
-    return ["  " + line for line in lines]
+        lines += ["", table(heads, edges, left=3)]
+    return lines
 
 
-def _table(found: "Sequence[Partition]") -> str:
+def _methods(found: "Sequence[Partition]") -> str:
     """The methods side by side."""
     heads = ("method", "seconds", "gap", "evaluations", "wall")
     rows = [
-        (one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}", f"{one.evaluations:,}",
-         f"{one.wall_seconds:.3g} s")
+        (
+            one.method,
+            f"{one.seconds:.6g}",
+            f"{one.gap:.2%}",
+            f"{one.evaluations:,}",
+            f"{one.wall_seconds:.3g} s",
+        )
         for one in found
-    ]  # fmt: skip
-    return "\n".join(_columns(heads, rows))
-
-
-def _columns(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    table = [tuple(map(str, row)) for row in (heads, *rows)]
-    widths = [max(len(row[place]) for row in table) for place in range(len(heads))]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
     ]
+    return table(heads, rows)
 
 
 def _range(numbers: range) -> str:

@@ -1,90 +1,142 @@
-"""Random operator graphs and slow, obviously right answers to compare with."""
+"""Random operator graphs, placements and stage costs, with slow, obviously right answers."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 
 import numpy as np
 
-from moemesh.planner.operators.graph import Block, OperatorGraph, graph_from_costs
-from moemesh.planner.stages.division import pipeline_seconds
-from moemesh.planner.stages.stage_costs import Pipeline
+from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, Strategy
+from moemesh.planner.stages.division import StageCosts, pipeline_seconds
+from moemesh.planner.stages.placement import PlacementProblem
 
 
-def random_graph(
-    seed: int, num_operators: int, most_strategies: int = 4, density: float = 0.4
+def graph_of(
+    seconds: Sequence[Sequence[float]],
+    edges: Mapping[tuple[int, int], Sequence[Sequence[float]]],
+    *,
+    state: Sequence[Sequence[float]] | None = None,
+    saved: Sequence[Sequence[float]] | None = None,
+    groups: Sequence[str] | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> OperatorGraph:
-    """Any graph: branches, joins, cycles, parts that are not connected."""
+    """A graph from plain numbers: seconds[i][s] and edges[i, j][s, t]."""
+    operators = tuple(
+        Operator(
+            name=f"operator {number}",
+            group=groups[number] if groups else "",
+            strategies=tuple(
+                Strategy(
+                    seconds=float(time),
+                    state_bytes=float(state[number][place]) if state else 0.0,
+                    saved_bytes=float(saved[number][place]) if saved else 0.0,
+                )
+                for place, time in enumerate(row)
+            ),
+        )
+        for number, row in enumerate(seconds)
+    )
+    made = tuple(
+        Edge(
+            source=i,
+            target=j,
+            seconds=np.array(table, dtype=float),
+            group=groups[j] if groups else "",
+        )
+        for (i, j), table in edges.items()
+    )
+    return OperatorGraph(operators=operators, edges=made, counts=dict(counts or {}))
+
+
+def random_graph(seed: int, num_operators: int, density: float = 0.4) -> OperatorGraph:
+    """Any graph: branches, joins, cycles, parts that are not connected, groups with copies."""
     generator = np.random.default_rng(seed)
-    counts = generator.integers(1, most_strategies + 1, num_operators)
+    counts = generator.integers(1, 5, num_operators)
     edges = {
-        (i, j): generator.random((counts[i], counts[j]))
+        (i, j): generator.integers(0, 4, (counts[i], counts[j])).tolist()
         for i, j in combinations(range(num_operators), 2)
         if generator.random() < density
     }
-    return graph_from_costs(
-        [generator.random(count) for count in counts],
+    return graph_of(
+        [generator.random(count).tolist() for count in counts],
         edges,
-        state_bytes=[generator.integers(0, 50, count) for count in counts],
-        saved_bytes=[generator.integers(0, 20, count) for count in counts],
+        state=[generator.integers(0, 50, count).tolist() for count in counts],
+        saved=[generator.integers(0, 20, count).tolist() for count in counts],
+        groups=[f"group {generator.integers(0, 3)}" for _ in counts],
+        counts={f"group {number}": int(generator.integers(1, 9)) for number in range(3)},
     )
 
 
-def random_block(seed: int, num_strategies: int, num_operators: int = 11) -> Block:
-    """A block with the joins of a transformer layer; entry and exit have equal strategies."""
-    generator = np.random.default_rng(seed)
-    pairs = [(i, i + 1) for i in range(num_operators - 1)]
-    pairs += [(0, 5), (5, 10), (6, 8), (1, 3), (2, 4)]
-    size = (num_operators, num_strategies)
-    state, saved = generator.integers(0, 1000, size), generator.integers(0, 300, size)
-    state[0] = saved[0] = 0
-    seconds = generator.random(size)
-    seconds[0] = 0.0
-    edges = {
-        pair: generator.random((num_strategies, num_strategies))
-        for pair in pairs
-        if max(pair) < num_operators
-    }
-    graph = graph_from_costs(list(seconds), edges, state_bytes=list(state), saved_bytes=list(saved))
-    return Block(graph=graph, entry=0, exit=num_operators - 1)
-
-
-def brute_force(
-    graph: OperatorGraph, budget: float = np.inf, in_flight: float = 1.0
-) -> tuple[float, float]:
-    """(least seconds within the budget, fewest bytes) over all assignments."""
-    best, fewest = np.inf, np.inf
+def brute_force(graph: OperatorGraph, byte_price: float = 0.0, in_flight: float = 1.0) -> float:
+    """Least seconds + byte_price * bytes over all assignments."""
+    best = np.inf
     for choices in product(*map(range, graph.num_strategies)):
-        found = graph.assignment(choices)
-        if not np.isfinite(found.seconds):
-            continue
-        num_bytes = found.memory_bytes(in_flight)
-        fewest = min(fewest, num_bytes)
-        if num_bytes <= budget:
-            best = min(best, found.seconds)
-    return best, fewest
+        total = 0.0
+        for operator, choice in zip(graph.operators, choices, strict=True):
+            one = operator.strategies[choice]
+            held = one.state_bytes + in_flight * one.saved_bytes
+            total += graph.count(operator.group) * (one.seconds + byte_price * held)
+        for edge in graph.edges:
+            pair = choices[edge.source], choices[edge.target]
+            total += graph.count(edge.group) * edge.seconds[pair]
+        best = min(best, total)
+    return best
 
 
-def brute_force_stages(pipeline: Pipeline) -> tuple[float, float]:
+def brute_force_stages(costs: StageCosts) -> tuple[float, float]:
     """(least pipeline seconds within the cap, smallest cap that works) over all divisions."""
-    num_layers = len(pipeline.layers)
     best, smallest = np.inf, np.inf
-    for cuts in combinations(range(1, num_layers), pipeline.num_stages - 1):
-        borders = (0, *cuts, num_layers)
-        runs = [range(a, b) for a, b in pairwise(borders)]
-        for options in product(*(range(len(layer.seconds)) for layer in pipeline.layers)):
-            times, worst, fits = [], 0.0, True
-            for stage, run in enumerate(runs):
-                chosen = [(pipeline.layers[index], options[index]) for index in run]
-                count = pipeline.in_flight_counts[stage]
-                num_bytes = sum(
-                    layer.state_bytes[o] + count * layer.saved_bytes[o] for layer, o in chosen
-                )
-                worst = max(worst, num_bytes + pipeline.fixed_bytes)
-                fits &= num_bytes <= pipeline.caps[stage]
-                times.append(sum(layer.seconds[o] for layer, o in chosen))
-                times[-1] += pipeline.boundaries[run.start]
+    options = range(len(costs.seconds))
+    for cuts in combinations(range(1, costs.num_layers), costs.num_stages - 1):
+        borders = (0, *cuts, costs.num_layers)
+        for chosen in product(options, repeat=costs.num_stages):
+            times, worst = [], 0.0
+            for stage, option in enumerate(chosen):
+                layers = slice(borders[stage], borders[stage + 1])
+                held = costs.state_bytes[option, layers].sum()
+                held += costs.in_flight[stage] * costs.saved_bytes[option, layers].sum()
+                worst = max(worst, held)
+                boundary = costs.boundary_seconds if stage else 0.0
+                times.append(costs.seconds[option, layers].sum() + boundary)
             smallest = min(smallest, worst)
-            if fits:
-                best = min(best, pipeline_seconds(times, pipeline.num_microbatches))
+            if worst <= costs.cap_bytes:
+                best = min(best, pipeline_seconds(times, costs.num_microbatches))
     return best, smallest
+
+
+def placement_seconds(problem: PlacementProblem, placement: Sequence[int]) -> float:
+    """Forward, then backward in the reverse order, one operator after the other."""
+    held = [0.0] * problem.num_devices
+    for device, size in zip(placement, problem.num_bytes, strict=True):
+        held[device] += size
+    if max(held) > problem.cap_bytes:
+        return np.inf
+    total = 0.0
+    order = list(range(problem.num_operators))
+    for times, numbers, turned in (
+        (problem.seconds[0], order, False),
+        (problem.seconds[1], order[::-1], True),
+    ):
+        free, ends = [0.0] * problem.num_devices, dict[int, float]()
+        for number in numbers:
+            device = placement[number]
+            start = free[device]
+            for edge, ends_of in enumerate(problem.edges):
+                before, after = ends_of[::-1] if turned else ends_of
+                if after == number:
+                    far = placement[before] // problem.node_size != device // problem.node_size
+                    moved = problem.transfers[edge, int(far)] * (placement[before] != device)
+                    start = max(start, ends[before] + moved)
+            ends[number] = free[device] = start + times[number]
+        total += max(ends.values())
+    return total
+
+
+def brute_force_placement(problem: PlacementProblem) -> float:
+    """Least seconds over all placements."""
+    devices = range(problem.num_devices)
+    return min(
+        placement_seconds(problem, placement)
+        for placement in product(devices, repeat=problem.num_operators)
+    )

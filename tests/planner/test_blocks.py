@@ -1,4 +1,4 @@
-"""Block builders: exact parameters, and the known strategies come out by themselves."""
+"""Operator graphs of models: exact parameters, and the known strategies are the solutions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.operators.blocks import TransformerBlocks
 from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.elimination import solve, solve_chain
-from moemesh.planner.operators.graph import join
-from moemesh.planner.operators.operator_program import solve_program
-from moemesh.planner.operators.pareto import solve_chain_under_memory
 from moemesh.planner.operators.resharding import LayoutError, MeshAxis
-from moemesh.planner.operators.strategies import CostModel, OperatorSpec, cost_model, operator_of
+from moemesh.planner.operators.solve import solve
+from moemesh.planner.operators.strategies import (
+    RECOMPUTE,
+    CostModel,
+    OperatorSpec,
+    cost_model,
+    operator_of,
+)
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 
@@ -40,17 +43,16 @@ def cluster() -> Cluster:
 def test_one_device_holds_every_parameter(name: str, cluster: Cluster) -> None:
     shape = shape_of(name)
     costs = cost_model(cluster, {"tensor": 1})
-    found = solve_chain(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).model())
-    counted = found.assignment.state_bytes / costs.state_bytes
+    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph())
+    counted = found.cost.state_bytes / costs.state_bytes
     # Norms of queries and keys, and of latents, are no operators of their own.
     assert counted == pytest.approx(count_parameters(shape).total, rel=1e-6)
 
 
-def names_of_layer(blocks: TransformerBlocks, kind: int = -1) -> dict[str, str]:
-    """The strategies of the middle one of three layers."""
-    layer = blocks.layer(blocks.shape.kinds[kind])
-    found = solve_chain([layer] * 3)
-    return layer.graph.names(found.choices[1])
+def names_of(blocks: TransformerBlocks) -> dict[str, str]:
+    """The strategies of embedding, layer, head and the residual stream."""
+    graph = blocks.graph()
+    return graph.names(solve(graph).choices)
 
 
 def test_tensor_parallelism_with_sequence_parallelism_comes_out() -> None:
@@ -58,12 +60,12 @@ def test_tensor_parallelism_with_sequence_parallelism_comes_out() -> None:
     shape = shape_of("llama3-8b")
     axes = (MeshAxis(name="t", size=8, latency=1e-6, seconds_per_byte=1 / 450e9),)
     costs = CostModel(axes=axes, compute_seconds=roofline)
-    names = names_of_layer(TransformerBlocks(shape=shape, batch=1, sequence=1024, costs=costs))
+    names = names_of(TransformerBlocks(shape=shape, batch=1, sequence=1024, costs=costs))
     assert names["up"] == names["activation"] == "t=width"
     assert names["down"] == "t=width"
     assert names["qkv"] == names["attention core"] == names["output"] == "t=heads"
     assert names["attention norm"] == names["mlp norm"] == "t=sequence"
-    assert names["entry"] == names["exit"] == "S1"
+    assert names["stream"] == "S1"
 
 
 def test_expert_parallelism_comes_out(cluster: Cluster) -> None:
@@ -72,10 +74,10 @@ def test_expert_parallelism_comes_out(cluster: Cluster) -> None:
     blocks = TransformerBlocks(
         shape=shape_of("qwen3-30b-a3b"), batch=16, sequence=4096, costs=costs
     )
-    names = names_of_layer(blocks)
+    names = names_of(blocks)
     assert {names[f"expert {part}"] for part in ("up", "activation", "down")} == {"devices=experts"}
-    rest = {name: way for name, way in names.items() if not name.startswith("expert ")}
-    assert {way for name, way in rest.items() if name not in ("entry", "exit")} == {"devices=batch"}
+    layer = {"qkv", "attention core", "output", "router", "dispatch", "combine", "add mlp"}
+    assert {names[name] for name in layer} == {"devices=batch"}
 
 
 def test_one_weird_trick_comes_out(cluster: Cluster) -> None:
@@ -88,34 +90,34 @@ def test_one_weird_trick_comes_out(cluster: Cluster) -> None:
     assert names["dense2"] == "devices=in"
 
 
-@pytest.mark.parametrize("batch", [64, 1024])
-def test_the_convolutional_network_equals_the_integer_program(batch: int, cluster: Cluster) -> None:
-    graph = two_branch_network(batch, cost_model(cluster, {"a": 2, "b": 2}))
-    program = solve_program(graph)
-    assert solve(graph).seconds == pytest.approx(program.assignment.seconds, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["tiny", "deepseek-v3"])
-def test_layers_of_models_equal_the_integer_program(name: str, cluster: Cluster) -> None:
-    shape = shape_of(name)
-    costs = cost_model(cluster, {"devices": 4})
-    blocks = TransformerBlocks(shape=shape, batch=4, sequence=512, costs=costs)
-    row = [blocks.layer(shape.kinds[0]), blocks.layer(shape.kinds[-1])]
-    program = solve_program(join(row))
-    assert solve_chain(row).assignment.seconds == pytest.approx(
-        program.assignment.seconds, rel=1e-9
-    )
-
-
 def test_recomputation_is_a_strategy_and_memory_buys_time(cluster: Cluster) -> None:
     shape = shape_of("llama3-8b")
     costs = cost_model(cluster, {"devices": 8}, microbatches=4, recompute=True)
-    model = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).model()
-    free = solve_chain(model).assignment
-    tight = solve_chain_under_memory(model, 0.2 * free.memory_bytes(2), in_flight=2)
-    loose = solve_chain_under_memory(model, 0.4 * free.memory_bytes(2), in_flight=2)
-    assert free.seconds < loose.assignment.seconds < tight.assignment.seconds
-    assert tight.gap < 1e-3
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    free = solve(graph)
+    per_byte = free.cost.seconds / free.cost.memory_bytes()
+    points = [solve(graph, byte_price=price * per_byte) for price in (0.0, 0.3, 30.0)]
+    seconds = [point.cost.seconds for point in points]
+    held = [point.cost.memory_bytes() for point in points]
+    assert seconds == sorted(set(seconds))
+    assert held == sorted(set(held), reverse=True)
+    names = graph.names(points[-1].choices)
+    assert names["attention core"].endswith(RECOMPUTE)
+    # Recomputation starts at the output of the layer before.
+    assert not names["add mlp"].endswith(RECOMPUTE)
+
+
+def test_a_layer_counts_as_often_as_it_occurs(cluster: Cluster) -> None:
+    costs = cost_model(cluster, {"devices": 8})
+    shape = shape_of("deepseek-v3")
+    graph = TransformerBlocks(shape=shape, batch=8, sequence=4096, costs=costs).graph()
+    choices = solve(graph).choices
+    groups = graph.group_costs(choices)
+    by_hand = sum(
+        cost.seconds * {"dense layer": 3, "MoE layer": 58}.get(group, 1)
+        for group, cost in groups.items()
+    )
+    assert graph.cost(choices).seconds == pytest.approx(by_hand)
 
 
 def test_links_follow_the_shape_of_the_group(cluster: Cluster) -> None:

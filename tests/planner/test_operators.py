@@ -1,64 +1,46 @@
-"""Operator graphs: construction, joining, and refusals with the numbers."""
+"""Operator graphs: construction, refusals with the numbers, and HiGHS against brute force."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moemesh.planner.operators.graph import (
-    Block,
-    Link,
-    Operator,
-    OperatorError,
-    OperatorGraph,
-    Strategy,
-    connect,
-    graph_from_costs,
-    join,
-)
-from tests.planner.graphs import random_block
+from moemesh.planner.operators.graph import Operator, OperatorError, Strategy, edge_table
+from moemesh.planner.operators.solve import solve
+from tests.planner.graphs import brute_force, graph_of, random_graph
 
 
-def test_an_assignment_adds_up_nodes_and_edges() -> None:
-    graph = graph_from_costs(
+def test_a_choice_adds_up_nodes_and_edges_of_all_copies() -> None:
+    graph = graph_of(
         [[1, 2], [10, 20, 30]],
         {(0, 1): [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]},
-        state_bytes=[[1, 2], [3, 4, 5]],
-        saved_bytes=[[7, 8], [9, 10, 11]],
+        state=[[1, 2], [3, 4, 5]],
+        saved=[[7, 8], [9, 10, 11]],
+        groups=["once", "often"],
+        counts={"often": 5},
     )
-    found = graph.assignment([1, 2])
-    assert found.seconds == pytest.approx(2 + 30 + 0.6)
-    assert (found.state_bytes, found.saved_bytes) == (7, 19)
-    assert found.memory_bytes(3) == 7 + 3 * 19
+    found = graph.cost([1, 2])
+    assert found.seconds == pytest.approx(2 + 5 * (30 + 0.6))
+    assert (found.state_bytes, found.saved_bytes) == (2 + 5 * 5, 8 + 5 * 11)
+    assert found.memory_bytes(3) == 27 + 3 * 63
+    assert graph.group_costs([1, 2])["often"].seconds == pytest.approx(30.6)
 
 
-def test_links_are_priced_by_the_layouts_of_their_ends() -> None:
+def test_edges_are_priced_by_the_layouts_of_their_ends() -> None:
     source = Operator(
         name="a",
         strategies=tuple(Strategy(output=layout, seconds=0.0) for layout in ("rows", "columns")),
     )
+    wanted = (("x", "columns"), ("x", "rows"), ("x", "rows"))
     target = Operator(
-        name="b",
-        strategies=tuple(
-            Strategy(inputs=(other, layout), seconds=0.0)
-            for other, layout in (("x", "columns"), ("x", "rows"), ("x", "rows"))
-        ),
+        name="b", strategies=tuple(Strategy(inputs=pair, seconds=0.0) for pair in wanted)
     )
-    link = Link(source=0, target=1, input_index=1, tensor="t")
-    graph = connect([source, target], [link], lambda tensor, a, b: float(a != b) * len(tensor))
-    assert graph.edges[0].seconds.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
-
-
-def test_blocks_in_a_row_share_their_ports() -> None:
-    block = random_block(0, 3, num_operators=5)
-    row = join([block] * 4)
-    assert row.num_operators == 5 + 3 * 4
-    assert len(row.edges) == 4 * len(block.graph.edges)
-    # The same strategies everywhere: every block but the first leaves its entry's cost out.
-    whole = row.assignment([1] * row.num_operators)
-    one = block.graph.assignment([1] * 5)
-    entry = block.graph.operators[0].strategies[1]
-    assert whole.seconds == pytest.approx(4 * one.seconds - 3 * entry.seconds)
+    table = edge_table(source, target, 1, lambda a, b: float(a != b))
+    assert table.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
+    with pytest.raises(OperatorError, match="2 inputs; a link asks for number 2"):
+        edge_table(source, target, 2, lambda a, b: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -71,40 +53,43 @@ def test_blocks_in_a_row_share_their_ports() -> None:
         ([[1.0], [1.0]], {(0, 2): [[1.0]]}, "0 to 1"),
         ([[1.0], [1.0]], {(1, 1): [[1.0]]}, "itself"),
         ([[1.0], [1.0]], {(0, 1): [[np.nan]]}, "NaN"),
-        ([[[1.0]]], {}, "2 dims"),
     ],
 )
-def test_what_makes_no_sense_is_refused(nodes: list, edges: dict, words: str) -> None:
+def test_graphs_without_meaning_are_refused(nodes: list, edges: dict, words: str) -> None:
     with pytest.raises(OperatorError, match=words):
-        graph_from_costs(nodes, edges)
+        graph_of(nodes, edges)
 
 
-def test_bytes_are_finite_and_one_a_strategy() -> None:
+def test_bytes_are_finite_and_choices_exist() -> None:
     with pytest.raises(OperatorError, match="state_bytes = -1"):
-        graph_from_costs([[1.0]], {}, state_bytes=[[-1]])
-    with pytest.raises(OperatorError, match=r"\[2\].*\[1\]"):
-        graph_from_costs([[1.0]], {}, saved_bytes=[[1, 2]])
-
-
-def test_wrong_choices_and_ports_are_refused() -> None:
-    graph = graph_from_costs([[1.0], [1.0, 2.0]], {})
+        graph_of([[1.0]], {}, state=[[-1]])
+    graph = graph_of([[1.0], [1.0, 2.0]], {})
     with pytest.raises(OperatorError, match="1 choices for 2 operators"):
-        graph.assignment([0])
+        graph.cost([0])
     with pytest.raises(OperatorError, match="0 to 1, not 2"):
-        graph.assignment([0, 2])
-    with pytest.raises(OperatorError, match="both operator 0"):
-        Block(graph=graph, entry=0, exit=0)
-    with pytest.raises(OperatorError, match="1 layouts, but the block before leaves 2"):
-        join([Block(graph=graph, entry=0, exit=1)] * 2)
+        graph.cost([0, 2])
 
 
-def test_blocks_that_number_their_layouts_differently_do_not_join() -> None:
-    def ends(*layouts: str) -> OperatorGraph:
-        port = tuple(Strategy(output=layout, seconds=0.0) for layout in layouts)
-        return OperatorGraph(
-            operators=(Operator(name="in", strategies=port), Operator(name="out", strategies=port))
-        )
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_operators=st.integers(0, 6),
+    price=st.sampled_from([0.0, 0.003, 0.1, 10.0]),
+    in_flight=st.sampled_from([1.0, 3.0]),
+)
+def test_highs_equals_brute_force(
+    seed: int, num_operators: int, price: float, in_flight: float
+) -> None:
+    graph = random_graph(seed, num_operators)
+    found = solve(graph, byte_price=price, in_flight=in_flight)
+    assert found.optimal
+    total = found.cost.seconds + price * found.cost.memory_bytes(in_flight)
+    assert total == pytest.approx(brute_force(graph, price, in_flight), rel=1e-7)
+    assert found.cost == graph.cost(found.choices)
 
-    first, second = ends("a", "b"), ends("b", "a")
-    with pytest.raises(OperatorError, match="same order"):
-        join([Block(graph=first, entry=0, exit=1), Block(graph=second, entry=0, exit=1)])
+
+def test_forbidden_strategies_are_not_taken() -> None:
+    graph = graph_of([[1.0, 9.0], [np.inf, 1.0]], {(0, 1): [[0.0, np.inf], [0.0, 0.0]]})
+    assert solve(graph).choices == (1, 1)
+    with pytest.raises(OperatorError, match="no choice of strategies is feasible for 2 operators"):
+        solve(graph_of([[1.0], [1.0]], {(0, 1): [[np.inf]]}))

@@ -1,0 +1,205 @@
+"""`moemesh partition`: exact methods agree, printed commands run, bad input names the numbers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moemesh.config.errors import ConfigError
+from moemesh.planner.stages.answer import METHODS, Partition
+from moemesh.planner.stages.division import StageError
+from moemesh.planner.stages.partition import compare, partition
+from tests.test_cli import run as run_command
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """(exit code, stdout, stderr) of the command in this process."""
+    return partial(run_command, capsys, monkeypatch)
+
+
+def check_command(run: Run, command: str) -> None:
+    """`moemesh config check` accepts what a printed `moemesh train` would run."""
+    words = shlex.split(command)
+    assert words[:2] == ["moemesh", "train"]
+    code, _, errors = run("config", "check", *words[2:])
+    assert code == 0, f"{command}\n{errors}"
+
+
+def check_sums(found: Partition) -> None:
+    """Stages cover layers and ranks once, and the step is what the stages say."""
+    seconds = [stage.seconds for stage in found.stages]
+    expected = sum(seconds) + (found.microbatches - 1) * max(seconds)
+    assert found.seconds == pytest.approx(expected)
+    layers = [layer for stage in found.stages for layer in stage.layers]
+    assert layers == list(range(len(layers)))
+    ranks = [rank for stage in found.stages for rank in stage.ranks]
+    assert ranks == list(range(found.num_devices))
+    for number, stage in enumerate(found.stages):
+        assert stage.in_flight == min(found.microbatches, len(found.stages) - number)
+        assignment = found.assignments[stage.assignment]
+        assert all(one.seconds >= 0 for one in assignment.operators)
+    assert found.implied is not None
+    plan = found.implied.plan
+    assert plan.world_size == found.num_devices
+    assert plan.pp == len(found.stages)
+    assert plan.microbatches == found.microbatches
+    if plan.pp > 1:
+        assert plan.layers_per_stage == tuple(len(stage.layers) for stage in found.stages)
+
+
+def test_stages_and_strategies_of_a_model_become_a_command_that_runs(run: Run) -> None:
+    found = partition(
+        model="llama3-8b", cluster="dgx_h100", nodes=2, global_batch=64, seq_len=4096, stages=4
+    )
+    check_sums(found)
+    assert found.implied is not None
+    assert found.implied.fits
+    assert "--set plan.layers_per_stage=[" in found.implied.command
+    check_command(run, found.implied.command)
+
+
+def test_methods_agree_and_baselines_say_their_gap() -> None:
+    request: dict[str, Any] = {
+        "model": "llama3-8b", "cluster": "dgx_h100", "global_batch": 32, "stages": 4,
+        "microbatches": 8, "evaluations": 300,
+    }  # fmt: skip
+    dp, ilp, random, learned = compare(METHODS, **request)
+    assert ilp.seconds == pytest.approx(dp.seconds, rel=1e-9)
+    assert dp.gap == 0
+    for baseline in (random, learned):
+        assert baseline.optimum_seconds == dp.seconds
+        assert baseline.gap == pytest.approx(max(baseline.seconds / dp.seconds - 1, 0))
+        assert baseline.evaluations == 300
+    assert random.gap > 0
+    for found in (dp, ilp, random, learned):
+        check_sums(found)
+
+
+def grid(*, slow: bool) -> list[Any]:
+    cases = [
+        ("tiny", "dgx_h100", 1, 64, 8, {"stages": 2}),
+        ("qwen3-30b-a3b", "dgx_h100", 2, 4096, 64, {"stages": 4}),
+    ]
+    if slow:
+        cases = [
+            (model, "dgx_h100", nodes, seq_len, batch, {})
+            for model in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b")
+            for nodes in (2, 4)
+            for seq_len, batch in ((1024, 48), (4096, 64), (8192, 256))
+        ]
+    return [pytest.param(*case, id=f"{case[0]}-{case[2]}-{case[3]}-{case[4]}") for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "nodes", "seq_len", "batch", "more"),
+    [
+        *grid(slow=False),
+        *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in grid(slow=True)),
+    ],
+)
+def test_every_printed_command_passes_config_check(
+    run: Run,
+    model: str,
+    cluster: str,
+    nodes: int,
+    seq_len: int,
+    batch: int,
+    more: dict[str, Any],
+) -> None:
+    try:
+        found = partition(
+            model=model,
+            cluster=cluster,
+            nodes=nodes,
+            seq_len=seq_len,
+            global_batch=batch,
+            **more,
+        )
+    except StageError as error:
+        assert "fits in" in str(error)
+        return
+    check_sums(found)
+    assert found.implied is not None
+    if found.implied.fits and not found.implied.not_trained:
+        check_command(run, found.implied.command)
+
+
+def test_the_branch_network_is_placed_by_every_method() -> None:
+    found = compare(
+        METHODS, model="branching-alexnet", cluster="dgx_h100", global_batch=128, evaluations=2000
+    )
+    assert found[1].seconds == pytest.approx(found[0].seconds, rel=1e-9)
+    for one in found:
+        assert one.gap >= 0
+        names = sorted(name for stage in one.stages for name in stage.operators)
+        assert names == sorted(operator.operator for operator in one.assignments[0].operators)
+        assert one.implied is None
+    # Both convolutions of a layer at once: the step is shorter than all operators in a row.
+    assert found[0].seconds < sum(stage.seconds for stage in found[0].stages)
+
+
+def test_the_same_call_gives_the_same_answer() -> None:
+    request: dict[str, Any] = {
+        "model": "branching-alexnet", "cluster": "dgx_h100", "global_batch": 16, "stages": 3,
+        "evaluations": 50, "seed": 3,
+    }  # fmt: skip
+    for method in ("random", "learned"):
+        first, second = (partition(method=method, **request) for _ in range(2))
+        for field in fields(Partition):
+            if field.name != "wall_seconds":
+                assert getattr(first, field.name) == getattr(second, field.name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"method": "dq"}, "method is one of dp, ilp, random, learned"),
+        ({"stages": 3}, "3 stages must divide the 8 devices"),
+        ({"stages": 64}, "64 stages cannot each hold one of 32 layers"),
+        ({"stages": 16}, "16 stages need as many devices; dgx_h100 has 8"),
+        ({"microbatches": 7}, r"7 microbatches must divide global_batch \(64\)"),
+        ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
+        ({"global_batch": 0}, "global_batch must be at least 1"),
+        ({"schedule": "zb_h1"}, "1f1b and gpipe"),
+        ({"model": "lama3-8b"}, "llama3-8b"),
+        ({"model": "branching-alexnet", "stages": 9}, "9 devices are asked for; dgx_h100 has 8"),
+    ],
+)
+def test_bad_input_names_the_numbers(change: dict[str, Any], words: str) -> None:
+    request: dict[str, Any] = {"model": "llama3-8b", "cluster": "dgx_h100", "global_batch": 64}
+    with pytest.raises(ConfigError, match=words):
+        partition(**request | change)
+
+
+def test_a_model_that_does_not_fit_names_the_memory_that_would_do() -> None:
+    with pytest.raises(
+        StageError, match=r"(?s)no division of 61 layers .*fix: devices with"
+    ) as caught:
+        partition(model="deepseek-v3", cluster="dgx_h100", global_batch=64, stages=8)
+    assert "8 devices" in str(caught.value)
+
+
+def test_the_verb_prints_text_and_json(run: Run) -> None:
+    words = ("partition", "--model", "tiny", "--cluster", "dgx_h100", "--global-batch", "8")
+    options = ("--seq-len", "64", "--stages", "2")
+    code, text, _ = run(*words, *options)
+    assert code == 0
+    assert "moemesh train --set model.preset=tiny" in text
+    _, output, _ = run(*words, *options, "--method", "all", "--evaluations", "50", "--json")
+    found = json.loads(output)
+    assert [row["method"] for row in found["methods"]] == list(METHODS)
+    assert {"stages", "assignments", "plan", "seconds", "gap", "evaluations"} <= found.keys()
+    assert found["stages"][0]["ranks"] == [0, 3]
+    assert found["plan"]["command"] in text
+    code, _, errors = run(*words, "--stages", "99")
+    assert code == 2
+    assert "fix: stages = " in errors
