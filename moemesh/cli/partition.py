@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from moemesh.planner.stages.answer import OperatorAssignment, Partition
 
 
+#: Operators that are named where a plan differs; --json has all.
+_MOST_NAMES = 4
+
+
 @app.command(short_help="Stages and operator strategies of a model.")
 def partition(
     model: Annotated[
@@ -115,7 +119,9 @@ def _plan(found: "Partition") -> list[str]:
         + ("" if implied.fits else ", which does not fit"),
     ]
     if implied.differing:
-        lines.append(f"  laid out otherwise: {', '.join(implied.differing)}")
+        shown = ", ".join(implied.differing[:_MOST_NAMES])
+        more = len(implied.differing) - _MOST_NAMES
+        lines.append(f"  laid out otherwise: {shown}" + (f" and {more} more" if more > 0 else ""))
     if implied.not_trained:
         lines.append(f"  not trained by this version: {', '.join(implied.not_trained)}")
     return lines + (["", implied.command] if implied.command else [])

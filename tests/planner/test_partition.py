@@ -63,7 +63,7 @@ def test_stages_and_strategies_of_a_model_become_a_command_that_runs(run: Run) -
     check_sums(found)
     assert found.implied is not None
     assert found.implied.fits
-    assert "--set plan.layers_per_stage=[" in found.implied.command
+    assert "plan.layers_per_stage=[" in found.implied.command
     check_command(run, found.implied.command)
 
 

@@ -9,26 +9,22 @@ the planner's own memory law the one is taken that agrees with the most operator
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
-from pathlib import Path
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.plan import Plan
-from moemesh.config.sources import preset_names
-from moemesh.config.toml import format_value
-from moemesh.config.trainable import untrained_keys, untrained_model
-from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE
-from moemesh.planner.plan_text import check_against
+from moemesh.planner.search.command import not_trained, train_command
 from moemesh.planner.shapes.load import Model
 from moemesh.planner.stages.answer import ImpliedPlan, OperatorChoice
 from moemesh.planner.timing.price import price
 
 #: What an axis does to dense operators and to experts, by plan key ("" is expert data parallelism).
 _DENSE = {"dp": "batch", "cp": "sequence", "tp": ""}
-_EXPERTS = {"ep": "experts", "etp": "expert_width", "": ""}
+_EXPERTS = {"": "", "ep": "experts", "etp": "expert_width"}
 #: The dims that tensor parallelism cuts, by operator; all others are cut along the sequence.
 _TENSOR = {
     **dict.fromkeys(("qkv", "attention core", "output"), "heads"),
@@ -43,78 +39,47 @@ _RECOMPUTES = ("none", "selective", "full")
 
 def imply(
     model: Model,
-    source: str,
     cluster: Cluster,
+    base: Plan,
     *,
     seq_len: int,
     global_batch: int,
-    microbatches: int,
-    schedule: str,
-    layers_per_stage: Sequence[int],
     mesh: Mapping[str, int],
     operators: Sequence[OperatorChoice],
 ) -> ImpliedPlan | None:
-    """The plan nearest to `operators` that fits; None if none is legal.
+    """`base` with the degrees nearest to `operators` that fit; None if no degrees are legal.
 
-    Where none fits, the one that needs the least memory, marked as such. Of a model that
+    Where none fits, those that need the least memory, marked as such. Of a model that
     `moemesh train` trains only plans that it carries out are considered.
     """
+    batch = {"seq_len": seq_len, "global_batch": global_batch}
+    trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
     best: ImpliedPlan | None = None
-    trained = model.config is not None and not untrained_model(model.config)
     for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
-        plan = Plan.model_validate({
-            "pp": len(layers_per_stage),
-            "microbatches": microbatches,
-            "schedule": schedule,
-            "layers_per_stage": tuple(layers_per_stage) if len(layers_per_stage) > 1 else None,
-            **keys,
-        })  # fmt: skip
-        problems = plan.check(model.config, seq_len=seq_len, global_batch=global_batch)
-        if problems or (trained and untrained_keys(plan.model_dump())):
+        plan = base.model_copy(update=keys)
+        if plan.check(**batch):
             continue
-        layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
-        if check_against(model.shape, layout):
+        layout = from_plan(plan, model.config, **batch)
+        if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
             continue
         memory, usable, seconds = price(model.shape, layout, cluster)
+        refused = tuple(not_trained(layout, model))
+        fits = memory.fits(cluster.memory_bytes, usable)
         found = ImpliedPlan(
             plan=plan,
             agreement=agreement,
             differing=differing,
             seconds=seconds["total"],
             memory_bytes=memory.needed,
-            fits=memory.fits(cluster.memory_bytes, usable),
+            fits=fits,
+            command=train_command(layout, model) if fits and not refused else "",
+            not_trained=refused,
         )
-        if found.fits or best is None or found.memory_bytes < best.memory_bytes:
+        if fits:
+            return found
+        if best is None or found.memory_bytes < best.memory_bytes:
             best = found
-        if found.fits:
-            break
-    if best is None or not best.fits:
-        return best
-    refused = ["a model of another library's file"] if model.config is None else []
-    refused += untrained_model(model.config) if model.config else []
-    refused += untrained_keys(best.plan.model_dump())
-    command = "" if refused else train_command(model, source, best, seq_len, global_batch)
-    return replace(best, command=command, not_trained=tuple(refused))
-
-
-def train_command(
-    model: Model, source: str, implied: ImpliedPlan, seq_len: int, global_batch: int
-) -> str:
-    """The `moemesh train` call of a plan; "" where the model's source is no configuration."""
-    if model.config is None:
-        return ""
-    words = ["moemesh train"]
-    if source in preset_names():
-        words.append(f"--set model.preset={source}")
-    elif Path(source).suffix == ".toml":
-        words.append(source)
-    else:
-        return ""
-    for key, value in implied.keys().items():
-        text = value if isinstance(value, str) else format_value(value).replace(" ", "")
-        words.append(f"--set plan.{key}={text}")
-    words += [f"--set data.seq_len={seq_len}", f"--set data.global_batch={global_batch}"]
-    return " ".join([*words, "--set train.dtype=bfloat16"])
+    return best
 
 
 def _ranked(
@@ -142,6 +107,7 @@ def _ranked(
                     if not as_planned:
                         differing[f"{operator.group}: {operator.operator}"] = None
                 found.append((agreed / (total or 1.0), tuple(differing), keys))
+    # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
     return sorted(found, key=lambda item: -item[0])
 
 

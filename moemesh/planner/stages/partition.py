@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal, cast, get_args
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.plan import LARGEST_DEGREE
+from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.section import nearest_divisors
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.operators.convolution import two_branch_network
@@ -32,7 +33,8 @@ from moemesh.trace.memory import format_bytes
 #: The branching network, by its name among the models.
 BRANCHING = "branching-alexnet"
 #: Schedules whose step takes sum of t_i + (m - 1) * max of t_i.
-SCHEDULES = ("1f1b", "gpipe")
+PipelineSchedule = Literal["1f1b", "gpipe"]
+SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)
 #: HiGHS is stopped after so many seconds.
 _TIME_LIMIT = 60.0
 
@@ -130,14 +132,12 @@ def compare(
         microbatches=microbatches or 0,
         schedule=schedule,
     )
-    name = model if isinstance(model, str) else ""
-    return _divisions(methods, known, name, workload, evaluations, seed)
+    return _divisions(methods, known, workload, evaluations, seed)
 
 
 def _divisions(
     methods: Sequence[str],
     model: Model,
-    source: str,
     workload: Workload,
     evaluations: int,
     seed: int,
@@ -165,15 +165,12 @@ def _divisions(
                 )
             division = tried
         wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
-        found.append(
-            _division_answer(model, source, workload, method, mesh, division, exact[1], wall)
-        )
+        found.append(_division_answer(model, workload, method, mesh, division, exact[1], wall))
     return found
 
 
 def _division_answer(
     model: Model,
-    source: str,
     workload: Workload,
     method: str,
     mesh: StageMesh,
@@ -183,15 +180,19 @@ def _division_answer(
 ) -> Partition:
     stages = mesh.stages(division)
     assignments = mesh.describe(stages)
+    sizes = division.layers_per_stage
+    plan = Plan(
+        pp=mesh.num_stages,
+        microbatches=mesh.microbatches,
+        schedule=cast("PipelineSchedule", workload.schedule),
+        layers_per_stage=sizes if len(sizes) > 1 else None,
+    )
     implied = imply(
         model,
-        source,
         workload.cluster,
+        plan,
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
-        microbatches=mesh.microbatches,
-        schedule=workload.schedule,
-        layers_per_stage=division.layers_per_stage,
         mesh=mesh.axes,
         operators=[one for assignment in assignments for one in assignment.operators],
     )
