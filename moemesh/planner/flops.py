@@ -144,13 +144,3 @@ def hardware_flops(
     elif "attention" in recompute:
         found += flops.attention
     return found + (0.5 * flops.attention if flash else 0.0)
-
-
-def gpt_iteration(
-    batch: int, seq: int, layers: int, hidden: int, vocab: int, *, recompute: bool
-) -> float:
-    """FLOPs of one GPT training step, full attention (arXiv:2104.04473, equation 3):
-    72 B s L h^2 (1 + s/(6h) + V/(12 L h)); with full recompute 96 and V/(16 L h)."""
-    factor, head = (96, 16) if recompute else (72, 12)
-    inner = 1 + seq / (6 * hidden) + vocab / (head * layers * hidden)
-    return factor * batch * seq * layers * hidden**2 * inner

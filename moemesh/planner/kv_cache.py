@@ -1,7 +1,7 @@
 """Bytes of the key-value cache of a model that generates.
 
 Per token: GQA 2 L h_kv w, MLA L (r_kv + d_r) w: the latent and the rotary key stand for all heads.
-A layer with a window keeps at most the window. ``4 b L h (s + n)`` is the multi-head 16-bit case.
+``4 b L h (s + n)`` is the multi-head 16-bit case.
 """
 
 from __future__ import annotations
@@ -12,17 +12,6 @@ from moemesh.planner.shapes.shape import ModelShape
 def kv_bytes_per_token(shape: ModelShape, element_bytes: float = 2) -> float:
     """Bytes that one more token of context costs while no window is full."""
     return shape.num_layers * _layer_bytes(shape) * element_bytes
-
-
-def kv_cache_bytes(
-    shape: ModelShape, tokens: int, sequences: int = 1, element_bytes: float = 2
-) -> float:
-    """Bytes of `sequences` sequences with `tokens` of context each."""
-    kept = sum(
-        number * (min(tokens, kind.window) if kind.window else tokens)
-        for kind, number in shape.kind_counts.items()
-    )
-    return sequences * kept * _layer_bytes(shape) * element_bytes
 
 
 def _layer_bytes(shape: ModelShape) -> int:

@@ -232,9 +232,3 @@ def kind_weights(
     for kind, number in kinds.items():
         found = found.plus(layer_weights(shape, kind.moe, whole_output).times(number))
     return found
-
-
-def gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> int:
-    """The closed form 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)): exact for a GPT without its
-    final norm (2h)."""
-    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + positions) * hidden

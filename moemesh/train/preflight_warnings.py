@@ -45,10 +45,12 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
             break
     else:
         return
+    counted = f"{plan.world_size} rank(s)"
+    if rank + 1 < plan.world_size:
+        counted = f"the first {rank + 1} of {counted} alone"
     raise TooLargeError(
-        f"{'more than ' if rank + 1 < plan.world_size else ''}{format_bytes(needed)} for weights, "
-        f"gradients and optimizer of {plan.world_size} rank(s), this machine has "
-        f"{format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
+        f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
+        f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
         "machines for it; `moemesh estimate` and `moemesh plan` say which"
     )
 

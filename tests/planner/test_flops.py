@@ -8,11 +8,11 @@ from moemesh.planner.flops import (
     attended_tokens,
     core_flops,
     count_flops,
-    gpt_iteration,
     hardware_flops,
 )
 from moemesh.planner.shapes.architectures import gpt
 from moemesh.planner.shapes.load import load_model
+from tests.planner.closed_forms import gpt_iteration
 
 #: GFLOP per token of training, as printed.
 RATES = [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.kv_cache import kv_bytes_per_token, kv_cache_bytes
-from moemesh.planner.layout import PlannedLayout, smallest_world
+from moemesh.planner.kv_cache import kv_bytes_per_token
+from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import estimate_memory, in_flight, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.architectures import gpt
@@ -180,14 +180,6 @@ def test_kv_cache(name: str, each: int) -> None:
     assert kv_bytes_per_token(load_model(name).shape) == each
 
 
-def test_kv_cache_of_windows() -> None:
-    shape = load_model("gpt-oss-20b").shape
-    assert kv_cache_bytes(shape, 128) == 128 * kv_bytes_per_token(shape)
-    half = 12 * (128 + 1000) * 2 * 8 * 64 * 2
-    assert kv_cache_bytes(shape, 1000) == half
-    assert kv_cache_bytes(shape, 1000, sequences=3) == 3 * half
-
-
 class TestMistakes:
     def test_20_bytes_a_parameter_only_with_both_gradients(self) -> None:
         shape = load_model("llama3-8b").shape
@@ -225,9 +217,6 @@ class TestMistakes:
         assert more > rank_memory(shape, layout, 0).activations
 
     def test_gpus_are_not_the_product_of_all_degrees(self) -> None:
-        assert smallest_world(pp=2, tp=4, cp=1, ep=8, etp=1) == 16
-        assert smallest_world(pp=1, tp=2, cp=2, ep=8, etp=1) == 8
-        assert smallest_world(pp=1, tp=3, cp=1, ep=2, etp=1) == 6
         assert PlannedLayout(tp=4, dp=2, ep=8, seq_len=1, global_batch=2).world_size == 8
 
     def test_1f1b_holds_less_than_gpipe(self) -> None:

@@ -18,7 +18,7 @@ from moemesh.planner.timing.network import (
     two_level_all_reduce_seconds,
     visited_nodes,
 )
-from moemesh.planner.traffic.routing import expected_nodes
+from tests.planner.closed_forms import expected_nodes
 
 A, B = 1e-5, 1e-10
 

@@ -9,13 +9,13 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
 from moemesh.planner.parameters import (
     count_parameters,
-    gpt_parameters,
     layer_weights,
     mtp_weights,
 )
 from moemesh.planner.shapes.architectures import gpt
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
+from tests.planner.closed_forms import gpt_parameters
 
 #: Exactly as released (DeepSeek without its extra prediction layer and selection biases).
 RELEASED = {

@@ -6,8 +6,8 @@ import pytest
 
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.published import parse_run, read_runs, step_flops
-from moemesh.planner.flops import gpt_iteration
 from moemesh.planner.timing.hardware import GIB, accelerator_of
+from tests.planner.closed_forms import gpt_iteration
 from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
 
 

@@ -8,13 +8,9 @@ import pytest
 
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.planner.traffic.routing import (
-    chosen_routing,
-    expected_nodes,
-    remote_copies,
-    uniform_routing,
-    visit_probability,
-)
+from moemesh.planner.traffic.routing import uniform_routing, visit_probability
+from tests.planner.closed_forms import expected_nodes, remote_copies
+from tests.twins.chosen_routing import chosen_routing
 
 #: DeepSeek-V3, 256 experts on 8 nodes, 8 chosen: as published.
 COPIES = [

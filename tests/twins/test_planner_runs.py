@@ -15,8 +15,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
-from moemesh.planner.traffic.routing import chosen_routing
 from moemesh.trace.ledger import Ledger
+from tests.twins.chosen_routing import chosen_routing
 from tests.twins.planned import SEQ_LEN, choices_of, measure
 
 #: (model keys over tiny, plan, dtype, global batch). Odd batches leave ranks with uneven shares.
