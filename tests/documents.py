@@ -12,6 +12,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from moemesh.config.dispatchers import expected_distinct
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -21,7 +22,6 @@ from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import TRAINABLE
-from moemesh.parallel.expert.choose import expected_distinct
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures

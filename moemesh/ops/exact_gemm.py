@@ -19,8 +19,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Each expert's rows are padded to a multiple of this, all rows to a multiple of four times it.
-ROWS = 16
+from moemesh.config.dispatchers import EXACT_ROWS
 
 
 class PaddedRows:
@@ -28,12 +27,12 @@ class PaddedRows:
 
     def __init__(self, counts_EP: Tensor) -> None:
         counts_E = counts_EP.sum(1)
-        padded_E = (counts_E + ROWS - 1) // ROWS * ROWS
+        padded_E = (counts_E + EXACT_ROWS - 1) // EXACT_ROWS * EXACT_ROWS
         shift_E = padded_E.cumsum(0) - padded_E - (counts_E.cumsum(0) - counts_E)
         rows = torch.arange(int(counts_E.sum()), device=counts_EP.device)
         self.place_R = rows + torch.repeat_interleave(shift_E, counts_E)
         self.per_expert: list[int] = padded_E.tolist()
-        self.num_padded = -(-sum(self.per_expert) // (4 * ROWS)) * 4 * ROWS
+        self.num_padded = -(-sum(self.per_expert) // (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
 
     def pad(self, x_R: Tensor) -> Tensor:
         """[R, ...] -> [Q, ...], zeros between."""

@@ -11,18 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128
+from moemesh.config.dispatchers import FP8_BLOCK as BLOCK
+
 #: The largest finite e4m3 value.
 LARGEST = 448.0
 
 
 def num_blocks(hidden: int) -> int:
     return -(-hidden // BLOCK)
-
-
-def packed_bytes(hidden: int) -> int:
-    """Bytes of one packed row."""
-    return hidden + 4 * num_blocks(hidden)
 
 
 def quantize(x_RH: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from moemesh.ops.fp8 import BLOCK, LARGEST, dequantize, packed_bytes, quantize
+from moemesh.config.dispatchers import packed_bytes
+from moemesh.ops.fp8 import BLOCK, LARGEST, dequantize, quantize
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 128, 130, 512])

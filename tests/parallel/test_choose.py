@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moemesh.bench.crossing import rows_between
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.ops import permute as permute_module
@@ -21,7 +22,6 @@ from moemesh.parallel.expert.choose import (
     fastest,
     measure_copying,
     predict_seconds,
-    rows_copied,
 )
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from tests.ranks import mesh_on_ranks
@@ -52,9 +52,8 @@ def test_a_slow_link_between_nodes_wants_few_rows_across() -> None:
 def test_with_free_links_the_fewest_copies_win() -> None:
     """All_gather copies K + d + 1 rows a token, the others more."""
     predicted = predict_seconds(SITE, FREE, FREE, 1e-10)
-    copied = rows_copied(SITE)
     for name, seconds in predicted.items():
-        assert seconds == pytest.approx(2 * copied[name] * 4096 * 1e-10)
+        assert seconds == pytest.approx(2 * SITE.rows[name].copied * 4096 * 1e-10)
     assert _best(predicted) == "all_gather"
 
 
@@ -116,7 +115,7 @@ def _copied_on_rank(mesh: Mesh, name: str) -> int:
 def test_the_rows_that_are_copied_are_those_of_the_table(name: str) -> None:
     layout = Layout(dp=4, ep=4, ranks_per_node=2)
     counted = mesh_on_ranks(layout, _copied_on_rank, name)
-    assert sum(counted) / 4 == pytest.approx(rows_copied(SITE)[name], rel=0.03)
+    assert sum(counted) / 4 == pytest.approx(SITE.rows[name].copied, rel=0.03)
 
 
 def _choose_on_rank(mesh: Mesh) -> tuple[str, dict[str, float], float]:
@@ -130,3 +129,27 @@ def test_all_ranks_hear_the_same_choice_and_copying_costs_time() -> None:
     assert set(predicted) == {"all_to_all", "all_gather", "hierarchical", "low_latency"}
     assert name == fastest(predicted)
     assert all(1e-12 < rank[2] < 1e-6 for rank in ranks)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "hierarchical", "low_latency"])
+def test_the_rows_of_the_table_are_those_of_a_routing(name: str) -> None:
+    """Against the benchmark's count from chosen experts; rows to a rank itself are among both."""
+    draw = torch.Generator().manual_seed(0)
+    shape = (4000, SITE.num_experts)
+    chosen = [
+        torch.rand(shape, generator=draw).topk(SITE.experts_per_token).indices
+        for _ in range(SITE.ranks)
+    ]
+    node, slots = SITE.ranks_per_node, 40_000
+    found = rows_between(
+        name, chosen, num_experts=SITE.num_experts, ranks_per_node=node, num_slots=slots
+    ).dispatch_RR
+    rows = replace(SITE, tokens=4000, capacity=slots).rows[name]
+    inside = rows.everywhere * node / SITE.ranks + rows.inside
+    # Both hops of a hierarchical exchange may stay on the rank, and then share a place.
+    across = rows.everywhere * (SITE.ranks - node) / SITE.ranks
+    across += rows.across * (1 - node / SITE.ranks)
+    same = torch.arange(SITE.ranks) // node == 0
+    own_hop = rows.across * node / SITE.ranks
+    assert found[0][~same].sum() == pytest.approx(across, rel=0.03)
+    assert found[0][same].sum() == pytest.approx(inside + own_hop, rel=0.03)

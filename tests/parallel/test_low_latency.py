@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.dispatchers import packed_bytes
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
-from moemesh.ops.fp8 import packed_bytes
 from moemesh.ops.permute import permute
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
 from moemesh.parallel.expert.payload import Fp8Codec

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.dispatchers import packed_bytes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.transformer import Transformer
-from moemesh.ops.fp8 import packed_bytes
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose

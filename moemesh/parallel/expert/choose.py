@@ -1,28 +1,14 @@
 """`dispatcher = auto`: predict each dispatcher from its bytes, the measured links and memory.
 
-Legend: P = ep ranks, cut into R nodes of N ranks; T tokens a rank, K experts a token, E experts.
-
-Rows that one rank sends in one direction, uniform routing (moe layers are timed as dispatch and
-combine, forward and backward: four directions), and rows that it reorders or sums on the way there
-and back, each counted on the side where there are more of them:
-
-| dispatcher | to ranks of its node | to other nodes | exchanges | copied, there and back |
-|---|---|---|---|---|
-| all_to_all | K T (N-1)/P | K T (P-N)/P | counts, weights, rows | 3 K T |
-| all_gather | T (N-1) | T (P-N) | sizes, ids, weights, rows | T + (K + d) T |
-| hierarchical | d T (N-1)/N | m T | counts, ids, weights, rows, twice | (K + 2 d + 2 m) T |
-| low_latency | C (N-1) | C (P-N) | header, weights, rows | 3 C P |
-
-with d distinct ranks of a token, m = n (R-1)/R other nodes where n are visited, C slots per pair
-of ranks; hierarchical on a single node has the inner hop alone (m = 0). The copy from received
-rows into the experts is the same for all and left out. What a link and a copied byte cost is
-measured on the real groups, once, at start, by all ranks at a time, since ranks of one machine
-share its memory and cores.
+Rows that a rank sends in one direction under uniform routing, and rows that it copies, are those of
+:mod:`moemesh.config.dispatchers`. MoE layers are timed as dispatch and combine, forward and
+backward: four directions. The copy from received rows into the experts is the same for all and left
+out. Costs of a link and of a copied byte are measured on the real groups, once, at start, by all
+ranks at a time, since ranks of one machine share its memory and cores.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +19,7 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
+from moemesh.config.dispatchers import RowsMoved, rows_moved
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
@@ -72,33 +59,17 @@ class CallSite:
     ranks_per_node: int
     capacity: int = 0
 
-
-def expected_distinct(parts: int, num_experts: int, experts_per_token: int) -> float:
-    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform.
-
-    ``parts * (1 - C(E - E/parts, K) / C(E, K))``.
-    """
-    rest = num_experts - num_experts // parts
-    if rest < experts_per_token:
-        return float(parts)
-    missing = math.comb(rest, experts_per_token) / math.comb(num_experts, experts_per_token)
-    return parts * (1 - missing)
-
-
-def rows_copied(site: CallSite) -> dict[str, float]:
-    """Rows that one rank reorders or sums in one dispatch and combine, by name (table above)."""
-    tokens, chosen = site.tokens, site.experts_per_token
-    nodes = site.ranks // site.ranks_per_node
-    visited = expected_distinct(site.ranks, site.num_experts, chosen)
-    visited_nodes = expected_distinct(nodes, site.num_experts, chosen) if nodes > 1 else 0.0
-    copied = {
-        "all_to_all": 3.0 * chosen * tokens,
-        "all_gather": (1 + chosen + visited) * tokens,
-        "hierarchical": (chosen + 2 * visited + 2 * visited_nodes * (nodes - 1) / nodes) * tokens,
-    }
-    if site.capacity:
-        copied["low_latency"] = 3.0 * site.capacity * site.ranks
-    return copied
+    @property
+    def rows(self) -> dict[str, RowsMoved]:
+        """Rows of one direction under uniform routing, by dispatcher."""
+        return rows_moved(
+            tokens=self.tokens,
+            chosen=self.experts_per_token,
+            experts=self.num_experts,
+            ranks=self.ranks,
+            ranks_per_node=self.ranks_per_node,
+            slots=self.capacity,
+        )
 
 
 def predict_seconds(
@@ -106,31 +77,18 @@ def predict_seconds(
 ) -> dict[str, float]:
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
     ranks, here = site.ranks, site.ranks_per_node
-    nodes, tokens, chosen = ranks // here, site.tokens, site.experts_per_token
-    away = ranks - here
-    visited = expected_distinct(ranks, site.num_experts, chosen)
-    visited_nodes = expected_distinct(nodes, site.num_experts, chosen)
-    #: name -> rows inside, rows across, exchanges of the forward that carry no rows
-    table: dict[str, tuple[float, float, int]] = {
-        "all_to_all": (chosen * tokens * (here - 1) / ranks, chosen * tokens * away / ranks, 2),
-        "all_gather": (tokens * (here - 1), tokens * away, 3),
-        "hierarchical": (
-            visited * tokens * (here - 1) / here,
-            visited_nodes * tokens * (nodes - 1) / nodes,
-            3 * (1 + (nodes > 1)),
-        ),
-    }
-    if site.capacity:
-        table["low_latency"] = (site.capacity * (here - 1), site.capacity * away, 2)
-    seconds, copied = {}, rows_copied(site)
-    for name, (rows_inside, rows_across, small) in table.items():
+    nodes = ranks // here
+    seconds: dict[str, float] = {}
+    for name, rows in site.rows.items():
+        rows_inside = rows.everywhere * (here - 1) / ranks + rows.inside * (here - 1) / here
+        rows_across = rows.everywhere * (ranks - here) / ranks + rows.across * (nodes - 1) / nodes
         # Back and forth twice; coded rows only on the way to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
-        exchanges = 4 + small
+        exchanges = 4 + rows.small_exchanges
         seconds[name] = inside.seconds(rows_inside * per_row, exchanges if here > 1 else 0)
         seconds[name] += across.seconds(rows_across * per_row, exchanges if nodes > 1 else 0)
         # The backward copies as many: what was a sum is a copy there, and the other way round.
-        seconds[name] += 2 * copied[name] * site.result_bytes * seconds_per_copied_byte
+        seconds[name] += 2 * rows.copied * site.result_bytes * seconds_per_copied_byte
     return seconds
 
 

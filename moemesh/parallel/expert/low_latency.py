@@ -37,6 +37,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
+from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import Rows, pick_weights
 from moemesh.ops.pending import Pending
@@ -52,9 +53,6 @@ from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
 from moemesh.parallel.expert.hop import Hop
 
-#: Row slots per pair of ranks, as a multiple of the rows under uniform routing.
-CAPACITY_FACTOR = 2.0
-
 
 def slots_per_rank(
     max_tokens: int, experts_per_token: int, num_experts: int, ep: int, capacity_factor: float
@@ -66,8 +64,7 @@ def slots_per_rank(
             f"the low_latency dispatcher needs max_tokens >= 1 and a capacity factor > 0, "
             f"got {max_tokens} and {capacity_factor}"
         )
-    most = max_tokens * min(experts_per_token, num_experts // ep)
-    return min(most, math.ceil(max_tokens * experts_per_token / ep * capacity_factor))
+    return slots_per_pair(max_tokens, experts_per_token, num_experts, ep, capacity_factor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
+from moemesh.config.dispatchers import packed_bytes, slots_per_pair
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
@@ -32,9 +32,6 @@ _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
     "moe.combine",
 )
 _INT64, _INT32 = 8, 4
-#: Channels of one fp8 scale, and the slack of low-latency slots (`moemesh.parallel.expert`).
-_FP8_BLOCK = 128
-CAPACITY_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +48,13 @@ def row_bytes(model: ModelConfig, plan: Plan, element: int, wide: int) -> Rows:
     plain = model.hidden_size * element
     coded = plain
     if plan.payload == "fp8":
-        coded = model.hidden_size + 4 * ceil(model.hidden_size / _FP8_BLOCK)
+        coded = packed_bytes(model.hidden_size)
     return Rows(coded=coded, plain=plain, weight=wide)
 
 
 def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
-    """Row slots per pair of ranks: twice the uniform share, at most what can come at all."""
-    most = max_tokens * min(model.experts_per_token, model.num_experts // plan.ep)
-    fair = max_tokens * model.experts_per_token / plan.ep
-    return min(most, ceil(fair * CAPACITY_FACTOR))
+    """Row slots per pair of ranks."""
+    return slots_per_pair(max_tokens, model.experts_per_token, model.num_experts, plan.ep)
 
 
 class DispatchTraffic:

@@ -28,6 +28,7 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
+from moemesh.config.dispatchers import EXACT_ROWS
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -41,8 +42,6 @@ from moemesh.trace.memory import MemoryProfile
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
 _INT64 = 8
-#: Rows to which the exact products pad (`moemesh.ops.exact_gemm`).
-_EXACT_ROWS = 16
 
 
 def predict_memory(
@@ -242,8 +241,8 @@ class _Saved:
         group = members(self.layout, "ep_etp", self.rank)
         experts = range(first, first + per_rank)
         rows = (sum(sent(peer).by_expert[expert] for peer in group) for expert in experts)
-        padded = sum(ceil(count / _EXACT_ROWS) * _EXACT_ROWS for count in rows)
-        return ceil(padded / (4 * _EXACT_ROWS)) * 4 * _EXACT_ROWS
+        padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
+        return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
 
     def _received(self, sent: Callable[[int], Sent]) -> tuple[float, float]:
         plan, ep = self.plan, self.here["ep"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import comb
 
+from moemesh.config.dispatchers import visit_probability
 from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
 
@@ -36,13 +36,6 @@ class Sent:
 #: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are
 #: numbered by microbatch and, where sequences are cut, inside it by slice.
 Routing = Callable[[int, int, int, int, int, int], Sent]
-
-
-def visit_probability(experts: int, per_token: int, part: int) -> float:
-    """That a token has at least one of its experts among `part` of them; 0 of no experts."""
-    if not experts:
-        return 0.0
-    return 1 - comb(experts - part, per_token) / comb(experts, per_token)
 
 
 def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:

@@ -29,13 +29,14 @@ Sources: arXiv:1909.08053, 2205.05198 (TP, SP), 2310.01889 (ring), 2309.14509 (U
 
 from __future__ import annotations
 
-from math import ceil, gcd
+from math import prod
 from typing import NamedTuple
 
+from moemesh.config.dispatchers import packed_bytes, rows_moved
+from moemesh.config.layout import AXES
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import StageContent, rank_weights
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.traffic.routing import visit_probability
 from moemesh.trace.ledger import Ledger
 
 
@@ -219,69 +220,56 @@ class _Volumes:
         count = self.moe * self.m
         if not count or layout.ep * layout.etp == 1:
             return
-        w, hidden = layout.element_bytes, shape.hidden_size
-        tokens = layout.tokens / layout.tp * layout.imbalance
-        coded = hidden + 4 * ceil(hidden / 128) if layout.payload == "fp8" else hidden * w
-        passes = ["forward"]
-        if self.full or "moe" in layout.recompute:
-            passes.append("recompute")
+        plain = shape.hidden_size * layout.element_bytes
+        coded = packed_bytes(shape.hidden_size) if layout.payload == "fp8" else plain
+        again = self.full or "moe" in layout.recompute
+        phases = ("forward", "recompute") if again else ("forward",)
+        mesh, tokens = layout.mesh, layout.tokens / layout.tp * layout.imbalance
+        table = rows_moved(
+            tokens=tokens,
+            chosen=shape.experts_per_token,
+            experts=shape.num_experts,
+            ranks=layout.ep,
+            ranks_per_node=mesh.ep_node,
+        )
         if layout.dispatcher == "all_gather":
-            group, rows = layout.ep * layout.etp, tokens * layout.ep * layout.etp
-            for phase in passes:
-                self._enter("ep_etp", "all_gather", phase, _DISPATCH, count, rows * coded, group)
-                size = rows * hidden * w
-                self._enter("ep_etp", "reduce_scatter", phase, _COMBINE, count, size, group)
-            size = rows * hidden * w
-            self._enter("ep_etp", "reduce_scatter", "backward", _DISPATCH, count, size, group)
-            self._enter("ep_etp", "all_gather", "backward", _COMBINE, count, size, group)
+            # Tokens go to every lane of every ep index at once.
+            rows = table["all_gather"].everywhere * layout.etp
+            self._there_and_back("ep_etp", phases, rows, coded, plain, gathered=True)
             return
-        copies = shape.experts_per_token
         if layout.dispatcher == "hierarchical":
-            arriving = self._two_hops(count, tokens, coded, passes)
+            arriving = table["hierarchical"].inside
+            across = table["hierarchical"].across
+            self._there_and_back("ep_rail", phases, across, coded, plain)
+            self._there_and_back("ep_node", phases, arriving, coded, plain)
         else:
-            arriving = copies * tokens
-            for phase in passes:
-                self._all_to_all("ep", phase, count, copies * tokens, coded, hidden * w, layout.ep)
-            size = copies * tokens * hidden * w
-            self._enter("ep", "all_to_all", "backward", _DISPATCH, count, size, layout.ep)
-            self._enter("ep", "all_to_all", "backward", _COMBINE, count, size, layout.ep)
-        lanes = arriving * hidden * w * layout.etp
-        for phase in passes:
-            self._enter("etp", "all_gather", phase, _DISPATCH, count, lanes, layout.etp)
-            self._enter("etp", "reduce_scatter", phase, _COMBINE, count, lanes, layout.etp)
-        self._enter("etp", "reduce_scatter", "backward", _DISPATCH, count, lanes, layout.etp)
-        self._enter("etp", "all_gather", "backward", _COMBINE, count, lanes, layout.etp)
+            arriving = table["all_to_all"].everywhere
+            self._there_and_back("ep", phases, arriving, coded, plain)
+        self._there_and_back("etp", phases, arriving * layout.etp, plain, plain, gathered=True)
 
-    def _all_to_all(
+    def _there_and_back(
         self,
         axis: str,
-        phase: str,
-        count: float,
+        phases: tuple[str, ...],
         rows: float,
         coded: float,
         plain: float,
-        members: int,
+        *,
+        gathered: bool = False,
     ) -> None:
-        self._enter(axis, "all_to_all", phase, _DISPATCH, count, rows * coded, members)
-        self._enter(axis, "all_to_all", phase, _COMBINE, count, rows * plain, members)
+        """Dispatch and combine of every MoE layer over `axis`, and their pairs in the backward."""
+        count, members = self.moe * self.m, self._size(axis)
+        there, back = ("all_gather", "reduce_scatter") if gathered else ("all_to_all",) * 2
+        for phase in phases:
+            self._enter(axis, there, phase, _DISPATCH, count, rows * coded, members)
+            self._enter(axis, back, phase, _COMBINE, count, rows * plain, members)
+        self._enter(axis, back, "backward", _DISPATCH, count, rows * plain, members)
+        self._enter(axis, there, "backward", _COMBINE, count, rows * plain, members)
 
-    def _two_hops(self, count: float, tokens: float, coded: float, passes: list[str]) -> float:
-        """A row to each node that a token visits, then to each rank; returns the rows arriving."""
-        layout, shape = self.layout, self.shape
-        experts, k = shape.num_experts, shape.experts_per_token
-        node = layout.ranks_per_node or layout.world_size
-        inside = gcd(layout.ep, node // layout.etp) if node % layout.etp == 0 else 1
-        nodes = layout.ep // inside
-        across = tokens * nodes * visit_probability(experts, k, experts // nodes)
-        arriving = tokens * layout.ep * visit_probability(experts, k, experts // layout.ep)
-        plain = shape.hidden_size * layout.element_bytes
-        for axis, rows, members in (("ep_rail", across, nodes), ("ep_node", arriving, inside)):
-            for phase in passes:
-                self._all_to_all(axis, phase, count, rows, coded, plain, members)
-            size = rows * plain
-            self._enter(axis, "all_to_all", "backward", _DISPATCH, count, size, members)
-            self._enter(axis, "all_to_all", "backward", _COMBINE, count, size, members)
-        return arriving
+    def _size(self, axis: str) -> int:
+        """Ranks of an expert axis."""
+        mesh = self.layout.mesh
+        return prod(mesh.dimensions(AXES[axis][0])[name] for name in AXES[axis][1])
 
     # Pipeline.
 

@@ -1,0 +1,90 @@
+"""The rows that every dispatcher moves, the size of a row, and the limits of fixed buffers.
+
+The dispatchers themselves, `auto`, the planner's traffic and the benchmarks read them here.
+
+Legend: T tokens a rank, K experts a token, E experts over P ranks in R nodes of N ranks, d distinct
+ranks of a token and n distinct nodes under uniform routing, C slots per pair of ranks. Rows of one
+direction, a rank's rows to itself among them:
+
+| dispatcher | over all ranks | across nodes | inside a node | copied, there and back |
+|---|---|---|---|---|
+| all_to_all | K T | | | 3 K T |
+| all_gather | P T | | | T + (K + d) T |
+| hierarchical | | n T | d T | (K + 2 d + 2 n (R-1)/R) T |
+| low_latency | C P | | | 3 C P |
+
+Copied are rows that a rank reorders or sums, each counted on the side where there are more of them.
+A hierarchical exchange on a single node has the inner hop alone (n = 0 there).
+"""
+
+from __future__ import annotations
+
+from math import ceil, comb
+from typing import NamedTuple
+
+#: Slots of low_latency over those that uniform routing fills.
+CAPACITY_FACTOR = 2.0
+#: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
+FP8_BLOCK = 128
+#: Exact products pad each expert's rows to a multiple of this, all rows to one of four times it.
+EXACT_ROWS = 16
+
+
+def packed_bytes(hidden: int) -> int:
+    """Bytes of a row of `hidden` channels in fp8: a byte a channel, a scale for each block."""
+    return hidden + 4 * ceil(hidden / FP8_BLOCK)
+
+
+def slots_per_pair(
+    tokens: int, chosen: int, experts: int, ranks: int, factor: float = CAPACITY_FACTOR
+) -> int:
+    """Row slots of low_latency for each pair of ranks: `factor` times the uniform share of at most
+    `tokens` tokens, at most what can come at all."""
+    most = tokens * min(chosen, experts // ranks)
+    return min(most, ceil(tokens * chosen / ranks * factor))
+
+
+def visit_probability(experts: int, chosen: int, part: int) -> float:
+    """That a token has at least one of its experts among `part` of them; 0 of no experts."""
+    if not experts:
+        return 0.0
+    return 1 - comb(experts - part, chosen) / comb(experts, chosen)
+
+
+def expected_distinct(parts: int, experts: int, chosen: int) -> float:
+    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform."""
+    return parts * visit_probability(experts, chosen, experts // parts)
+
+
+class RowsMoved(NamedTuple):
+    """The table above for one dispatcher, and its exchanges of a forward that carry no rows."""
+
+    everywhere: float
+    across: float
+    inside: float
+    copied: float
+    small_exchanges: int
+
+
+def rows_moved(
+    *, tokens: float, chosen: int, experts: int, ranks: int, ranks_per_node: int, slots: int = 0
+) -> dict[str, RowsMoved]:
+    """The table above by dispatcher; low_latency where there are `slots`."""
+    nodes = ranks // ranks_per_node
+    d = expected_distinct(ranks, experts, chosen)
+    n = expected_distinct(nodes, experts, chosen) if nodes > 1 else 0.0
+    crossed = 2 * n * (nodes - 1) / nodes
+    hops = 1 + (nodes > 1)
+    routed, copied = chosen * tokens, (chosen + 2 * d + crossed) * tokens
+    table = {
+        # counts, weights
+        "all_to_all": RowsMoved(routed, 0.0, 0.0, 3.0 * routed, 2),
+        # sizes, ids, weights
+        "all_gather": RowsMoved(ranks * tokens, 0.0, 0.0, (1 + chosen + d) * tokens, 3),
+        # counts, ids, weights, for each hop
+        "hierarchical": RowsMoved(0.0, n * tokens, d * tokens, copied, 3 * hops),
+    }
+    if slots:
+        # header, weights
+        table["low_latency"] = RowsMoved(slots * ranks, 0.0, 0.0, 3.0 * slots * ranks, 2)
+    return table
