@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.config.errors import UserError
+from moemesh.config.section import nearest_divisors
 from moemesh.schedule import closed_forms, text
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
@@ -273,7 +274,13 @@ def _costs(request: Request, problems: list[str]) -> tuple[Costs, float]:
             f"{name} and --costs are both costs: keep one" for name, is_ in given.items() if is_
         ]
         message = _number("--comm", request.comm, problems)
-        return replace(costs_of_run(request.run), message=message), held
+        costs, measured = costs_of_run(request.run)
+        if request.ranks and measured % request.ranks:
+            problems.append(
+                f"{request.run} measured {measured} stages: --ranks {request.ranks} is no divisor "
+                f"(nearest: {nearest_divisors(measured, request.ranks)})"
+            )
+        return replace(costs, message=message), held
     costs = Costs(
         forward=_numbers("--forward", request.forward, problems),
         input_gradient=_numbers("--dgrad", request.dgrad, problems),

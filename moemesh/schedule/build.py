@@ -179,16 +179,17 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     the nearest legal ones, for a schedule that does not exist, does not fit the plan, or cannot
     run.
     """
+    # Frozen pydantic models are hashable, which their types do not say.
     if plan.schedule == "search":
-        return _searched(plan, model, seq_len)
+        return _searched(plan, model, seq_len)  # pyright: ignore[reportArgumentType]
     if not is_schedule_file(plan.schedule):
-        return _named(plan)
+        return _named(plan)  # pyright: ignore[reportArgumentType]
     path = Path(plan.schedule).expanduser()
     try:
         status = path.stat()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)
+    schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)  # pyright: ignore[reportArgumentType]
     if model is not None and model.tied_embeddings:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))
         if first != last and first + last != plan.pp - 1:
@@ -236,9 +237,8 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
     from moemesh.schedule.search import search
 
     if plan.schedule_costs != "estimated":
-        costs = costs_of_run(Path(plan.schedule_costs).expanduser())
-        assert isinstance(costs.forward, Sequence)
-        if (measured := len(costs.forward)) != plan.num_stages:
+        costs, measured = costs_of_run(Path(plan.schedule_costs).expanduser())
+        if measured != plan.num_stages:
             near = f"plan.stages_per_rank = {measured // plan.pp}, or " * (not measured % plan.pp)
             raise UserError(
                 f"the run in {plan.schedule_costs} measured {measured} stages, the plan has "

@@ -13,7 +13,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers, head_cost
 from moemesh.schedule.action import Entry, Kind, Op
-from moemesh.schedule.costs import Costs
+from moemesh.schedule.costs import Cost, Costs
 from moemesh.schedule.slicing import stage_costs
 from moemesh.trace.timeline import Record, Timeline
 
@@ -80,8 +80,8 @@ def measured_costs(records: Sequence[Record]) -> Costs:
     )
 
 
-def costs_of_run(folder: Path) -> Costs:
-    """Seconds of each stage, measured in the last step of the run in `folder`.
+def costs_of_run(folder: Path) -> tuple[Costs, int]:
+    """Seconds of each stage, measured in the last step of the run in `folder`; and how many stages.
 
     Raises UserError when the folder has no timeline, or one without pipeline operations.
     """
@@ -101,13 +101,14 @@ def costs_of_run(folder: Path) -> Costs:
     num_stages = 1 + max(record.stage or 0 for record in records)
     costs = measured_costs(records)
 
-    def by_stage(cost: object, kind: Kind) -> list[float]:
+    def by_stage(cost: Cost | None, kind: Kind) -> list[float]:
         assert callable(cost)
         return [cost(Op(kind, stage, 0)) for stage in range(num_stages)]
 
-    return Costs(
+    found = Costs(
         forward=by_stage(costs.forward, "F"),
         input_gradient=by_stage(costs.input_gradient, "I"),
         weight_gradient=by_stage(costs.weight_gradient, "W"),
         backward=by_stage(costs.backward, "B"),
     )
+    return found, num_stages
