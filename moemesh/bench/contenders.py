@@ -18,12 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.config.model import ModelConfig
-from moemesh.model.batch import Batch, Context, make_context
-from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
 from moemesh.model.experts import Experts
-from moemesh.model.moe import MoE
+from moemesh.model.moe import MoE, PlainExchange, Runner
 from moemesh.model.router import Routing
+from moemesh.model.seams import PLAIN_FLOW
 from moemesh.ops.permute import gather_rows, identity, permute
+from moemesh.parallel.expert.overlapped import overlapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +79,25 @@ def layer_step(
 
     `max_rows` bounds the rows that the experts compute on at once, as in training.
     """
+    is_plain = isinstance(dispatcher, LocalDispatcher) and num_chunks == 1
+    runner: Runner = PlainExchange if is_plain else overlapped(num_chunks)
 
     def step(work: Work) -> None:
-        layer.dispatcher, layer.num_chunks = dispatcher, num_chunks
+        layer.dispatcher, layer.runner = dispatcher, runner
         layer.experts.max_rows = max_rows
         layer.experts.zero_grad()
         x_TH = work.x_TH.detach().requires_grad_()
         routing = _given(work.experts_TK, work.weights_TK.detach().requires_grad_())
-        layer.apply_experts(x_TH, routing, _context(len(x_TH))).backward(work.gradient_TH)
+        apply_experts(layer, x_TH, routing).backward(work.gradient_TH)
 
     return step
+
+
+def apply_experts(layer: MoE, x_TH: Tensor, routing: Routing) -> Tensor:
+    """The layer behind its router, without shared experts."""
+    exchange = layer.runner(layer.dispatcher, PLAIN_FLOW)
+    rows = exchange.dispatch(x_TH, routing.weights_TK, routing.experts_TK)
+    return exchange.combine(exchange.compute(layer.experts, rows))
 
 
 def exchange_step(dispatcher: Dispatcher) -> Step:
@@ -117,16 +127,6 @@ def _given(experts_TK: Tensor, weights_TK: Tensor) -> Routing:
         num_dropped=nothing,
         fault=nothing,
     )
-
-
-def _context(num_tokens: int) -> Context:
-    tokens_BS = torch.zeros(1, num_tokens, dtype=torch.int64)
-    batch = Batch(
-        tokens_BS=tokens_BS,
-        targets_BS=tokens_BS,
-        sequences_B=torch.zeros(1, dtype=torch.int64),
-    )
-    return make_context(batch, range(num_tokens), 2, 10000.0)
 
 
 def bare_exchange_step(axis: Axis, num_exchanges: int) -> Step:

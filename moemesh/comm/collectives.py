@@ -13,11 +13,8 @@ The sum convention (no function averages):
 | all_gather | all_gather | reduce_scatter |
 | reduce_scatter | reduce_scatter | all_gather |
 | all_reduce | all_reduce | identity |
-| replicate | identity | all_reduce |
 | take_shard | own rows | all_gather |
 | all_to_all | all_to_all | all_to_all, transposed |
-| broadcast | broadcast | reduce |
-| reduce | reduce | broadcast |
 """
 
 from __future__ import annotations
@@ -41,14 +38,10 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_to_all",
-    "all_to_all_two_phase",
     "barrier",
-    "broadcast",
     "exchange_counts",
     "gather_json",
-    "reduce",
     "reduce_scatter",
-    "replicate",
     "take_shard",
 ]
 
@@ -79,20 +72,10 @@ def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
     """all_reduce (sum) along axis; backward: identity.
 
     For consumers that are the same on every rank and so hold the same full gradient (g in
-    M. Shoeybi et al., "Megatron-LM", 2019); `replicate` is its conjugate.
+    M. Shoeybi et al., "Megatron-LM", 2019).
     """
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
     return _pair(x, axis, run, _identity)
-
-
-def replicate(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
-    """identity; backward: all_reduce (sum) along axis.
-
-    For a tensor that is the same on every rank and feeds different shards of a layer (f in
-    M. Shoeybi et al., "Megatron-LM", 2019).
-    """
-    pair = partial(transfers.all_reduce, axis=axis, caller=caller)
-    return _pair(x, axis, _identity, pair)
 
 
 def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
@@ -125,7 +108,8 @@ def all_to_all(
     """all_to_all along axis; backward: all_to_all with the splits exchanged.
 
     `input_splits[i]` rows go to rank i and `output_splits[i]` rows come from it, in rank order;
-    None for equal splits.
+    None for equal splits. Where receivers do not know their splits, :func:`exchange_counts` comes
+    first (the two-phase all-to-all).
     """
     run = partial(
         transfers.all_to_all,
@@ -151,36 +135,6 @@ def exchange_counts(counts: Tensor, axis: Axis, *, caller: str) -> Tensor:
     """
     assert counts.dtype == torch.int64 and counts.shape[0] == axis.size
     return transfers.all_to_all(counts, axis, phase="forward", caller=caller)
-
-
-def all_to_all_two_phase(
-    x: Tensor, axis: Axis, input_splits: Sequence[int], *, caller: str
-) -> tuple[Tensor, list[int]]:
-    """all_to_all whose receivers do not know what comes; backward: all_to_all, transposed.
-
-    First an even exchange of counts (entered as ``caller + ".counts"``), then the rows. Returns the
-    rows received and how many came from each rank.
-    """
-    counts = torch.tensor(input_splits, dtype=torch.int64, device=axis.device)
-    output_splits = exchange_counts(counts, axis, caller=f"{caller}.counts").tolist()
-    return all_to_all(x, axis, input_splits, output_splits, caller=caller), output_splits
-
-
-def broadcast(x: Tensor, axis: Axis, source_index: int, *, caller: str) -> Tensor:
-    """broadcast from rank `source_index` of axis; backward: reduce to it, zeros on the others.
-
-    `x` must have the same shape and dtype on every rank.
-    """
-    run = partial(transfers.broadcast, axis=axis, source_index=source_index, caller=caller)
-    pair = partial(transfers.reduce, axis=axis, destination_index=source_index, caller=caller)
-    return _pair(x, axis, run, pair)
-
-
-def reduce(x: Tensor, axis: Axis, destination_index: int, *, caller: str) -> Tensor:
-    """reduce (sum) to rank `destination_index` of axis, zeros elsewhere; backward: broadcast."""
-    run = partial(transfers.reduce, axis=axis, destination_index=destination_index, caller=caller)
-    pair = partial(transfers.broadcast, axis=axis, source_index=destination_index, caller=caller)
-    return _pair(x, axis, run, pair)
 
 
 def barrier(axis: Axis) -> None:

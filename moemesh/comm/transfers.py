@@ -52,7 +52,7 @@ _SHORT_ROW_BYTES = 64
 
 
 class Work(Protocol):
-    """Something that the backend carries out meanwhile."""
+    """An asynchronous operation of the backend."""
 
     def wait(self) -> object: ...
 
@@ -61,18 +61,15 @@ def all_gather(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
 ) -> Tensor:
     """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal."""
-    gathered, work = all_gather_start(x, axis, sizes, phase=phase, caller=caller)
-    if work is not None:
-        work.wait()
-    return gathered
+    return all_gather_start(x, axis, sizes, phase=phase, caller=caller)()
 
 
 def all_gather_start(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
-) -> tuple[Tensor, Work | None]:
-    """As all_gather, but the rows are there only when the returned work has been waited for."""
+) -> Callable[[], Tensor]:
+    """As all_gather; the result comes from calling what is returned, exactly once."""
     if axis.size == 1:
-        return x, None
+        return lambda: x
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
     if x.shape[0] != blocks[axis.index]:
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes say {blocks[axis.index]}")
@@ -82,15 +79,17 @@ def all_gather_start(
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:])
     if not _is_nccl(axis):
-        return gathered, gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
+        messages = gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
+        return partial(_after, messages, lambda: gathered)
     if len(set(blocks)) == 1:
-        return gathered, _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
+        work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
+        return partial(_after, work, lambda: gathered)
     repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
     own = [blocks[axis.index]] * axis.size
     work = dist.all_to_all_single(
         _raw(gathered), repeated, list(blocks), own, group=axis.group, async_op=True
     )
-    return gathered, work
+    return partial(_after, work, lambda: gathered)
 
 
 def reduce_scatter(
@@ -198,12 +197,7 @@ def all_to_all(
     caller: str,
 ) -> Tensor:
     """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits."""
-    received, work = all_to_all_start(
-        x, axis, input_splits, output_splits, phase=phase, caller=caller
-    )
-    if work is not None:
-        work.wait()
-    return received
+    return all_to_all_start(x, axis, input_splits, output_splits, phase=phase, caller=caller)()
 
 
 def all_to_all_start(
@@ -214,10 +208,10 @@ def all_to_all_start(
     *,
     phase: str,
     caller: str,
-) -> tuple[Tensor, Work | None]:
-    """As all_to_all, but the rows are there only when the returned work has been waited for."""
+) -> Callable[[], Tensor]:
+    """As all_to_all; the result comes from calling what is returned, exactly once."""
     if axis.size == 1:
-        return x, None
+        return lambda: x
     if (input_splits is None) != (output_splits is None):
         raise ValueError(f"{caller}: give both input_splits and output_splits, or neither")
     inputs = _blocks(x.shape[0], axis, input_splits)
@@ -236,11 +230,12 @@ def all_to_all_start(
     if input_splits is None:
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
     if not _is_nccl(axis) and not is_small:
-        return received, exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
+        messages = exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
+        return partial(_after, messages, lambda: received)
     work = dist.all_to_all_single(
         _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
     )
-    return received, work
+    return partial(_after, work, lambda: received)
 
 
 def exchange_start(
@@ -252,7 +247,7 @@ def exchange_start(
     *,
     tag: int,
 ) -> Work | None:
-    """An all_to_all into memory that is there, for whoever enters it in the ledger himself.
+    """all_to_all into a preallocated tensor; the caller records it in the ledger.
 
     Exchanges of different `tag` (below 2^20) may be started in any order, by any thread.
     """
@@ -278,18 +273,6 @@ def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: s
     copy = x.clone(memory_format=torch.contiguous_format) if is_source else _empty_like(x)
     dist.broadcast(_raw(copy), src=axis.ranks[source_index], group=axis.group)
     return copy
-
-
-def reduce(x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str) -> Tensor:
-    """The sum over the axis on rank `destination_index`; zeros on the others."""
-    if axis.size == 1:
-        return x
-    num_bytes = x.numel() * x.element_size()
-    moved = wire.reduce(num_bytes, axis.size, axis.index, destination_index)
-    record(axis, "reduce", phase, caller, moved)
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.reduce(total, dst=axis.ranks[destination_index], group=axis.group)
-    return total if axis.index == destination_index else total.zero_()
 
 
 def record(axis: Axis, op: str, phase: str, caller: str, moved: WireBytes) -> None:

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return self.boundary.leave(y_TA, self.output)
 
     def core(self, qkv_TA: Tensor, context: Context) -> Tensor:
-        """What lies between the two projections: norms, rotary positions, attention."""
+        """The part between the two projections: norms, rotary positions, attention."""
         shape = (context.num_sequences, context.seq_len, -1, self.num_groups + 2, self.head_dim)
         # -1 cannot be inferred for an empty microbatch: take the heads from the weight.
         qkv = qkv_TA.view(*shape[:2], self.qkv.shape[0], *shape[3:])
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         query_BNSD = rotate(self.query_norm(query.flatten(2, 3).transpose(1, 2)), context)
         key_BMSD = rotate(self.key_norm(key.squeeze(3).transpose(1, 2)), context)
         value_BMSD = value.squeeze(3).transpose(1, 2)
-        y_BNSD = attend(query_BNSD, *context.past.extend(self.layer, key_BMSD, value_BMSD))
+        y_BNSD = attend(query_BNSD, *context.slices.extend(self.layer, key_BMSD, value_BMSD))
         return y_BNSD.transpose(1, 2).reshape(len(qkv_TA), y_BNSD.shape[1] * self.head_dim)
 
 

@@ -12,8 +12,9 @@ microbatch of all ranks ("global"). With V valid tokens in it, counts c and prob
 scope before, so that the ranks' parts add up to L and their gradients need no correction. The
 objective takes the mean over the scopes of the step; a scope without valid tokens is none.
 
-Where sequences come in slices, each adds its counts, probabilities and squares to those of the
-slices before it, and the last one has the loss of the whole (:mod:`moemesh.model.past`).
+Where sequences come in slices (:class:`~moemesh.model.seams.SliceState`), each adds its counts,
+probabilities and squares to those of the slices before it, and the last one has the loss of the
+whole.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from torch import Tensor
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
-from moemesh.model.past import ScopeSums
 from moemesh.model.router import Routing
-from moemesh.model.seams import Tokens
+from moemesh.model.seams import ScopeSums, Tokens
 
 
 def auxiliary_loss(
@@ -38,11 +38,11 @@ def auxiliary_loss(
         scope_T, num_scopes = context.sequence_T, context.num_sequences
     else:
         scope_T, num_scopes = torch.zeros_like(context.sequence_T), 1
-    sums = context.past.total(layer, scope_sums(routing, config, context, scope_T, num_scopes))
+    sums = context.slices.total(layer, scope_sums(routing, config, context, scope_T, num_scopes))
     if sums is None:
         return routing.logits_TE.new_zeros(())
     is_global = config.aux_loss_scope == "global"
-    counts_QE = context.replay.once(
+    counts_QE = context.flow.once(
         tokens.sum_over_ranks if is_global else tokens.sum_over_shards, sums.counts_QE
     )
     valid_Q = (counts_QE.sum(1) // config.experts_per_token).clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a forward is given: the tokens of a microbatch with their global ids and masks."""
+"""The input of a forward: the tokens of a microbatch with their global ids and masks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moemesh.model.past import NO_PAST, Past
-from moemesh.model.replay import FIRST_TIME, Replay
-from moemesh.model.segments import ONE_SEGMENT, Segments
+from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class Batch:
     none), in place of the router's choice; the weights still come from the router.
 
     A slice of longer sequences (:meth:`slice`) begins at position ``start`` of ``length``, and
-    ``past`` is what the slices before it have left behind.
+    ``slices`` holds the state of those before it.
     """
 
     tokens_BS: Tensor
@@ -41,9 +39,9 @@ class Batch:
     experts: Mapping[int, Tensor] | None = None
     start: int = 0
     length: int | None = None
-    past: Past = NO_PAST
+    slices: SliceState = NO_SLICES
 
-    def slice(self, start: int, stop: int, past: Past) -> Batch:
+    def slice(self, start: int, stop: int, slices: SliceState) -> Batch:
         """The positions ``start .. stop`` of all sequences."""
         size = self.tokens_BS.shape
 
@@ -65,7 +63,7 @@ class Batch:
             experts=experts,
             start=start,
             length=size[1],
-            past=past,
+            slices=slices,
         )
 
     @property
@@ -92,12 +90,12 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What the layers of one forward share: shapes, positions, and who the local tokens are.
+    """Shared by the layers of one forward: shapes, positions, and the ids of the local tokens.
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
-    describe those rows, as do ``experts`` and ``past`` (see :class:`Batch`). ``replay``: whether
-    this forward is computed for the first time; ``segments``: where its graph is cut.
+    describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`). ``flow``: how the
+    forward is carried out.
     """
 
     num_sequences: int
@@ -112,12 +110,13 @@ class Context:
     step: int = 0
     training: bool = True
     experts: Mapping[int, Tensor] | None = None
-    past: Past = NO_PAST
-    replay: Replay = FIRST_TIME
-    segments: Segments = ONE_SEGMENT
+    slices: SliceState = NO_SLICES
+    flow: Flow = PLAIN_FLOW
 
 
-def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -> Context:
+def make_context(
+    batch: Batch, local: range, head_dim: int, rope_theta: float, flow: Flow = PLAIN_FLOW
+) -> Context:
     """The context of `batch` for a rank whose residual stream holds the token rows `local`."""
     num_sequences, seq_len = batch.tokens_BS.shape
     device = batch.tokens_BS.device
@@ -154,5 +153,6 @@ def make_context(batch: Batch, local: range, head_dim: int, rope_theta: float) -
         step=batch.step,
         training=batch.training,
         experts=experts,
-        past=batch.past,
+        slices=batch.slices,
+        flow=flow,
     )

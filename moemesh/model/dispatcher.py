@@ -1,13 +1,12 @@
 """The contract between a router's choice and the experts: plan, dispatch, combine.
 
 Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, L local experts,
-O owners (ranks whose tokens may come here), H hidden. Dispatchers are siblings that do not inherit
-from one another; all pass one shared test.
+H hidden. Dispatchers are siblings that inherit nothing from one another; all pass one shared test.
 
 | call | in | out | may communicate |
 |---|---|---|---|
 | plan | experts [T, K] | a plan: who sends what where; no gradient; replayable | ids and counts |
-| dispatch | x [T, H], weights [T, K] | :class:`Rows` of the local experts | rows and weights |
+| dispatch | x [T, H], weights [T, K] | the local experts' :class:`ExpertRows` | rows, weights |
 | combine | y [R, H] | unweighted sum per token [T, H] | rows |
 
 dispatch and combine return at once with something :class:`~moemesh.ops.pending.Pending`: a
@@ -23,35 +22,55 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from moemesh.ops.expert_mlp import Deferred, expert_mlp
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 
 
-class Replicas(NamedTuple):
-    """Experts computed here for this microbatch alone. ``home`` and ``spare`` split the map of all
-    rows: those of own experts, and behind them those of replicas, ``counts_S`` rows each;
-    ``weights`` fetches their gate_up [S, 2, F, H] and down [S, H, F]."""
+class ExpertRows(Protocol):
+    """Rows of the local experts, copied by `map` from `source_NH` and grouped by expert, with the
+    router's weights (fp32 or fp64) and the number of rows of each expert (int64)."""
 
-    home: RowMap
-    spare: RowMap
-    counts_S: Tensor
-    weights: Pending[tuple[Tensor, Tensor]]
+    @property
+    def source_NH(self) -> Tensor: ...
+
+    @property
+    def map(self) -> RowMap: ...
+
+    @property
+    def weights_R(self) -> Tensor: ...
+
+    @property
+    def counts_L(self) -> Tensor: ...
+
+    def compute(
+        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+    ) -> Tensor:
+        """The experts' weighted outputs [R, H]; see :func:`~moemesh.ops.expert_mlp.expert_mlp`."""
+        ...
 
 
 class Rows(NamedTuple):
-    """What the local experts compute on: rows that `map` copies from `source_NH`, by expert.
-
-    ``counts_LO`` (rows per expert and owner) is set when the result must not depend on the layout:
-    the experts then use it to add their weight gradients in a fixed order. ``replicas``: rows
-    behind those of ``counts_L`` belong to experts that are only visiting.
-    """
+    """The :class:`ExpertRows` of most dispatchers."""
 
     source_NH: Tensor
     map: RowMap
     weights_R: Tensor
     counts_L: Tensor
-    counts_LO: Tensor | None = None
-    replicas: Replicas | None = None
+
+    def compute(
+        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+    ) -> Tensor:
+        return expert_mlp(
+            self.source_NH,
+            self.map,
+            self.weights_R,
+            self.counts_L,
+            gate_up,
+            down,
+            deferred,
+            max_rows,
+        )
 
 
 class Dispatcher(Protocol):
@@ -59,9 +78,12 @@ class Dispatcher(Protocol):
 
     def plan(self, experts_TK: Tensor) -> Any: ...
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]: ...
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Any]: ...
 
     def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]: ...
+
+    def close(self) -> None:
+        """Free what is held outside of torch; all ranks call it, at the end. Default: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +95,7 @@ class LocalPlan:
     counts_L: Tensor
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """All experts are here: sort by expert, compute, sum back. Nothing is sent."""
 
     def __init__(self, num_experts: int) -> None:

@@ -42,7 +42,7 @@ class MLP(nn.Module):
         return self.boundary.leave(self.activate(linear(x_TH, self.gate_up)), self.down)
 
 
-class Rows(nn.Module):
+class VocabularyRows(nn.Module):
     """A table with one row per vocabulary entry: the embedding, or the head."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:

@@ -5,22 +5,20 @@ Legend: T tokens, E experts, L experts held here, H hidden, F expert width, B se
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss
 from moemesh.model.batch import Context
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
-from moemesh.model.seams import LocalTokens, Tokens
-from moemesh.model.segments import Steps, finish
-from moemesh.ops.expert_mlp import later
+from moemesh.model.seams import Flow, LocalTokens, Tokens
 
 
 class MoEOutput(NamedTuple):
@@ -35,6 +33,38 @@ class MoEOutput(NamedTuple):
     fault: Tensor
 
 
+class ExpertExchange(Protocol):
+    """One forward of the experts through a dispatcher. What dispatch and compute return is the
+    exchange's own business: rows and results, or promises of them in several chunks."""
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Any: ...
+
+    def compute(self, experts: Experts, rows: Any) -> Any: ...
+
+    def combine(self, results: Any) -> Tensor: ...
+
+
+class PlainExchange:
+    """One step after the other: the default."""
+
+    def __init__(self, dispatcher: Dispatcher, flow: Flow) -> None:
+        self.dispatcher, self.flow = dispatcher, flow
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Rows:
+        self.plan = self.flow.once(self.dispatcher.plan, experts_TK)
+        return self.dispatcher.dispatch(x_TH, weights_TK, self.plan).wait()
+
+    def compute(self, experts: Experts, rows: Rows) -> Tensor:
+        return experts(rows)
+
+    def combine(self, results: Tensor) -> Tensor:
+        return self.dispatcher.combine(results, self.plan).wait()
+
+
+#: Made once a forward.
+Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
+
+
 class MoE(nn.Module):
     """Routed experts and, beside them, shared experts that every token visits."""
 
@@ -47,28 +77,33 @@ class MoE(nn.Module):
         )
         self.shared = MLP(config.hidden_size, config.shared_width) if config.shared_width else None
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
-        self.num_chunks = 1
+        self.runner: Runner = PlainExchange
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
         self.place_E: Tensor | None = None
         self.tokens: Tokens = LocalTokens()
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
-        return finish(self.steps(x_TH, context))
-
-    def steps(self, x_TH: Tensor, context: Context) -> Steps[MoEOutput]:
-        """The forward; it pauses while the dispatch, and while the combine is under way."""
         routing = self.router(x_TH, context, self.tokens)
         aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
-        aux = context.segments.cut(aux)
-        y_TH = yield from self.expert_steps(x_TH, routing, context)
+        aux = context.flow.cut(aux)
+        y_TH = self.apply_experts(x_TH, routing, context)
         counts_E = torch.bincount(
             routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
         )[1:]
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
-    @property
-    def _is_local(self) -> bool:
-        return isinstance(self.dispatcher, LocalDispatcher)
+    def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
+        """The layer behind its router: dispatch, compute, combine."""
+        exchange = self.runner(self.dispatcher, context.flow)
+        rows = exchange.dispatch(x_TH, routing.weights_TK, self._places(routing.experts_TK))
+        shared_TH = self._shared(x_TH, context)  # while rows are under way
+        results = exchange.compute(self.experts, rows)
+        return self._with_shared(exchange.combine(results), shared_TH)
+
+    def _shared(self, x_TH: Tensor, context: Context) -> Tensor | None:
+        if self.shared is None:
+            return None
+        return context.flow.cut(self.shared(x_TH, context.num_tokens))
 
     def _places(self, experts_TK: Tensor) -> Tensor:
         """From logical ids, which the router and its losses know, to the dispatcher's."""
@@ -77,45 +112,7 @@ class MoE(nn.Module):
         places_TK = self.place_E[experts_TK.clamp(min=0)]
         return torch.where(experts_TK < 0, experts_TK, places_TK)
 
-    def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
-        """What of the forward follows the router."""
-        return finish(self.expert_steps(x_TH, routing, context))
-
-    def expert_steps(self, x_TH: Tensor, routing: Routing, context: Context) -> Steps[Tensor]:
-        """Dispatch, compute, combine, in `num_chunks` chunks of tokens.
-
-        While the experts of one chunk compute, the rows of the next are under way, and the results
-        of the one before; the shared experts run under the first dispatch. All plans come first,
-        so that their small exchanges do not wait behind rows.
-        """
-        sizes = shard_sizes(len(x_TH), self.num_chunks)
-        weights, xs = routing.weights_TK.split(sizes), x_TH.split(sizes)
-        plans = [
-            context.replay.once(self.dispatcher.plan, experts_TK)
-            for experts_TK in self._places(routing.experts_TK).split(sizes)
-        ]
-        segments = context.segments
-        arriving = [segments.start(self.dispatcher.dispatch, xs[0], weights[0], plans[0])]
-        shared_TH = None
-        if self.shared is not None:
-            shared_TH = segments.cut(self.shared(x_TH, context.num_tokens))
-        others = [tuple(map(segments.cut, pair)) for pair in zip(xs[1:], weights[1:], strict=True)]
-        yield from segments.pause()
-        put_off = None
-        leaving = []
-        for chunk, plan in enumerate(plans):
-            if (after := chunk + 1) < len(plans):
-                arriving.append(self.dispatcher.dispatch(*others[chunk], plans[after]))
-            if put_off is None and (len(plans) > 1 or not self._is_local):
-                # Made here, behind starts of dispatches and before their ends, these gradients are
-                # computed while those of tokens are on their way back.
-                put_off = later(self.experts.gate_up, self.experts.down)
-            rows = arriving[chunk].wait()
-            y_RH = self.experts(rows, put_off)
-            combine = self.dispatcher.combine
-            leaving.append(segments.start(context.replay.unread, combine, y_RH, plan, sizes[chunk]))
-        yield from segments.pause()
-        y_TH = torch.cat([pending.wait() for pending in leaving])
+    def _with_shared(self, y_TH: Tensor, shared_TH: Tensor | None) -> Tensor:
         if self.config.router_scale_on == "output":
             y_TH = y_TH * self.config.router_scale
         if shared_TH is None:

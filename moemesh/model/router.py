@@ -17,8 +17,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.capacity import within_capacity
 from moemesh.model.faults import NO_FAULT, first_fault
-from moemesh.model.replay import FIRST_TIME, Replay
-from moemesh.model.seams import LocalTokens, Tokens
+from moemesh.model.seams import PLAIN_FLOW, Flow, LocalTokens, Tokens
 from moemesh.model.selection import (
     capacity_per_sequence,
     comparable,
@@ -90,11 +89,11 @@ class Router(nn.Module):
         given_TK = None if context.experts is None else context.experts.get(self.layer)
         chosen_TK = given_TK
         if given_TK is None and context.training:
-            chosen_TK = context.replay.once(
+            chosen_TK = context.flow.once(
                 self._choose_together, logits_TE, context, tokens or LocalTokens()
             )
-        bias_E, replay = self.selection_bias, context.replay
-        routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, replay)
+        bias_E, flow = self.selection_bias, context.flow
+        routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
         routing = routing._replace(
             fault=first_fault(logits_TE, context.token_ids_T, context.valid_T)
         )
@@ -177,7 +176,7 @@ def route(
     selection_bias: Tensor | None,
     valid_T: Tensor | None,
     chosen_TK: Tensor | None = None,
-    replay: Replay = FIRST_TIME,
+    flow: Flow = PLAIN_FLOW,
 ) -> Routing:
     """Choose K experts per token and weigh them; or weigh those of `chosen_TK` (-1 = none).
 
@@ -187,7 +186,7 @@ def route(
     """
     gates_TE = score(logits_TE, config)
     scores_TE = gates_TE if config.router_when == "before" else logits_TE
-    experts_TK, preferred_TK = replay.once(
+    experts_TK, preferred_TK = flow.once(
         choose, scores_TE.detach(), config, selection_bias, valid_T, chosen_TK
     )
     probabilities_TE = gates_TE
@@ -259,7 +258,7 @@ def limit_to_capacity(
 
     The room is counted per sequence, over all ranks that hold its tokens.
     """
-    keep_TK = context.replay.once(_keep, routing, config, context, tokens)
+    keep_TK = context.flow.once(_keep, routing, config, context, tokens)
     dropped_TK = ~keep_TK & (routing.experts_TK >= 0)
     weights_TK = routing.weights_TK.masked_fill(dropped_TK, 0.0)
     if config.capacity_renormalize:

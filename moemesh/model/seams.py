@@ -1,23 +1,38 @@
-"""Where parallelism enters the plain model: the seams, each with a default that does nothing.
+"""Where parallelism enters the plain model: the seams, each with a default for one device.
+
+| seam | decides |
+|---|---|
+| :class:`Boundary` | how a block with sharded weights is entered and left |
+| :class:`Vocabulary` | how an embedding and a loss work with sharded vocabulary rows |
+| :class:`Tokens` | which tokens of a microbatch are held here, and sums over the others |
+| :class:`SliceState` | what the slices of a sequence hand on (TeraPipe) |
+| :class:`Memory` | what a part of the model keeps for its backward |
+| :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
+
+The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
+objects and knows no rank; `parallel/` puts others in their place.
 
 Legend: T tokens of the residual stream held here, A attention or MLP width held here, H hidden,
-V vocabulary. On one device "held here" means all of it. The model calls these objects and knows no
-rank; `parallel/` puts others in their place.
+V vocabulary; B sequences, M key/value heads held here, S positions of a slice, C positions so far,
+D head size; Q scopes of the auxiliary losses, E experts. On one device "held here" means all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.model.batch import Context
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Operand, linear
+from moemesh.ops.pending import Pending
 
+C = TypeVar("C")
 R = TypeVar("R")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Boundary(Protocol):
@@ -69,12 +84,62 @@ class Tokens(Protocol):
         ...
 
 
+class ScopeSums(NamedTuple):
+    """Of the tokens held here, per scope: choices of each expert (int64), and with gradient the
+    probabilities of each expert and the squares of the z-loss."""
+
+    counts_QE: Tensor
+    probabilities_QE: Tensor
+    squares_Q: Tensor
+
+
+class SliceState(Protocol):
+    """State carried between the slices of a sequence (TeraPipe): KV cache and partial sums of the
+    auxiliary losses. A slice is a forward of its own; `layer` is the global index."""
+
+    def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions so far [B, M, C, D], these at the end."""
+        ...
+
+    def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
+        """The sums over whole sequences; None while there are slices to come."""
+        ...
+
+
 class Memory(Protocol):
     """What a part of the model keeps for its backward."""
 
-    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+    def run(self, part: Callable[[Tensor, C], R], x: Tensor, context: C) -> R:
         """``part(x, context)``: a layer, or the core of its attention."""
         ...
+
+
+class Flow(Protocol):
+    """How one forward is carried out. Each method has the behaviour of a forward that is computed
+    once, with its graph in one piece; siblings change some of them."""
+
+    def once(self, decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A decision without gradient: choices of experts, exchanged counts, dispatch plans. A
+        recomputation gets the recorded decision and asks nobody again."""
+        return decide(*args, **kwargs)
+
+    def unread(
+        self, send: Callable[[Tensor, Any], Pending[Tensor]], y_RH: Tensor, plan: Any, rows: int
+    ) -> Pending[Tensor]:
+        """``send(y, plan)``, as many `rows` [rows, H], of which no backward reads anything: a
+        recomputation does not send."""
+        return send(y_RH, plan)
+
+    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        """``send(...)``, to be waited for behind the next pause."""
+        return send(*args, **kwargs)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`x`, for use behind the next pause."""
+        return x
+
+    def pause(self) -> None:
+        """Exchanges are under way: something else may run now."""
 
 
 class LocalBoundary:
@@ -116,8 +181,26 @@ class LocalTokens:
         return number
 
 
-class KeepAll:
-    """Whatever autograd wants to keep."""
+class NoSlices:
+    """Sequences are whole."""
 
-    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+    def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
+        return key_BMSD, value_BMSD
+
+    def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
+        return sums
+
+
+class KeepAll:
+    """Everything that autograd saves is kept."""
+
+    def run(self, part: Callable[[Tensor, C], R], x: Tensor, context: C) -> R:
         return part(x, context)
+
+
+class PlainFlow(Flow):
+    """Computed once, in one piece."""
+
+
+NO_SLICES = NoSlices()
+PLAIN_FLOW = PlainFlow()

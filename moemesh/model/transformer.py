@@ -6,7 +6,6 @@ Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E exp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.attention import Attention
 from moemesh.model.batch import Batch, Context, make_context
-from moemesh.model.layers import MLP, RMSNorm, Rows
+from moemesh.model.layers import MLP, RMSNorm, VocabularyRows
 from moemesh.model.moe import MoE, MoEOutput
 from moemesh.model.seams import (
+    PLAIN_FLOW,
+    Flow,
     KeepAll,
     LocalTokens,
     LocalVocabulary,
@@ -25,12 +26,11 @@ from moemesh.model.seams import (
     Tokens,
     Vocabulary,
 )
-from moemesh.model.segments import ONE_SEGMENT, Segments, Steps, finish
 
 
 class Part(NamedTuple):
-    """What of the model runs at once: these layers, after the embedding if `first`, before the
-    head if `last`. A pipeline stage is a part; on one device the whole model is one."""
+    """The part of the model that runs at once: these layers, after the embedding if `first`, before
+    the head if `last`. A pipeline stage is a part; on one device the whole model is one."""
 
     layers: range
     first: bool = True
@@ -68,16 +68,12 @@ class Layer(nn.Module):
         )
 
     def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
-        return finish(self.steps(x_TH, context))
-
-    def steps(self, x_TH: Tensor, context: Context) -> Steps[tuple[Tensor, MoEOutput | None]]:
-        """The forward, with the pauses of its mixture of experts."""
         x_TH = x_TH + self.attention(self.attention_norm(x_TH), context)
         normed_TH = self.feed_forward_norm(x_TH)
         if isinstance(self.feed_forward, MLP):
             return x_TH + self.feed_forward(normed_TH, context.num_tokens), None
-        x_TH = context.segments.cut(x_TH)
-        routed = yield from self.feed_forward.steps(normed_TH, context)
+        x_TH = context.flow.cut(x_TH)
+        routed = self.feed_forward(normed_TH, context)
         return x_TH + routed.y_TH, routed
 
 
@@ -97,7 +93,7 @@ class Transformer(nn.Module):
         tied = config.tied_embeddings
         with torch.device("meta"):
             self.embedding = (
-                Rows(config.vocab_size, config.hidden_size)
+                VocabularyRows(config.vocab_size, config.hidden_size)
                 if embeds or (predicts and tied)
                 else None
             )
@@ -109,29 +105,26 @@ class Transformer(nn.Module):
             )
             self.norm = RMSNorm(config.hidden_size, config.norm_eps) if predicts else None
             self.head = (
-                Rows(config.vocab_size, config.hidden_size) if predicts and not tied else None
+                VocabularyRows(config.vocab_size, config.hidden_size)
+                if predicts and not tied
+                else None
             )
         self.vocabulary: Vocabulary = LocalVocabulary()
         self.tokens: Tokens = LocalTokens()
         self.memory: Memory = KeepAll()
 
-    def forward(self, batch: Batch, part: Part | None = None, x_TH: Tensor | None = None) -> Output:
-        """Run one part (None: the whole model); `x_TH` is the stream from the part before."""
-        return finish(self.steps(batch, part, x_TH))
-
-    def steps(
+    def forward(
         self,
         batch: Batch,
         part: Part | None = None,
         x_TH: Tensor | None = None,
-        segments: Segments = ONE_SEGMENT,
-    ) -> Steps[Output]:
-        """The forward, with the pauses of its layers (:mod:`moemesh.model.segments`). A layer that
-        is computed again in its backward does not pause."""
+        flow: Flow = PLAIN_FLOW,
+    ) -> Output:
+        """Run one part (None: the whole model); `x_TH` is the stream from the part before."""
         config = self.config
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
-        context = make_context(batch, local, config.head_dim, config.rope_theta)
+        context = make_context(batch, local, config.head_dim, config.rope_theta, flow)
         if part.first:
             assert x_TH is None and self.embedding is not None
             x_TH = self.vocabulary.embed(batch.tokens_BS.flatten(), self.embedding.weight)
@@ -139,13 +132,8 @@ class Transformer(nn.Module):
         # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
         aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         loads = [torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)]
-        pausing = replace(context, segments=segments)
         for index in part.layers:
-            layer = self.layers[str(index)]
-            if isinstance(self.memory, KeepAll):
-                x_TH, routed = yield from layer.steps(x_TH, pausing)
-            else:
-                x_TH, routed = self.memory.run(layer, x_TH, context)
+            x_TH, routed = self.memory.run(self.layers[str(index)], x_TH, context)
             if routed is not None:
                 aux = aux + routed.aux
                 scalars = torch.stack([routed.num_dropped, routed.fault])

@@ -123,11 +123,11 @@ class _WeightGradient:
         blocks: list[Block],
         needed: bool,
         *,
-        is_later: bool,
+        is_deferred: bool,
         are_shared: bool = False,
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
-        self._is_later = is_later
+        self._is_deferred = is_deferred
         self._whole: _Whole | None = None
         self._last = weight
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
@@ -142,7 +142,7 @@ class _WeightGradient:
         """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
         if self._needed:
             self._pending.append((block, grad_BO, x_BI, source_B))
-            if not self._is_later:
+            if not self._is_deferred:
                 self.compute()
 
     def result(self) -> Tensor | None:
@@ -198,7 +198,7 @@ class _WeightGradient:
         return total.view_as(weight)
 
 
-class Later(NamedTuple):
+class Deferred(NamedTuple):
     """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
     which autograd reaches behind all nodes that were made after it."""
 
@@ -206,15 +206,15 @@ class Later(NamedTuple):
     calls: list[tuple[_WeightGradient, _WeightGradient]]
 
 
-def later(gate_up_E2FH: Tensor, down_EHF: Tensor) -> Later:
-    """Put off the weight gradients of all calls that are given the result.
+def defer(gate_up_E2FH: Tensor, down_EHF: Tensor) -> Deferred:
+    """Defer the weight gradients of all calls that are given the result.
 
     Made behind the start of a dispatch and before its end, they are computed while the gradients
     of its tokens are under way. Calls that share one also share the products: chunks of few rows
     cost no more than all rows at once.
     """
     calls: list[tuple[_WeightGradient, _WeightGradient]] = []
-    return Later(_Anchor.apply(gate_up_E2FH, down_EHF, calls), calls)
+    return Deferred(_Anchor.apply(gate_up_E2FH, down_EHF, calls), calls)
 
 
 class _Anchor(torch.autograd.Function):
@@ -280,9 +280,9 @@ class _ExpertMLP(torch.autograd.Function):
         # hold as many numbers as were not kept.
         calls = ctx.calls if is_kept and not deferring() else None
         # A weight that came from elsewhere has a gradient that must go on from here.
-        is_later = is_kept and (calls is not None or (deferring() and ctx.leaves[0].is_leaf))
+        is_deferred = is_kept and (calls is not None or (deferring() and ctx.leaves[0].is_leaf))
         grad_gate_up, grad_down = (
-            _WeightGradient(leaf, blocks, needed, is_later=is_later, are_shared=not is_kept)
+            _WeightGradient(leaf, blocks, needed, is_deferred=is_deferred, are_shared=not is_kept)
             for leaf, needed in zip(ctx.leaves, (needs_gate_up, needs_down), strict=True)
         )
         grad_weights: list[Tensor] = []
@@ -337,18 +337,18 @@ def expert_mlp(
     counts_E: Tensor,
     gate_up_E2FH: Tensor,
     down_EHF: Tensor,
-    put_off: Later | None = None,
+    deferred: Deferred | None = None,
     max_rows: int | None = None,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
     rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
-    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `put_off`
-    leaves them to the end of several calls (:func:`later`). More rows than `max_rows` are computed
+    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `deferred`
+    leaves them to the end of several calls (:func:`defer`). More rows than `max_rows` are computed
     in blocks of at most so many, whose h is computed again in the backward instead of kept.
     """
-    anchor, calls = put_off or (None, None)
+    anchor, calls = deferred or (None, None)
     return _ExpertMLP.apply(
         source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, calls, anchor, max_rows
     )

@@ -1,9 +1,8 @@
-"""Something that is under way and can be waited for."""
+"""A value that is being computed or sent, and can be waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,11 +12,29 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+@dataclass
+class Started:
+    """An exchange that has started: `place` stands in the autograd graph for what it brings.
+
+    Its backward may be cut there: until it is waited for, `place` can be replaced by a leaf.
+    """
+
+    place: Tensor
+    is_waited: bool = False
+
+    def take(self) -> Tensor:
+        """The place, for the half of the exchange that waits."""
+        self.is_waited = True
+        return self.place
+
+
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """:meth:`wait` gives the value; it must be called exactly once."""
+    """:meth:`wait` gives the value; it must be called exactly once. `exchanges` are those that it
+    waits for."""
 
     wait: Callable[[], T]
+    exchanges: tuple[Started, ...] = ()
 
     @staticmethod
     def ready(value: T) -> Pending[T]:
@@ -26,44 +43,8 @@ class Pending(Generic[T]):
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
         """`function` of the value, computed when it is waited for."""
-        return Pending(lambda: function(self.wait()))
+        return Pending(lambda: function(self.wait()), self.exchanges)
 
-
-@dataclass
-class UnderWay:
-    """An exchange that has started: `place` stands in the autograd graph for what it brings.
-
-    Its backward may be cut there: until it is waited for, `place` can be replaced by a leaf.
-    """
-
-    place: Tensor
-    waited: bool = False
-
-    def take(self) -> Tensor:
-        """The place, for the half of the exchange that waits."""
-        self.waited = True
-        return self.place
-
-
-# Only the thread that computes a forward starts exchanges: one slot is enough.
-_watcher: list[UnderWay] | None = None
-
-
-@contextmanager
-def exchanges_started() -> Generator[list[UnderWay]]:
-    """The exchanges that start inside of the context, in order; not nested."""
-    global _watcher
-    assert _watcher is None, "exchanges are already being watched"
-    _watcher = found = []
-    try:
-        yield found
-    finally:
-        _watcher = None
-
-
-def under_way(place: Tensor) -> UnderWay:
-    """Tell who watches that an exchange has started."""
-    exchange = UnderWay(place)
-    if _watcher is not None:
-        _watcher.append(exchange)
-    return exchange
+    def join(self, other: Pending[U]) -> Pending[tuple[T, U]]:
+        """Both values, this one waited for first."""
+        return Pending(lambda: (self.wait(), other.wait()), self.exchanges + other.exchanges)

@@ -24,7 +24,6 @@ from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
-from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts
 from moemesh.parallel.pipeline.pipeline import Pipeline
@@ -58,8 +57,7 @@ class ParallelModel:
         """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""
         # All layers share one dispatcher.
         for moe in list(self.model.moe_layers().values())[:1]:
-            if isinstance(moe.dispatcher, DeepEPDispatcher):
-                moe.dispatcher.close()
+            moe.dispatcher.close()
 
 
 def parallelize(

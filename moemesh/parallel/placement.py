@@ -25,7 +25,7 @@ from moemesh.config.layout import shard_range
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention
 from moemesh.model.experts import Experts
-from moemesh.model.layers import MLP, Rows
+from moemesh.model.layers import MLP, VocabularyRows
 from moemesh.model.transformer import Transformer
 
 
@@ -109,7 +109,7 @@ def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
             return {"tp": 1}, "dp_cp"
         case MLP(), "down":
             return {"tp": 1}, "dp_cp"
-        case Rows(), "weight":
+        case VocabularyRows(), "weight":
             return {"tp": 0}, "dp_cp"
         case _:
             return {}, "stage"

@@ -1,4 +1,4 @@
-"""Recompute: what of a forward is computed again in its backward instead of kept.
+"""Activation recomputation: parts of a forward are computed again in the backward, not kept.
 
 | plan.recompute | kept of a layer | computed again | sent again |
 |---|---|---|---|
@@ -34,7 +34,7 @@ from moemesh.config.plan import Recompute
 from moemesh.model.attention import Attention
 from moemesh.model.batch import Context
 from moemesh.model.layers import MLP
-from moemesh.model.replay import Send
+from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
 from moemesh.ops.linear import SwigluOf
 from moemesh.ops.pending import Pending
@@ -45,25 +45,26 @@ P = ParamSpec("P")
 
 
 def set_recompute(model: Transformer, recompute: Recompute, ledger: Ledger) -> None:
-    """Let `model` keep what `recompute` says; what is sent again enters `ledger` as "recompute"."""
-    again = Again(ledger)
+    """Let `model` keep what `recompute` says; exchanges that are repeated enter `ledger` as
+    "recompute"."""
+    memory = Recomputation(ledger)
     match recompute:
         case "none":
             pass
         case "full":
-            model.memory = again
+            model.memory = memory
         case "selective":
             for module in model.modules():
                 match module:
                     case Attention():
-                        module.memory = again
+                        module.memory = memory
                     case MLP():
                         module.activate = SwigluOf
                     case _:
                         pass
 
 
-class Again:
+class Recomputation:
     """Keeps the input of a part, and computes the part again in its backward."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -73,20 +74,21 @@ class Again:
         """``part(x, context)``; it must read nothing else that changes until its backward."""
         if not torch.is_grad_enabled():
             return part(x, context)
-        tape = _Tape(self.ledger)
+        tape = RecomputeTape(self.ledger)
         # No state of random number generators is kept: our numbers are functions of ids.
         return checkpoint(
             part,
             x,
-            replace(context, replay=tape),
+            replace(context, flow=tape),
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (nullcontext(), tape),
         )
 
 
-class _Tape:
-    """Records what is decided the first time; inside its context, it plays that back."""
+class RecomputeTape(Flow):
+    """Records decisions in the first forward; inside its context, it replays them. A layer that is
+    recomputed as a whole does not pause, and its graph is not cut."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -110,9 +112,11 @@ class _Tape:
         self._decisions.append(decide(*args, **kwargs))
         return self._decisions[-1]
 
-    def unread(self, send: Send, y_RH: Tensor, plan: Any, num_tokens: int) -> Pending[Tensor]:
+    def unread(
+        self, send: Callable[[Tensor, Any], Pending[Tensor]], y_RH: Tensor, plan: Any, rows: int
+    ) -> Pending[Tensor]:
         if self._playing is None:
             return send(y_RH, plan)
-        # Whoever reads it after all shall see it.
+        # NaN, so that a backward that reads it after all is noticed.
         stand_in = y_RH.new_full((1, 1), torch.nan)
-        return Pending.ready(stand_in.expand(num_tokens, y_RH.shape[1]))
+        return Pending.ready(stand_in.expand(rows, y_RH.shape[1]))

@@ -11,7 +11,7 @@ all_to_all          direct, by splits
 broadcast, reduce   minimum spanning tree (recursive halving of the ranks)
 send_receive        one message
 
-`moemesh.comm.algorithms` carries the ring and the tree out message by message; tests hold the two
+`tests/comm/algorithms.py` carries the ring and the tree out message by message; tests hold the two
 together.
 
 Times. alpha is the latency of a message in seconds, beta the seconds a byte takes (1 / bandwidth),

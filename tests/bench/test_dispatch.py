@@ -208,7 +208,7 @@ def test_transformers_computes_the_same_layer() -> None:
     theirs = peer[1](work)  # type: ignore[arg-type]
     layer.dispatcher = LocalDispatcher(16)
     given = contenders._given(experts_TK, work.weights_TK)
-    assert_close(layer.apply_experts(work.x_TH, given, contenders._context(8)), theirs)
+    assert_close(contenders.apply_experts(layer, work.x_TH, given), theirs)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.comm import collectives
+from moemesh.comm import collectives, transfers
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.trace import wire
@@ -106,22 +106,6 @@ def test_all_reduce_whose_consumers_are_the_same(num_rows):
         assert len(ledger) == 1
 
 
-@pytest.mark.parametrize("num_rows", [0, 5])
-def test_replicate_sums_the_gradients_of_its_copies(num_rows):
-    x = random(0, num_rows, 2)
-    one = x.clone().requires_grad_()
-    weights = [random(50 + rank, num_rows, 2) for rank in range(WORLD)]
-    sum((weight * one).sum() for weight in weights).backward()
-    found = mesh_on_ranks(Layout(dp=WORLD), one_rank, "replicate", [x] * WORLD, weights, {})
-    for rank, (output, gradient, text) in enumerate(found):
-        assert torch.equal(output, x)
-        torch.testing.assert_close(gradient, one.grad)
-        ledger = Ledger.from_json(text)
-        formula = wire.all_reduce(num_rows * 2, 8, WORLD, rank)
-        assert entered(ledger, "all_reduce", "backward") == formula
-        assert len(ledger) == 1
-
-
 @pytest.mark.parametrize("sizes", UNEVEN)
 def test_take_shard_gathers_the_gradient(sizes):
     x = random(0, sum(sizes), 2)
@@ -173,34 +157,12 @@ def test_all_to_all_without_splits():
     check("all_to_all", inputs, all_to_all_in_one_process([[2, 2, 2]] * WORLD), {})
 
 
-@pytest.mark.parametrize("source", range(WORLD))
-def test_broadcast_and_reduce(source):
-    inputs = [random(rank, 4, 2) for rank in range(WORLD)]
-    ledgers = check(
-        "broadcast",
-        inputs,
-        lambda xs: [xs[source] + 0 * xs[rank] for rank in range(WORLD)],
-        {"same": {"source_index": source}},
-    )
-    mirrored = check(
-        "reduce",
-        inputs,
-        lambda xs: [sum(xs) * (1 if rank == source else 0) for rank in range(WORLD)],
-        {"same": {"destination_index": source}},
-    )
-    for rank in range(WORLD):
-        down = wire.broadcast(64, WORLD, rank, source)
-        up = wire.reduce(64, WORLD, rank, source)
-        assert entered(ledgers[rank], "broadcast", "forward") == down
-        assert entered(ledgers[rank], "reduce", "backward") == up
-        assert entered(mirrored[rank], "reduce", "forward") == up
-        assert entered(mirrored[rank], "broadcast", "backward") == down
-
-
 def two_phase(mesh: Mesh, splits: list[list[int]]):
     axis = mesh["dp"]
     x = torch.full((sum(splits[mesh.rank]), 2), float(mesh.rank), requires_grad=True)
-    rows, output_splits = collectives.all_to_all_two_phase(x, axis, splits[mesh.rank], caller="t")
+    own = splits[mesh.rank]
+    output_splits = collectives.exchange_counts(torch.tensor(own), axis, caller="t.counts").tolist()
+    rows = collectives.all_to_all(x, axis, own, output_splits, caller="t")
     (rows * (mesh.rank + 1)).sum().backward()
     return rows.detach(), output_splits, x.grad, axis.ledger.entries()
 
@@ -239,11 +201,10 @@ def every_dtype(mesh: Mesh) -> None:
         assert torch.equal(partial, (base + rank).to(dtype).t()), "the input must stay"
         dense = partial.contiguous()
         collectives.all_reduce(dense, axis, caller="t")
-        collectives.broadcast(dense, axis, 1, caller="t")
-        collectives.reduce(dense, axis, 1, caller="t")
+        transfers.broadcast(dense, axis, 1, phase="x", caller="t")
         assert torch.equal(dense, partial), "the input must stay"
         first = base.to(dtype).t()
-        assert torch.equal(collectives.broadcast(partial, axis, 0, caller="t"), first)
+        assert torch.equal(transfers.broadcast(partial, axis, 0, phase="x", caller="t"), first)
         turned = collectives.all_to_all(partial[:3], axis, caller="t")
         assert torch.equal(turned[:, 0], torch.tensor([rank, rank + 1, rank + 2]).to(dtype))
         collectives.all_reduce_(partial, axis, op="max", caller="t", phase="metrics")
@@ -289,12 +250,10 @@ def test_a_world_of_one_is_the_identity_and_enters_nothing():
     mesh = Mesh.single("cpu")
     x = torch.randn(4, 2, requires_grad=True)
     for axis in (mesh["dp"], mesh["world"]):
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "replicate", "take_shard"):
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "take_shard"):
             assert getattr(collectives, name)(x, axis, caller="t") is x
         assert collectives.all_to_all(x, axis, caller="t") is x
-        assert collectives.broadcast(x, axis, 0, caller="t") is x
-        assert collectives.reduce(x, axis, 0, caller="t") is x
-        assert collectives.all_to_all_two_phase(x, axis, [4], caller="t") == (x, [4])
+        assert transfers.broadcast(x, axis, 0, phase="x", caller="t") is x
         assert collectives.all_reduce_(x, axis, caller="t", phase="x") is None
         assert collectives.gather_json({"a": 1}, axis) == [{"a": 1}]
         collectives.barrier(axis)

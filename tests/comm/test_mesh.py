@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moemesh.comm import collectives
+from moemesh.comm.consensus import run_with_consensus
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.together import run_together
 from moemesh.config.layout import AXES, Layout
 from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
 
@@ -67,7 +67,9 @@ def from_groups(rank: int) -> None:
     assert [mesh[name].size for name in ("dp", "tp", "ep_rail")] == (
         [2, 1, 1] if rank % 2 else [1, 2, 2]
     )
-    assert [o.problem for o in run_together(lambda: None, mesh, name="t", timeout_seconds=20)] == [
+    assert [
+        o.problem for o in run_with_consensus(lambda: None, mesh, name="t", timeout_seconds=20)
+    ] == [
         None,
         None,
     ]

@@ -37,9 +37,9 @@ def uneven(mesh: Mesh, input_splits: list[int]) -> list[int]:
 
 def two_phase(mesh: Mesh, input_splits: list[int]) -> tuple[list[int], list[int]]:
     x = torch.full((sum(input_splits),), mesh.rank)
-    rows, output_splits = collectives.all_to_all_two_phase(
-        x, mesh["ep"], input_splits, caller="example"
-    )
+    counts = torch.tensor(input_splits)
+    output_splits = collectives.exchange_counts(counts, mesh["ep"], caller="counts").tolist()
+    rows = collectives.all_to_all(x, mesh["ep"], input_splits, output_splits, caller="example")
     return rows.tolist(), output_splits
 
 

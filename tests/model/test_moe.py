@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moemesh.comm.overlap import start_way
+from moemesh.comm.overlap import exchange_start
 from moemesh.model.dispatcher import LocalDispatcher, LocalPlan, Rows
 from moemesh.model.moe import MoE
 from moemesh.ops import expert_mlp
 from moemesh.ops.pending import Pending
+from moemesh.parallel.expert.overlapped import overlapped
 from tests.model.test_router import config_of, context_of
 
 
@@ -38,7 +39,7 @@ def test_shared_experts_are_added_or_averaged() -> None:
     assert torch.equal(routed, averaged)  # nothing to average with
 
 
-class _LoggedWay:
+class _LoggedExchange:
     """Carries rows to where they are, and says so."""
 
     def __init__(self, name: str, log: list[str]) -> None:
@@ -62,9 +63,11 @@ class _LoggedDispatcher:
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
         self.num_sent += 1
-        there, back = (_LoggedWay(f"{way} {self.num_sent}", self.log) for way in ("there", "back"))
+        there, back = (
+            _LoggedExchange(f"{way} {self.num_sent}", self.log) for way in ("there", "back")
+        )
         rows = self.local.dispatch(x_TH, weights_TK, plan).wait()
-        return start_way(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))
+        return exchange_start(x_TH, there, back).then(lambda x: rows._replace(source_NH=x))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
@@ -89,7 +92,7 @@ def test_weight_gradients_are_computed_while_those_of_tokens_travel(
             torch.nn.init.normal_(parameter)
         if not is_local:
             moe.dispatcher = _LoggedDispatcher(config.num_experts, log)
-            moe.num_chunks = num_chunks
+            moe.runner = overlapped(num_chunks)
         x_TH = torch.randn(6, config.hidden_size, dtype=torch.float64, requires_grad=True)
         moe(x_TH, context_of(6)).y_TH.square().sum().backward()
         gradients.append([x_TH.grad, *(p.grad for p in moe.experts.parameters())])

@@ -109,13 +109,13 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: 
     source, _, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
 
     def outputs(cuts: list[int], *, together: bool) -> Tensor:
-        put_off = module.later(gate_up, down) if together else None
+        deferred = module.defer(gate_up, down) if together else None
         chunks = []
         for x, chosen in zip(source.split(cuts), experts.split(cuts), strict=True):
             rows, _, counts = group_by_expert(chosen, NUM_EXPERTS)
             weights = torch.full((rows.num_rows,), 0.5, dtype=torch.float64)
             weights.requires_grad_()
-            y = expert_mlp(x, rows, weights, counts, gate_up, down, put_off, max_rows)
+            y = expert_mlp(x, rows, weights, counts, gate_up, down, deferred, max_rows)
             chunks.append(y.square().sum())
         return torch.stack(chunks).sum()
 

@@ -13,6 +13,7 @@ from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
+from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 from tests.parallel import fake_deep_ep
@@ -47,15 +48,17 @@ def routed(rank: int, padding: bool = True) -> Routed:
 def make(name: str, mesh: Mesh) -> Dispatcher:
     """`name`, or ``name+exact``."""
     name, _, mode = name.partition("+")
-    exact, ep, etp = mode == "exact", mesh["ep"], mesh["etp"]
+    ep, etp = mesh["ep"], mesh["etp"]
+    if mode == "exact":
+        return Exact(make(name, mesh), ep, etp)
     match name:
         case "local":
             return LocalDispatcher(NUM_EXPERTS)
         case "all_to_all":
-            return AllToAllDispatcher(ep, etp, NUM_EXPERTS, exact=exact)
+            return AllToAllDispatcher(ep, etp, NUM_EXPERTS)
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
-            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS, exact=exact)
+            return HierarchicalDispatcher(ep, rail, node, etp, NUM_EXPERTS)
         case "low_latency" | "low_latency_overflowing":
             return LowLatencyDispatcher(
                 ep,
@@ -63,14 +66,13 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
                 NUM_EXPERTS,
                 experts_per_token=NUM_SLOTS,
                 max_tokens=max(TOKENS) if name == "low_latency" else 1,
-                exact=exact,
             )
         case "deepep":
             fake_deep_ep.Buffer.any_dtype = True
             return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
-            return AllGatherDispatcher(ep, etp, mesh["ep_etp"], NUM_EXPERTS, form, exact=exact)
+            return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, form)
         case _:
             raise ValueError(name)
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.parallel.expert import deepep
-from moemesh.parallel.expert.deepep import DeepEPDispatcher, DeepEPError, connect, disconnect
+from moemesh.parallel.expert.deepep import DeepEPDispatcher, DeepEPError, connect
 from moemesh.parallel.expert.self_test import self_test
 from tests.parallel import fake_deep_ep
 from tests.parallel.dispatching import (
@@ -105,7 +105,7 @@ def whole_life(mesh: Mesh) -> dict[str, Any]:
         dispatcher.release(plan)
     alive["released without a backward"] = handles()
     buffer = dispatcher.buffer
-    disconnect(buffer)
+    dispatcher.close()
     return {
         "alive": alive,
         "destroyed": buffer.destroyed,

@@ -14,9 +14,9 @@ from moemesh.comm import overlap, transfers
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.model.experts import Experts
-from moemesh.model.segments import SegmentTape
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
+from moemesh.parallel.segments import SegmentTape
 from moemesh.schedule.build import build
 from moemesh.trace.ledger import Ledger
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
@@ -152,19 +152,16 @@ def logged() -> Iterator[Log]:
         GradientReducer.accumulate,
     )
 
-    class Waited:
-        def __init__(self, work: Any, name: str) -> None:
-            self.work, self.name = work, name
-
-        def wait(self) -> None:
-            log.add("wait", self.name)
-            self.work.wait()
-
     def start_logged(*args: Any, phase: str, caller: str, **keys: Any) -> Any:
         name = f"{phase} {caller} {len(log.events)}"
         log.add("start", name)
-        received, work = start(*args, phase=phase, caller=caller, **keys)
-        return received, Waited(work, name)
+        finish = start(*args, phase=phase, caller=caller, **keys)
+
+        def waited() -> Any:
+            log.add("wait", name)
+            return finish()
+
+        return waited
 
     def experts_logged(*args: Any) -> Any:
         log.add("experts")
@@ -174,27 +171,41 @@ def logged() -> Iterator[Log]:
         log.add("gradient")
         accumulate(*args)
 
-    def in_turns(kind: str) -> Any:
-        original = getattr(SteppedModelProgram, kind)
+    forward, backward = (
+        SteppedModelProgram.forward_with_pauses,
+        SteppedModelProgram.backward_steps,
+    )
 
-        def steps(self: Any, op: Any, *args: Any) -> Any:
-            running = original(self, op, *args)
-            while True:
-                log.turn = str(op)
-                log.add("turn")
-                try:
-                    next(running)
-                except StopIteration as end:
-                    log.add("end")
-                    return end.value
-                finally:
-                    log.turn = ""
-                yield
+    def forward_logged(self: Any, op: Any, inputs: Any, pause: Any) -> Any:
+        def pause_logged() -> None:
+            log.turn = ""
+            pause()
+            log.turn = str(op)
+            log.add("turn")
 
-        return steps
+        log.turn = str(op)
+        log.add("turn")
+        found = forward(self, op, inputs, pause_logged)
+        log.add("end")
+        log.turn = ""
+        return found
 
-    for kind in ("forward_steps", "backward_steps"):
-        patch.setattr(SteppedModelProgram, kind, in_turns(kind))
+    def backward_logged(self: Any, op: Any, *args: Any) -> Any:
+        running = backward(self, op, *args)
+        while True:
+            log.turn = str(op)
+            log.add("turn")
+            try:
+                next(running)
+            except StopIteration as end:
+                log.add("end")
+                return end.value
+            finally:
+                log.turn = ""
+            yield
+
+    patch.setattr(SteppedModelProgram, "forward_with_pauses", forward_logged)
+    patch.setattr(SteppedModelProgram, "backward_steps", backward_logged)
     patch.setattr(overlap.transfers, "all_to_all_start", start_logged)
     patch.setattr(Experts, "forward", experts_logged)
     patch.setattr(GradientReducer, "accumulate", accumulate_logged)
@@ -271,12 +282,10 @@ def _compare_out_of_step(rank: int, case: Case) -> list[str]:
     if rank == 0:
         pause = SegmentTape.pause
 
-        def seldom(self: SegmentTape) -> Any:
-            turn = pause(self)
+        def seldom(self: SegmentTape) -> None:
             if len(self._closed) == 1:
-                next(turn)
-                return
-            yield from turn
+                self._on_pause = lambda: None
+            pause(self)
 
         SegmentTape.pause = seldom
     return compare(rank, [case])

@@ -15,6 +15,7 @@ from moemesh.ops.pending import Pending
 from moemesh.ops.permute import map_from_sources
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 from moemesh.parallel.expert.payload import codec_of
@@ -25,7 +26,7 @@ NUM_EXPERTS, NUM_SLOTS = 8, 3
 LAYOUT = Layout(dp=4, ep=4)
 
 
-class _Faulty:
+class _Faulty(Dispatcher):
     """A right dispatcher, for a fault to be planted in."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -131,7 +132,9 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
     """``name``, ``name+exact`` or ``name+fp8``."""
     name, _, mode = name.partition("+")
     ep, etp = mesh["ep"], mesh["etp"]
-    options: Any = {"exact": mode == "exact", "codec": codec_of("fp8" if mode == "fp8" else "same")}
+    if mode == "exact":
+        return Exact(make(name, mesh), ep, etp)
+    options: Any = {"codec": codec_of("fp8" if mode == "fp8" else "same")}
     match name:
         case "all_to_all":
             return AllToAllDispatcher(ep, etp, NUM_EXPERTS, **options)
@@ -144,7 +147,7 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
         case _:
             form: Any = name.removeprefix("all_gather_")
             group = mesh["ep_etp"]
-            return AllGatherDispatcher(ep, etp, group, NUM_EXPERTS, form, **options)
+            return AllGatherDispatcher(ep, group, NUM_EXPERTS, form, **options)
 
 
 def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str, str], int]:

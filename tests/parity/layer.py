@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moemesh.bench.contenders import apply_experts
 from moemesh.bench.workloads import rank_tokens, workload
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
 from moemesh.model.router import Routing
 from moemesh.parallel.expert.build import make_dispatcher
+from moemesh.parallel.expert.overlapped import overlapped
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, SLOTS, GROUPS = 96, 16, 24, 16, 4, 8
 CONFIG = ModelConfig(
@@ -72,7 +73,7 @@ def run_layer(mesh: Mesh, plan: Plan, gids: range, name: str) -> dict[str, Any]:
     """Forward and backward of this rank's tokens through its experts."""
     moe = MoE(CONFIG)
     moe.dispatcher = make_dispatcher(plan.dispatcher, CONFIG, plan, mesh, TOKENS)
-    moe.num_chunks = plan.dispatch_chunks
+    moe.runner = overlapped(plan.dispatch_chunks)
     ep, etp = mesh["ep"], mesh["etp"]
     local = shard_range(EXPERTS, ep.size, ep.index)
     width = shard_range(WIDTH, etp.size, etp.index)
@@ -86,7 +87,7 @@ def run_layer(mesh: Mesh, plan: Plan, gids: range, name: str) -> dict[str, Any]:
     x_TH, experts_TK, weights_TK = routing_of(name, gids)
     unused = torch.zeros(())
     routing = Routing(weights_TK, experts_TK, unused, unused, unused, unused, unused)
-    y_TH = moe.apply_experts(x_TH, routing, _context(len(x_TH)))
+    y_TH = apply_experts(moe, x_TH, routing)
     upstream = normal_slice(0, "upstream", (TOKENS, HIDDEN), [gids, range(HIDDEN)]).double()
     y_TH.backward(upstream)
     return {
@@ -96,14 +97,6 @@ def run_layer(mesh: Mesh, plan: Plan, gids: range, name: str) -> dict[str, Any]:
         "grad_gate_up": (slices["gate_up"][0], moe.experts.gate_up.grad),
         "grad_down": (slices["down"][0], moe.experts.down.grad),
     }
-
-
-def _context(num_tokens: int) -> Context:
-    """Tokens of one sequence; the experts do not look at them."""
-    tokens_BS = torch.zeros(1, num_tokens, dtype=torch.int64)
-    first_B = torch.zeros(1, dtype=torch.int64)
-    batch = Batch(tokens_BS=tokens_BS, targets_BS=tokens_BS, sequences_B=first_B)
-    return make_context(batch, range(num_tokens), 2, 10000.0)
 
 
 def layer_on_rank(mesh: Mesh, keys: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:

@@ -194,9 +194,9 @@ def test_rows_beyond_the_bound_are_computed_again_inside() -> None:
 
 def test_a_result_that_is_not_sent_again_cannot_be_read_unseen() -> None:
     from moemesh.ops.pending import Pending
-    from moemesh.parallel.recompute import _Tape
+    from moemesh.parallel.recompute import RecomputeTape
 
-    tape = _Tape(Ledger())
+    tape = RecomputeTape(Ledger())
     rows = torch.ones(3, 2)
 
     def send(y_RH: Tensor, plan: object) -> Pending[Tensor]:

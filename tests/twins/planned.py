@@ -15,8 +15,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.model.moe import MoE
-from moemesh.model.segments import Steps
+from moemesh.model.router import Router, Routing
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
@@ -123,20 +122,21 @@ def stream(
 def recorded_choices() -> Iterator[dict[tuple[int, int], list[int]]]:
     """(layer, global id of a token) -> its expert ids, of the tokens of this rank's stream."""
     found: dict[tuple[int, int], list[int]] = {}
-    original = MoE.expert_steps
+    original = Router.forward
 
-    def apply(self: MoE, x_TH: Tensor, routing: Any, context: Any) -> Steps[Tensor]:
-        ids, layer = context.token_ids_T.tolist(), self.router.layer
+    def recorded(self: Router, x_TH: Tensor, context: Any, tokens: Any) -> Routing:
+        routing = original(self, x_TH, context, tokens)
+        ids, layer = context.token_ids_T.tolist(), self.layer
         for token, experts in zip(ids, routing.experts_TK.tolist(), strict=True):
             # A forward that runs again chooses alike.
             assert found.setdefault((layer, token), experts) == experts
-        return original(self, x_TH, routing, context)
+        return routing
 
-    MoE.expert_steps = apply
+    Router.forward = recorded
     try:
         yield found
     finally:
-        MoE.expert_steps = original
+        Router.forward = original
 
 
 def choices_of(

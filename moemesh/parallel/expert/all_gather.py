@@ -26,17 +26,14 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
-from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
     group_by_expert,
-    identity,
     map_from_sources,
-    permute,
     unpermute,
 )
-from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
 
@@ -52,7 +49,7 @@ class Return:
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPlan:
-    """What this rank computes, and how results return.
+    """The rows that this rank computes, and how results return.
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
     for the dense form, compressed to visited tokens for the uneven form (then `back` is set).
@@ -64,26 +61,22 @@ class AllGatherPlan:
     counts_L: Tensor
     results: RowMap
     back: Return | None
-    counts_LO: Tensor | None
-    home: WayHome | None
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """Static shapes and no exchange of per-expert counts; pays when ep is small or K is large."""
 
     def __init__(
         self,
         ep: Axis,
-        etp: Axis,
         ep_etp: Axis,
         num_experts: int,
         form: Form = "fewest_bytes",
         *,
-        exact: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        self.ep, self.etp, self.group, self.form = ep, etp, ep_etp, form
-        self.exact, self.codec = exact, codec
+        self.group, self.form = ep_etp, form
+        self.codec = codec
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ranks_per_shard = ep_etp.size // ep.size
         self.first = ep.index * self.num_local
@@ -99,11 +92,8 @@ class AllGatherDispatcher:
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=own.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
-        back, results, counts_LO, home = None, tokens_A, None, None
-        if self.exact:
-            counts_LO = self._rows_per_owner(tokens_A, counts_L, sizes)
-            home = plan_way_home(experts_TK, counts_LO, self.ep, self.etp)
-        elif self._uneven_sends_less(visits_AG):
+        back, results = None, tokens_A
+        if self._uneven_sends_less(visits_AG):
             back = self._way_back(visits_AG, sizes)
             place_A = visits_AG[:, self.group.index].cumsum(0) - 1
             results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
@@ -114,19 +104,17 @@ class AllGatherDispatcher:
             counts_L=counts_L,
             results=results,
             back=back,
-            counts_LO=counts_LO,
-            home=home,
         )
 
-    def _rows_per_owner(self, tokens_A: RowMap, counts_L: Tensor, sizes: list[int]) -> Tensor:
-        """Rows per local expert and rank of the group that owns their tokens."""
+    def rows_per_owner(self, plan: AllGatherPlan) -> Tensor:
+        counts_L = plan.counts_L
         places = torch.arange(max(self.num_local, self.group.size), device=counts_L.device)
         owner_A = torch.repeat_interleave(
-            places[: self.group.size], torch.tensor(sizes, device=counts_L.device)
+            places[: self.group.size], torch.tensor(plan.sizes, device=counts_L.device)
         )
         expert_R = torch.repeat_interleave(places[: self.num_local], counts_L)
         return torch.bincount(
-            expert_R * self.group.size + owner_A[tokens_A.source_R],
+            expert_R * self.group.size + owner_A[plan.tokens_A.source_R],
             minlength=self.num_local * self.group.size,
         ).view(self.num_local, self.group.size)
 
@@ -149,35 +137,21 @@ class AllGatherDispatcher:
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Pending[Rows]:
-        def gather(x: Tensor) -> Pending[Tensor]:
-            return all_gather_start(
-                x, self.group, plan.sizes, caller="moe.dispatch", codec=self.codec
-            )
-
         weights = all_gather_start(
             weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
         )
-        started = gather(x_TH) if plan.home is None else None
-
-        def weights_of() -> Tensor:
-            return pick_weights(weights.wait(), plan.slot_R)
-
-        if started is not None:
-            return started.then(lambda x_AH: Rows(x_AH, plan.tokens_A, weights_of(), plan.counts_L))
-        assert plan.home is not None
-        weights_R = weights_of()
-        x_RH = dispatch_exact(
-            x_TH,
-            lambda x: permute(gather(x).wait(), plan.tokens_A),
-            plan.home,
-            caller="moe.dispatch",
+        gathered = all_gather_start(
+            x_TH, self.group, plan.sizes, caller="moe.dispatch", codec=self.codec
         )
-        own = identity(len(x_RH), x_RH.device)
-        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+
+        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+            x_AH, weights_AK = pair
+            weights_R = pick_weights(weights_AK, plan.slot_R)
+            return Rows(x_AH, plan.tokens_A, weights_R, plan.counts_L)
+
+        return gathered.join(weights).then(arrived)
 
     def combine(self, y_RH: Tensor, plan: AllGatherPlan) -> Pending[Tensor]:
-        if plan.home is not None:
-            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         partial = unpermute(y_RH, plan.results)
         if plan.back is None:
             return Pending.ready(

@@ -23,10 +23,9 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
-from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, identity, permutation, permute, unpermute
-from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
+from moemesh.ops.permute import RowMap, group_by_expert, permutation, unpermute
 from moemesh.parallel.expert.hop import Hop
 
 
@@ -39,14 +38,13 @@ class AllToAllPlan:
     lane_rows: list[int]
     by_expert: RowMap
     counts_LO: Tensor
-    home: WayHome | None
 
     @property
     def counts_L(self) -> Tensor:
         return self.counts_LO.sum(1)
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """The reference dispatcher: exact for any load, K(EP-1)/EP rows per token on the wire."""
 
     def __init__(
@@ -55,12 +53,11 @@ class AllToAllDispatcher:
         etp: Axis,
         num_experts: int,
         *,
-        exact: bool = False,
         codec: Codec | None = None,
     ) -> None:
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
-        self.exact, self.codec = exact, codec
+        self.codec = codec
 
     def plan(self, experts_TK: Tensor) -> AllToAllPlan:
         # Experts are contiguous per rank: sorted by expert is sorted by destination.
@@ -82,7 +79,6 @@ class AllToAllDispatcher:
             lane_rows=lanes.sum((1, 2)).tolist(),
             by_expert=permutation(torch.argsort(key_N, stable=True)),
             counts_LO=counts_LO,
-            home=plan_way_home(experts_TK, counts_LO, self.ep, self.etp) if self.exact else None,
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Pending[Rows]:
@@ -95,35 +91,24 @@ class AllToAllDispatcher:
             plan.hop.output_splits,
             caller="moe.dispatch.weights",
         )
-        sent = None if plan.home else plan.hop.send(x_TH, "moe.dispatch", self.codec)
+        sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
 
-        def weights_of() -> Tensor:
-            weights_N = self._gather_lanes(weights.wait(), plan, "moe.dispatch.weights")
-            return weights_N.gather(0, plan.by_expert.source_R)
-
-        def rows_of(received: Tensor, weights_R: Tensor) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+            received, weights_N = pair
+            weights_N = self._gather_lanes(weights_N, plan, "moe.dispatch.weights")
+            weights_R = weights_N.gather(0, plan.by_expert.source_R)
             x_NH = self._gather_lanes(received, plan, "moe.dispatch")
             return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-        if sent is not None:
-            return sent.then(lambda received: rows_of(received, weights_of()))
-        assert plan.home is not None
-        weights_R = weights_of()
+        return sent.join(weights).then(arrived)
 
-        def travel(x: Tensor) -> Tensor:
-            rows = rows_of(plan.hop.send(x, "moe.dispatch", self.codec).wait(), weights_R)
-            return permute(rows.source_NH, rows.map)
-
-        x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
-        own = identity(len(x_RH), x_RH.device)
-        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+    def rows_per_owner(self, plan: AllToAllPlan) -> Tensor:
+        return plan.counts_LO
 
     def _gather_lanes(self, rows: Tensor, plan: AllToAllPlan, caller: str) -> Tensor:
         return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
 
     def combine(self, y_RH: Tensor, plan: AllToAllPlan) -> Pending[Tensor]:
-        if plan.home is not None:
-            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         y_NH = unpermute(y_RH, plan.by_expert)
         y_NH = collectives.reduce_scatter(y_NH, self.etp, plan.lane_rows, caller="moe.combine")
         return plan.hop.send_back(y_NH, "moe.combine")

@@ -14,12 +14,14 @@ from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose
 from moemesh.parallel.expert.deepep import DeepEPDispatcher, connect
+from moemesh.parallel.expert.exact import Exact, OwnerCounting
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import (
     CAPACITY_FACTOR,
     LowLatencyDispatcher,
     slots_per_rank,
 )
+from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.payload import codec_of
 from moemesh.parallel.expert.replicas import set_replicas
 from moemesh.parallel.expert.self_test import self_test
@@ -48,10 +50,13 @@ def set_experts(
         config, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank
     )
     notes += note
+    # The exact sums run over all rows of an expert: nothing to overlap between chunks.
+    num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+    defers = num_chunks > 1 or mesh["ep_etp"].size > 1
     for moe in model.moe_layers().values():
         moe.dispatcher = dispatcher
-        # The exact sums run over all rows of an expert: nothing to overlap between chunks.
-        moe.num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+        if mesh.world_size > 1 or num_chunks > 1:
+            moe.runner = overlapped(num_chunks, defers=defers)
         balanced = tokens_per_rank * config.experts_per_token * plan.etp
         moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
     if has_replicas:
@@ -93,38 +98,39 @@ def make_dispatcher(
 ) -> Dispatcher:
     """The dispatcher called `name` over the mesh's expert axes.
 
-    The exact combine needs the way home of an exchange: there `all_to_all` stands in for the local
-    dispatcher, and over an axis of one rank it sends nothing.
+    The exact combine wraps a dispatcher that counts the owners of rows: there `all_to_all` stands
+    in for the local one, and over an axis of one rank it sends nothing.
     """
     ep, etp, experts = mesh["ep"], mesh["etp"], config.num_experts
     exact = plan.combine == "exact"
     if mesh["ep_etp"].size == 1:
-        return (
-            AllToAllDispatcher(ep, etp, experts, exact=True) if exact else LocalDispatcher(experts)
-        )
+        alone = AllToAllDispatcher(ep, etp, experts)
+        return Exact(alone, ep, etp) if exact else LocalDispatcher(experts)
     codec = codec_of(plan.payload)
+    made: OwnerCounting
     match name:
         case "all_to_all":
-            return AllToAllDispatcher(ep, etp, experts, exact=exact, codec=codec)
+            made = AllToAllDispatcher(ep, etp, experts, codec=codec)
         case "all_gather":
-            return AllGatherDispatcher(ep, etp, mesh["ep_etp"], experts, exact=exact, codec=codec)
+            made = AllGatherDispatcher(ep, mesh["ep_etp"], experts, codec=codec)
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
-            return HierarchicalDispatcher(ep, rail, node, etp, experts, exact=exact, codec=codec)
+            made = HierarchicalDispatcher(ep, rail, node, etp, experts, codec=codec)
         case "low_latency":
-            return LowLatencyDispatcher(
+            made = LowLatencyDispatcher(
                 ep,
                 etp,
                 experts,
                 experts_per_token=config.experts_per_token,
                 max_tokens=tokens_per_rank,
-                exact=exact,
                 codec=codec,
             )
         case "deepep":
+            assert not exact, "deepep sums results per rank before they return"
             return DeepEPDispatcher(ep, experts, connect(ep, config.hidden_size))
         case _:
             raise AssertionError(f"unchecked dispatcher {name}")
+    return Exact(made, ep, etp) if exact else made
 
 
 def choose_dispatcher(

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import record
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 from moemesh.trace.wire import WireBytes
@@ -143,8 +143,8 @@ def refusals(*, etp: int, exact: bool, coded: bool, dtype: torch.dtype, hidden: 
 def connect(ep: Axis, hidden: int) -> Any:
     """A `deep_ep.Buffer` over the ranks of `ep` for rows of `hidden` bfloat16; one for all layers.
 
-    All ranks call this at the same point, and :func:`disconnect` at the end. Raises DeepEPError
-    when the package has no such buffer.
+    All ranks call this at the same point, and :meth:`DeepEPDispatcher.close` at the end. Raises
+    DeepEPError when the package has no such buffer.
     """
     probe = available()
     if probe.interface != "v1" or ep.group is None:
@@ -168,11 +168,6 @@ def connect(ep: Axis, hidden: int) -> Any:
         num_rdma_bytes=max(c.get_rdma_buffer_size_hint(row_bytes, ep.size) for c in configs),
         explicitly_destroy=True,
     )
-
-
-def disconnect(buffer: Any) -> None:
-    """Free the buffer on all ranks: a destructor may wait for peers that are gone."""
-    buffer.destroy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +204,7 @@ class DeepEPPlan:
     by_expert: RowMap | None = None
 
 
-class DeepEPDispatcher:
+class DeepEPDispatcher(Dispatcher):
     """One copy of a token per rank, over NVLink inside a node and RDMA between nodes.
 
     `buffer` comes from :func:`connect`.
@@ -256,8 +251,8 @@ class DeepEPDispatcher:
         return Pending.ready(y_TH[: plan.num_tokens])
 
     def close(self) -> None:
-        """Free the buffer; all ranks call it, at the end."""
-        disconnect(self.buffer)
+        """Free the buffer on all ranks: a destructor may wait for peers that are gone."""
+        self.buffer.destroy()
 
     def release(self, plan: DeepEPPlan) -> None:
         """Forget the handle and its GPU memory: after combine where there is no backward.

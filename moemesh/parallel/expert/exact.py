@@ -1,23 +1,25 @@
-"""The exact way home: every (token, expert) row returns by itself and is added in expert order.
+"""Deterministic combine: return every (token, expert) output unreduced and sum in expert order, so
+that bits do not depend on ep.
 
 Pre-reduced sums depend on which experts share a rank, hence on ep and on the dispatcher. Here all K
 weighted rows of a token come back and are added by their owner, in fp32 at least, in ascending
-expert id, and cast once; the backward of dispatch takes the same way. Whoever computed a row, and
-whoever forwarded it, the bits are the same.
+expert id, and cast once; the backward of dispatch takes the same way. Whichever rank computed a
+row, and whichever forwarded it, the bits are the same.
 
 Legend: R rows at the experts, ordered by (expert, owner, token); L local experts; O owners, the
 ranks of the ep*etp group; S own (token, slot) rows ordered by expert; T own tokens; H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| home | R x H, partial over etp | T x H | reduce_scatter, all_to_all | all_to_all, all_gather |
+| plan | experts T x K | the dispatcher's | as the dispatcher | none |
+| dispatch | T x H | R x H | as the dispatcher | as combine |
+| combine | R x H, partial over etp | T x H | reduce_scatter, all_to_all | all_to_all, all_gather |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +27,84 @@ from torch.autograd.function import once_differentiable
 
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
-from moemesh.ops.permute import RowMap, group_by_expert, map_from_sources, permutation, unpermute
+from moemesh.model.dispatcher import Dispatcher
+from moemesh.ops.exact_experts import exact_experts
+from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.pending import Pending
+from moemesh.ops.permute import (
+    RowMap,
+    gather_rows,
+    group_by_expert,
+    identity,
+    map_from_sources,
+    permutation,
+    unpermute,
+)
+
+
+class OwnerCounting(Dispatcher, Protocol):
+    """A dispatcher that :class:`Exact` can wrap."""
+
+    def rows_per_owner(self, plan: Any) -> Tensor:
+        """Rows of each local expert and owner of their tokens, int64 [L, O]. No communication."""
+        ...
+
+
+class ExactRows(NamedTuple):
+    """:class:`~moemesh.model.dispatcher.ExpertRows` whose experts add their weight gradients in an
+    order that the layout does not change; ``counts_LO``: rows per expert and owner."""
+
+    source_NH: Tensor
+    map: RowMap
+    weights_R: Tensor
+    counts_L: Tensor
+    counts_LO: Tensor
+
+    def compute(
+        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+    ) -> Tensor:
+        """The sums run over all rows of an expert: nothing is deferred or cut into blocks."""
+        return exact_experts(self.source_NH, self.weights_R, self.counts_LO, gate_up, down)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayHome:
+class ExactPlan:
+    """The wrapped dispatcher's plan, rows per expert and owner, and the way back of all rows."""
+
+    inner: Any
+    counts_LO: Tensor
+    path: ReturnPath
+
+
+class Exact(Dispatcher):
+    """Any dispatcher, with the deterministic combine in place of its own."""
+
+    def __init__(self, inner: OwnerCounting, ep: Axis, etp: Axis) -> None:
+        self.inner, self.ep, self.etp = inner, ep, etp
+
+    def plan(self, experts_TK: Tensor) -> ExactPlan:
+        inner = self.inner.plan(experts_TK)
+        counts_LO = self.inner.rows_per_owner(inner)
+        path = plan_return(experts_TK, counts_LO, self.ep, self.etp)
+        return ExactPlan(inner=inner, counts_LO=counts_LO, path=path)
+
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ExactPlan) -> Pending[ExactRows]:
+        # Rows travel without gradient: copies made on the way would sum theirs in another order.
+        # A weight has one row, so its gradient is exact on any way.
+        rows = self.inner.dispatch(x_TH.detach(), weights_TK, plan.inner).wait()
+        x_RH = _WithGradient.apply(x_TH, gather_rows(rows.source_NH, rows.map), plan.path)
+        own = identity(len(x_RH), x_RH.device)
+        return Pending.ready(ExactRows(x_RH, own, rows.weights_R, rows.counts_L, plan.counts_LO))
+
+    def combine(self, y_RH: Tensor, plan: ExactPlan) -> Pending[Tensor]:
+        return Pending.ready(plan.path.combine(y_RH, "moe.combine"))
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnPath:
     """Where the rows of this rank's experts belong, and which rows come to this rank's tokens."""
 
     ep: Axis
@@ -40,7 +115,7 @@ class WayHome:
     output_splits: list[int]
     tokens: RowMap
 
-    def bring(self, y_RH: Tensor, caller: str) -> Tensor:
+    def combine(self, y_RH: Tensor, caller: str) -> Tensor:
         """Rows in expert order [R, H] -> their sums over own tokens [T, H]."""
         # by_owner's inverse: the row at each place of the (lane, owner, expert, token) order.
         rows = unpermute(y_RH, self.by_owner)
@@ -52,7 +127,7 @@ class WayHome:
         return unpermute(own_SH.to(wide), self.tokens).to(y_RH.dtype)
 
 
-def plan_way_home(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) -> WayHome:
+def plan_return(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) -> ReturnPath:
     """From what both sides know already: own choices, and rows per local expert and owner.
 
     Owner o = (ep index) * ETP + (etp index). No communication.
@@ -65,7 +140,7 @@ def plan_way_home(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) ->
     order_R = torch.argsort(place_R, stable=True)
     per_owner = counts_LO.sum(0).view(ep.size, etp.size)
     own, _, own_counts_E = group_by_expert(experts_TK, num_local * ep.size)
-    return WayHome(
+    return ReturnPath(
         ep=ep,
         etp=etp,
         by_owner=permutation(torch.argsort(order_R)),
@@ -77,26 +152,16 @@ def plan_way_home(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) ->
     )
 
 
-class _DispatchExact(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
+    """Rows that have travelled without gradient; backward: the deterministic combine."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x_TH: Tensor, dispatch: Callable[[Tensor], Tensor], home: WayHome, caller: str
-    ) -> Tensor:
-        ctx.home, ctx.caller = home, caller
-        return dispatch(x_TH)
+    def forward(ctx: Any, x_TH: Tensor, x_RH: Tensor, path: ReturnPath) -> Tensor:
+        ctx.path = path
+        return x_RH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None]:
-        with ctx.home.ep.ledger.scope("backward"):
-            return ctx.home.bring(grad_RH, ctx.caller), None, None, None
-
-
-def dispatch_exact(
-    x_TH: Tensor, dispatch: Callable[[Tensor], Tensor], home: WayHome, *, caller: str
-) -> Tensor:
-    """``dispatch(x)``: rows in expert order [R, H], however they travel; backward: the way home.
-
-    `dispatch` runs without gradient: copies made on the way would sum gradients in another order.
-    """
-    return _DispatchExact.apply(x_TH, dispatch, home, caller)
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
+        with ctx.path.ep.ledger.scope("backward"):
+            return ctx.path.combine(grad_RH, "moe.dispatch"), None, None

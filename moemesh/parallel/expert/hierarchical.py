@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from moemesh.comm import collectives
-from moemesh.comm.helper import Helper
 from moemesh.comm.mesh import Axis
-from moemesh.comm.overlap import Codec, start_way
-from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.comm.overlap import Codec, exchange_start
+from moemesh.comm.worker_thread import WorkerThread
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, identity, permute, unpermute
-from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
-from moemesh.parallel.expert.relay import Homeward, Outward, Relay, plan_relay
+from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.parallel.expert.relay import CombinePath, DispatchPath, Relay, plan_relay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +41,10 @@ class HierarchicalPlan:
     by_expert: RowMap
     slot_R: Tensor
     counts_L: Tensor
-    counts_LO: Tensor | None
-    home: WayHome | None
+    owner_N: Tensor
 
 
-class HierarchicalDispatcher:
+class HierarchicalDispatcher(Dispatcher):
     """Wins where links between nodes are slow and tokens have several experts in a node."""
 
     def __init__(
@@ -57,12 +55,11 @@ class HierarchicalDispatcher:
         etp: Axis,
         num_experts: int,
         *,
-        exact: bool = False,
         codec: Codec | None = None,
     ) -> None:
         self.ep, self.rail, self.node, self.etp = ep, rail, node, etp
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
-        self.exact, self.codec, self.helper = exact, codec, Helper()
+        self.codec, self.worker = codec, WorkerThread()
 
     def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
         owner = self.ep.index * self.etp.size + self.etp.index
@@ -72,7 +69,7 @@ class HierarchicalDispatcher:
             self.num_local,
             self.rail,
             self.node,
-            self.helper,
+            self.worker,
             caller="moe.counts",
         )
         own = torch.tensor([len(rows)], device=rows.device)
@@ -80,70 +77,53 @@ class HierarchicalDispatcher:
         rows = collectives.all_gather(rows, self.etp, lane_rows, caller="moe.counts").long()
         experts_NK, owner_N = rows[:, :-1], rows[:, -1]
         by_expert, slot_R, counts_L = group_by_expert(experts_NK, self.num_local, owner_N)
-        counts_LO = home = None
-        if self.exact:
-            num_owners = self.ep.size * self.etp.size
-            expert_R = torch.repeat_interleave(
-                torch.arange(self.num_local, device=rows.device), counts_L
-            )
-            counts_LO = torch.bincount(
-                expert_R * num_owners + owner_N[by_expert.source_R],
-                minlength=self.num_local * num_owners,
-            ).view(self.num_local, num_owners)
-            home = plan_way_home(experts_TK, counts_LO, self.ep, self.etp)
         return HierarchicalPlan(
             relay=relay,
             lane_rows=lane_rows,
             by_expert=by_expert,
             slot_R=slot_R,
             counts_L=counts_L,
-            counts_LO=counts_LO,
-            home=home,
+            owner_N=owner_N,
         )
+
+    def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:
+        num_owners = self.ep.size * self.etp.size
+        expert = torch.arange(self.num_local, device=plan.owner_N.device)
+        expert_R = torch.repeat_interleave(expert, plan.counts_L)
+        return torch.bincount(
+            expert_R * num_owners + plan.owner_N[plan.by_expert.source_R],
+            minlength=self.num_local * num_owners,
+        ).view(self.num_local, num_owners)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan) -> Pending[Rows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
         caller, relay = "moe.dispatch.weights", plan.relay
-        weights = start_way(weights_TK, Outward(relay, caller), Homeward(relay, caller))
+        weights = exchange_start(
+            weights_TK, DispatchPath(relay, caller), CombinePath(relay, caller)
+        )
+        out = DispatchPath(relay, "moe.dispatch", codec=self.codec)
+        sent = exchange_start(x_TH, out, CombinePath(relay, "moe.dispatch"))
 
-        def weights_of() -> Tensor:
-            weights_NK = self._gather_lanes(weights.wait(), plan, caller)
-            return pick_weights(weights_NK, plan.slot_R)
+        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+            weights_NK, x_NH = pair
+            weights_NK = self._gather_lanes(weights_NK, plan, caller)
+            x_NH = self._gather_lanes(x_NH, plan, "moe.dispatch")
+            return Rows(x_NH, plan.by_expert, pick_weights(weights_NK, plan.slot_R), plan.counts_L)
 
-        out = Outward(relay, "moe.dispatch", codec=self.codec)
-        if plan.home is None:
-            started = start_way(x_TH, out, Homeward(relay, "moe.dispatch"))
-
-            def rows_of() -> Rows:
-                weights_R = weights_of()
-                x_NH = self._gather_lanes(started.wait(), plan, "moe.dispatch")
-                return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
-
-            return Pending(rows_of)
-        weights_R = weights_of()
-
-        def travel(x: Tensor) -> Tensor:
-            out.start(x, "forward")
-            return permute(self._gather_lanes(out.finish(), plan, "moe.dispatch"), plan.by_expert)
-
-        x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
-        own = identity(len(x_RH), x_RH.device)
-        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
+        return weights.join(sent).then(arrived)
 
     def _gather_lanes(self, rows: Tensor, plan: HierarchicalPlan, caller: str) -> Tensor:
         return collectives.all_gather(rows, self.etp, plan.lane_rows, caller=caller)
 
     def combine(self, y_RH: Tensor, plan: HierarchicalPlan) -> Pending[Tensor]:
-        if plan.home is not None:
-            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         relay, by_expert, caller = plan.relay, plan.by_expert, "moe.combine"
         if self.etp.size > 1:
             y_RH = unpermute(y_RH, by_expert)
             y_RH = collectives.reduce_scatter(y_RH, self.etp, plan.lane_rows, caller=caller)
             by_expert = None
-        return start_way(
+        return exchange_start(
             y_RH,
-            Homeward(relay, caller, by_expert=by_expert),
-            Outward(relay, caller, by_expert=by_expert),
+            CombinePath(relay, caller, by_expert=by_expert),
+            DispatchPath(relay, caller, by_expert=by_expert),
         )

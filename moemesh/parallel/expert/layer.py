@@ -52,6 +52,7 @@ from moemesh.model.faults import NO_FAULT
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
 from moemesh.parallel.expert.build import tested_dispatcher
+from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.tensor.tokens import ShardedTokens
 
 EXPERTS = ("experts.gate_up", "experts.down")
@@ -189,7 +190,8 @@ class MoELayer(nn.Module):
             if size > 1:
                 block.experts = _SpreadExperts(num_experts // size, hidden_size, expert_size)
                 block.experts.ranks = self.ranks
-        block.num_chunks = 1 if combine == "exact" else dispatch_chunks
+        if size > 1 or dispatch_chunks > 1:
+            block.runner = overlapped(1 if combine == "exact" else dispatch_chunks)
         # The children are the layer's own, so that names of parameters have no prefix; the block
         # that computes with them is not.
         self.router, self.experts, self.shared = block.router, block.experts, block.shared

@@ -39,18 +39,15 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Rows, pick_weights
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
     group_by_expert,
-    identity,
     map_from_sources,
-    permute,
     unpermute,
 )
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
-from moemesh.parallel.expert.exact import WayHome, dispatch_exact, plan_way_home
 from moemesh.parallel.expert.hop import Hop
 
 
@@ -81,14 +78,13 @@ class SlotPlan:
     slot_B: Tensor
     by_expert: RowMap
     counts_LO: Tensor
-    home: WayHome | None
 
     @property
     def counts_L(self) -> Tensor:
         return self.counts_LO.sum(1)
 
 
-class LowLatencyDispatcher:
+class LowLatencyDispatcher(Dispatcher):
     """Wins with a few tokens per rank, where the latency of an exchange outweighs its bytes.
 
     `num_plans` and `num_fallbacks` count the plans made and those that took the two-phase path; the
@@ -104,16 +100,15 @@ class LowLatencyDispatcher:
         experts_per_token: int,
         max_tokens: int,
         capacity_factor: float = CAPACITY_FACTOR,
-        exact: bool = False,
         codec: Codec | None = None,
     ) -> None:
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
-        self.exact, self.codec = exact, codec
+        self.codec = codec
         self.num_slots = slots_per_rank(
             max_tokens, experts_per_token, num_experts, ep.size, capacity_factor
         )
-        self.two_phase = AllToAllDispatcher(ep, etp, num_experts, exact=exact, codec=codec)
+        self.two_phase = AllToAllDispatcher(ep, etp, num_experts, codec=codec)
         self.num_plans = self.num_fallbacks = 0
 
     def plan(self, experts_TK: Tensor) -> SlotPlan | AllToAllPlan:
@@ -147,7 +142,6 @@ class LowLatencyDispatcher:
             slot_B=self._fill(place_S, slot_S, 0),
             by_expert=by_expert,
             counts_LO=counts_LO,
-            home=plan_way_home(experts_TK, counts_LO, self.ep, self.etp) if self.exact else None,
         )
 
     def _places(self, expert_S: Tensor, sent_P: Tensor) -> Tensor:
@@ -192,37 +186,23 @@ class LowLatencyDispatcher:
         caller = "moe.dispatch.weights"
         picked_B = pick_weights(_at_least_one_row(weights_TK), plan.slot_B)
         weights = all_to_all_start(picked_B, self.ep, caller=caller)
-        started = None if plan.home else self._send(x_TH, plan)
+        sent = plan.hop.send(_at_least_one_row(x_TH), "moe.dispatch", self.codec)
 
-        def weights_of() -> Tensor:
-            weights_N = collectives.all_gather(weights.wait(), self.etp, caller=caller)
-            return weights_N.gather(0, plan.by_expert.source_R)
-
-        def rows_of(received: Tensor, weights_R: Tensor) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+            received, weights_B = pair
+            weights_N = collectives.all_gather(weights_B, self.etp, caller=caller)
             x_NH = collectives.all_gather(received, self.etp, caller="moe.dispatch")
+            weights_R = weights_N.gather(0, plan.by_expert.source_R)
             return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
-        if started is not None:
-            return started.then(lambda received: rows_of(received, weights_of()))
-        assert plan.home is not None
-        weights_R = weights_of()
+        return sent.join(weights).then(arrived)
 
-        def travel(x: Tensor) -> Tensor:
-            rows = rows_of(self._send(x, plan).wait(), weights_R)
-            return permute(rows.source_NH, rows.map)
-
-        x_RH = dispatch_exact(x_TH, travel, plan.home, caller="moe.dispatch")
-        own = identity(len(x_RH), x_RH.device)
-        return Pending.ready(Rows(x_RH, own, weights_R, plan.counts_L, plan.counts_LO))
-
-    def _send(self, x_TH: Tensor, plan: SlotPlan) -> Pending[Tensor]:
-        return plan.hop.send(_at_least_one_row(x_TH), "moe.dispatch", self.codec)
+    def rows_per_owner(self, plan: SlotPlan | AllToAllPlan) -> Tensor:
+        return plan.counts_LO
 
     def combine(self, y_RH: Tensor, plan: SlotPlan | AllToAllPlan) -> Pending[Tensor]:
         if isinstance(plan, AllToAllPlan):
             return self.two_phase.combine(y_RH, plan)
-        if plan.home is not None:
-            return Pending.ready(plan.home.bring(y_RH, "moe.combine"))
         y_NH = unpermute(y_RH, plan.by_expert)
         y_NH = collectives.reduce_scatter(y_NH, self.etp, caller="moe.combine")
         num_tokens = plan.num_tokens

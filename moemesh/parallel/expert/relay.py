@@ -4,13 +4,13 @@ Legend: T own tokens, K slots per token, S rows sent (to ranks of the own node, 
 nodes), M rows that visit this node through this rank, G those of them that crossed, N rows received
 (tokens of this node first), R rows by expert, H hidden.
 
-| way | first | then |
+| path | first | then |
 |---|---|---|
-| :class:`Outward` | T to ranks of the node, and across to the same place | G on inside |
-| :class:`Homeward` | N whose tokens crossed, inside, and summed | across; the other N inside |
+| :class:`DispatchPath` | T to ranks of the node, and across to the same place | G on inside |
+| :class:`CombinePath` | N whose tokens crossed, inside, and summed | across; the other N inside |
 
 What stays inside the node does not wait for the link: it is sent while other rows cross, and on the
-way home summed and sent while they do. The second step of a way is taken by a helper thread, as
+way back summed and sent while they do. The second step of a path is taken by a worker thread, as
 soon as the first has arrived. To the ledger both parts of an inner hop are one exchange.
 """
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from moemesh.comm import collectives, transfers
-from moemesh.comm.helper import Helper
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec
 from moemesh.comm.transfers import Work, exchange_start
+from moemesh.comm.worker_thread import WorkerThread
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, gather_rows, map_from_sources, sum_rows, sum_rows_between
 from moemesh.trace import wire
@@ -58,9 +58,9 @@ class Relay:
     forwarded: RowMap
     onward: Splits
     num_staying: int
-    helper: Helper
+    worker: WorkerThread
 
-    def record(self, row_bytes: int, phase: str, caller: str, *, is_home: bool) -> None:
+    def record(self, row_bytes: int, phase: str, caller: str, *, is_combine: bool) -> None:
         """Enter both hops in the ledger; what stays counts as sent by a rank to itself."""
         across = Splits(list(self.across.sent), list(self.across.received))
         across.sent[self.rail.index] = across.received[self.rail.index] = self.num_staying
@@ -70,7 +70,7 @@ class Relay:
         )
         for axis, splits in ((self.rail, across), (self.node, inside)):
             if axis.size > 1:
-                out, into = splits.back() if is_home else splits
+                out, into = splits.back() if is_combine else splits
                 moved = wire.all_to_all(
                     [rows * row_bytes for rows in out],
                     [rows * row_bytes for rows in into],
@@ -79,8 +79,8 @@ class Relay:
                 transfers.record(axis, "all_to_all", phase, caller, moved)
 
 
-class Outward:
-    """T -> N, or with `by_expert` -> R; the transpose of :class:`Homeward`."""
+class DispatchPath:
+    """T -> N, or with `by_expert` -> R; the transpose of :class:`CombinePath`."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Outward:
         self._hidden, self._dtype = x_TH.shape[1], x_TH.dtype
         x_TH = x_TH if self.codec is None else self.codec.encode(x_TH)
         row_bytes = x_TH.shape[1] * x_TH.element_size()
-        relay.record(row_bytes, phase, self.caller, is_home=False)
+        relay.record(row_bytes, phase, self.caller, is_combine=False)
         source_S, num_own = relay.sent.source_R, sum(relay.own.sent)
         near, far = sum(relay.own.received), sum(relay.onward.received)
         self._rows_NH = rows_NH = x_TH.new_empty(near + far, x_TH.shape[1])
-        tag = relay.helper.tag()
+        tag = relay.worker.tag()
         self._onward: Pending[Work | None] = Pending.ready(None)
         if relay.rail.size > 1:
             came_GH = x_TH.new_empty(sum(relay.across.received), x_TH.shape[1])
@@ -111,7 +111,7 @@ class Outward:
                 return exchange_start(away, came_GH, relay.rail, *relay.across, tag=tag)
 
             # Not beside others: chunks would share the link, and the first come as late as all.
-            crossing = cross() if relay.helper.is_idle else None
+            crossing = cross() if relay.worker.is_idle else None
 
             def carry_on() -> Work | None:
                 _wait(crossing or cross())
@@ -122,7 +122,7 @@ class Outward:
         self._staying = exchange_start(own, rows_NH[:near], relay.node, *relay.own, tag=tag)
         if relay.rail.size > 1:
             is_long = row_bytes > _SHORT_ROW_BYTES
-            self._onward = relay.helper.carry_on(carry_on, x_TH.device, is_long=is_long)
+            self._onward = relay.worker.submit(carry_on, x_TH.device, is_long=is_long)
 
     def finish(self) -> Tensor:
         _wait(self._onward.wait())
@@ -134,18 +134,18 @@ class Outward:
         return rows_NH if self.by_expert is None else gather_rows(rows_NH, self.by_expert)
 
 
-class Homeward:
-    """N, or with `by_expert` R, summed -> T; the transpose of :class:`Outward`."""
+class CombinePath:
+    """N, or with `by_expert` R, summed -> T; the transpose of :class:`DispatchPath`."""
 
     def __init__(self, relay: Relay, caller: str, *, by_expert: RowMap | None = None) -> None:
         self.relay, self.caller, self.by_expert = relay, caller, by_expert
 
     def start(self, y: Tensor, phase: str) -> None:
         relay, y = self.relay, y.contiguous()
-        relay.record(y.shape[1] * y.element_size(), phase, self.caller, is_home=True)
+        relay.record(y.shape[1] * y.element_size(), phase, self.caller, is_combine=True)
         near, num_own = sum(relay.own.received), sum(relay.own.sent)
         self._back_SH = back_SH = y.new_empty(relay.sent.num_rows, y.shape[1])
-        tag = relay.helper.tag()
+        tag = relay.worker.tag()
         self._crossing: Pending[Work | None] = Pending.ready(None)
         if relay.rail.size > 1:
             far = self._summed(y, near, near + sum(relay.onward.received))
@@ -158,7 +158,7 @@ class Homeward:
                 into = back_SH[num_own:]
                 return exchange_start(away, into, relay.rail, *relay.across.back(), tag=tag)
 
-            self._crossing = relay.helper.carry_on(carry_on, y.device)
+            self._crossing = relay.worker.submit(carry_on, y.device)
         own = self._summed(y, 0, near)
         into = back_SH[:num_own]
         self._staying = exchange_start(own, into, relay.node, *relay.own.back(), tag=tag)
@@ -188,7 +188,7 @@ def plan_relay(
     num_local: int,
     rail: Axis,
     node: Axis,
-    helper: Helper,
+    worker: WorkerThread,
     *,
     caller: str,
 ) -> tuple[Relay, Tensor]:
@@ -236,7 +236,7 @@ def plan_relay(
         forwarded=map_from_sources(rows_M - (rows_M > first) * num_staying, sum(came)),
         onward=_splits(sent_N2[:, 1], received_N2[:, 1]),
         num_staying=num_staying,
-        helper=helper,
+        worker=worker,
     )
     return relay, _local(ids_N, node.index, num_local)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,10 +38,11 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.plan import SparePolicy
-from moemesh.model.dispatcher import Replicas, Rows
+from moemesh.model.dispatcher import Dispatcher, Rows
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
+from moemesh.ops.expert_mlp import Deferred
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
@@ -74,7 +75,50 @@ class ReplicaPlan:
     received_splits: list[int]
 
 
-class ReplicaDispatcher:
+class ReplicatedRows(NamedTuple):
+    """:class:`~moemesh.model.dispatcher.ExpertRows` with those of replicas behind the `counts_L` of
+    own experts. ``home`` and ``spare`` split the map of all rows; the replicas have ``counts_S``
+    rows each, and ``weights`` fetches their gate_up [S, 2, F, H] and down [S, H, F]."""
+
+    source_NH: Tensor
+    map: RowMap
+    weights_R: Tensor
+    counts_L: Tensor
+    home: RowMap
+    spare: RowMap
+    counts_S: Tensor
+    weights: Pending[tuple[Tensor, Tensor]]
+
+    def compute(
+        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+    ) -> Tensor:
+        home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
+        own = Rows(self.source_NH, self.home, home_R, self.counts_L)
+        y_RH = own.compute(gate_up, down, deferred, max_rows)
+        # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
+        fetched = self.weights.wait()
+        if not len(self.counts_S):
+            return torch.cat([y_RH, _NoRows.apply(*fetched)])
+        replicas = Rows(self.source_NH, self.spare, spare_R, self.counts_S)
+        return torch.cat([y_RH, replicas.compute(*fetched, None, max_rows)])
+
+
+class _NoRows(torch.autograd.Function):
+    """No replica is here, but the exchange that brought none has a backward to take part in."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor) -> Tensor:
+        # Saved so that a recomputation gets as far as waiting for the exchange.
+        ctx.save_for_backward(gate_up, down)
+        return gate_up.new_empty(0, down.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, down = ctx.saved_tensors
+        return torch.zeros_like(gate_up), torch.zeros_like(down)
+
+
+class ReplicaDispatcher(Dispatcher):
     """The all-to-all dispatcher of one layer, with `spare_slots` replicas on every rank of ep."""
 
     def __init__(
@@ -175,17 +219,20 @@ class ReplicaDispatcher:
         received = np.bincount(homes, minlength=self.ep.size).tolist()
         return [e for row in sent for e in row], [len(row) for row in sent], received
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ReplicaPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: ReplicaPlan
+    ) -> Pending[Rows | ReplicatedRows]:
         # Started before the rows, waited for behind the rows of own experts.
         fetched = self._fetch(plan) if plan.quotas.num_replicas else None
         arriving = self.inner.dispatch(x_TH, weights_TK, plan.inner)
 
-        def with_replicas(rows: Rows) -> Rows:
+        def with_replicas(rows: Rows) -> Rows | ReplicatedRows:
+            own = rows._replace(counts_L=rows.counts_L[: self.num_local])
             if fetched is None:
-                return rows._replace(counts_L=rows.counts_L[: self.num_local])
+                return own
             stop = self.num_local + sum(plan.received_splits)
-            found = Replicas(plan.home, plan.spare, rows.counts_L[self.num_local : stop], fetched)
-            return rows._replace(counts_L=rows.counts_L[: self.num_local], replicas=found)
+            counts_S = rows.counts_L[self.num_local : stop]
+            return ReplicatedRows(*own, plan.home, plan.spare, counts_S, fetched)
 
         return arriving.then(with_replicas)
 

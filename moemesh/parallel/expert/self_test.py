@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moemesh.comm.consensus import run_with_consensus
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.together import run_together
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.model.dispatcher import Dispatcher, ExpertRows
 from moemesh.ops.permute import permute
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 
@@ -62,7 +62,7 @@ def self_test(
         with mesh.ledger.paused():
             return _first_difference(tested, mesh, num_experts, experts_per_token, hidden, dtype)
 
-    outcomes = run_together(work, mesh, name="self_test", timeout_seconds=timeout_seconds)
+    outcomes = run_with_consensus(work, mesh, name="self_test", timeout_seconds=timeout_seconds)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.problem]
     if not failed:
         return
@@ -162,7 +162,7 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
     )  # fmt: skip
 
 
-def _return_input(rows_RH: Tensor, rows: Rows, etp: Axis) -> Tensor:
+def _return_input(rows_RH: Tensor, rows: ExpertRows, etp: Axis) -> Tensor:
     """Each expert-tensor rank returns its share of the columns: the shares add up to the input."""
     columns_H = torch.arange(rows_RH.shape[1], device=rows_RH.device)
     share_H = columns_H % etp.size == etp.index

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from moemesh.comm.channels import Channels
 from moemesh.config.errors import UserError
-from moemesh.model.segments import Steps
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
 from moemesh.parallel.pipeline.program import Context, Forward, Program, make_context
 from moemesh.parallel.pipeline.virtual import VirtualClock
+from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
 
@@ -133,6 +133,8 @@ class EntryRunner:
         except Exception as error:
             where = f"operation {op} (stage {op.stage}, microbatch {self._schedule.sample(op)})"
             problem = f"{where} failed on pipeline rank {self._rank}"
+            if isinstance(error, PipelineError):  # of the other operation of a block
+                raise
             if isinstance(error, UserError):
                 error.add_note(problem)
                 raise
@@ -158,21 +160,20 @@ class EntryRunner:
     # Blocks.
 
     def _take_turns(self, program: SteppedProgram, received: dict[Op, list[Tensor]]) -> None:
-        """Run a forward and a backward step by step, the forward first."""
-        running: dict[Op, Steps[list[Tensor]]] = {}
-        for op in sorted(received, key=lambda op: op.kind, reverse=True):
-            program.starting(op)
-            steps = self._forward_steps if op.kind == "F" else self._backward_steps
-            running[op] = steps(program, op, received[op])
+        """Run a forward; at each of its pauses, and at its end, a backward goes on."""
+        forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
+        program.starting(forward)
+        program.starting(backward)
+        steps = self._backward_steps(program, backward, received[backward])
         unsent, ended = list(received), dict[Op, list[Tensor]]()
-        while running:
-            for op in list(running):
-                with self._naming(op):
+
+        def turn() -> None:
+            if backward in unsent and backward not in ended:
+                with self._naming(backward):
                     try:
-                        next(running[op])
+                        next(steps)
                     except StopIteration as end:
-                        ended[op] = end.value
-                        del running[op]
+                        ended[backward] = end.value
             # In the order of the list, which the receiver counts on, whatever ends first.
             while unsent and unsent[0] in ended:
                 op = unsent.pop(0)
@@ -180,11 +181,12 @@ class EntryRunner:
                     self._messenger.send(op, ended.pop(op))
                     program.finished(op)
 
-    def _forward_steps(
-        self, program: SteppedProgram, op: Op, received: list[Tensor]
-    ) -> Steps[list[Tensor]]:
-        leaves = _leaves(received)
-        return self._keep(op, leaves, (yield from program.forward_steps(op, leaves)))
+        with self._naming(forward):
+            leaves = _leaves(received[forward])
+            found = program.forward_with_pauses(forward, leaves, turn)
+            ended[forward] = self._keep(forward, leaves, found)
+        while unsent:
+            turn()
 
     def _backward_steps(
         self, program: SteppedProgram, op: Op, received: list[Tensor]

@@ -1,8 +1,8 @@
 """Overlapped blocks: a forward and a backward take turns, each while the other's exchange runs.
 
 DualPipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1) pairs the forward of one
-microbatch with the backward of another. Both are run in steps (:mod:`moemesh.model.segments`) that
-end when an exchange has started, and go on in turns:
+microbatch with the backward of another. Both pause (:mod:`moemesh.parallel.segments`) when an
+exchange has started; at every pause of the forward the backward runs to its next one:
 
     forward    attention, router | experts                | sum, attention, router | experts ...
     under way        B's combine ^        F's dispatch ^           B's dispatch ^
@@ -22,11 +22,11 @@ expert are sent in one segment and used in the next, and a weight must have one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from moemesh.model.segments import ONE_SEGMENT, SegmentTape, Steps, finish
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.program import (
     Context,
@@ -36,22 +36,25 @@ from moemesh.parallel.pipeline.program import (
     input_gradients,
     roots_of,
 )
+from moemesh.parallel.segments import PausingFlow, SegmentTape, Steps, finish
 from moemesh.schedule.action import Entry, Op
 
 
 @runtime_checkable
 class SteppedProgram(Program, Protocol):
-    """A program whose forwards and backwards may take turns. Both generators yield only while an
-    exchange is under way, equally often on all ranks of the stage."""
+    """A program whose forwards and backwards may take turns. Both pause only while an exchange is
+    under way, equally often on all ranks of the stage."""
 
-    def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
-        """As ``forward``."""
+    def forward_with_pauses(
+        self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
+    ) -> Forward:
+        """As ``forward``; calls `pause` at every pause."""
         ...
 
     def backward_steps(
         self, op: Op, context: Context, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
-        """As ``backward`` of a ``B``."""
+        """As ``backward`` of a ``B``; yields at every pause."""
         ...
 
 
@@ -80,13 +83,15 @@ class SteppedModelProgram:
             self._cut.clear()
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
-        return finish(self.forward_steps(op, inputs))
+        return self.forward_with_pauses(op, inputs, lambda: None)
 
-    def forward_steps(self, op: Op, inputs: list[Tensor]) -> Steps[Forward]:
-        whole, tape = self._whole, SegmentTape() if op[1:] in self._cut else None
-        batch, part, segments = whole.batch_of(op), whole.parts[op.stage], tape or ONE_SEGMENT
+    def forward_with_pauses(
+        self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
+    ) -> Forward:
+        whole, tape = self._whole, SegmentTape(pause) if op[1:] in self._cut else None
+        batch, part = whole.batch_of(op), whole.parts[op.stage]
         assert tape is None or not (part.first and part.last and whole.model.head is None), "tied"
-        output = yield from whole.model.steps(batch, part, *inputs, segments=segments)
+        output = whole.model(batch, part, *inputs, flow=tape or PausingFlow(pause))
         return whole.result(op, batch, output)._replace(state=tape)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:

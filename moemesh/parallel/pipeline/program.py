@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.batch import Batch
-from moemesh.model.segments import run_backward
 from moemesh.model.transformer import Output, Part, Transformer
 from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.pipeline.hooks import GradientHooks
+from moemesh.parallel.segments import run_backward
 from moemesh.schedule.action import Op, Schedule
 
 

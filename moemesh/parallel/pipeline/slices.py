@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.batch import Batch
-from moemesh.model.past import ScopeSums
+from moemesh.model.seams import ScopeSums
 from moemesh.parallel.pipeline.program import Context, Forward, ModelProgram, Spec
 from moemesh.schedule.action import Op
 
@@ -55,7 +55,7 @@ class Left:
 
 
 class EarlierSlices:
-    """The :class:`~moemesh.model.past.Past` of one slice, given what those before it have left.
+    """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of the slices before.
 
     `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
     nothing more is.
@@ -110,9 +110,9 @@ class SlicedProgram:
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         batch = self._batch_of(op)
         forward = self._whole.forward_of(op, batch, inputs)
-        past = batch.past
-        assert isinstance(past, EarlierSlices) and len(past.earlier) == op.slice
-        left = past.close()
+        slices = batch.slices
+        assert isinstance(slices, EarlierSlices) and len(slices.earlier) == op.slice
+        left = slices.close()
         self._left.setdefault((op.stage, self._schedule.sample(op)), []).append(left)
         return forward._replace(state=left)
 

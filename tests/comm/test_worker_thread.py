@@ -1,25 +1,25 @@
-"""The helper thread: tasks in their order, while the caller goes on; errors reach who waits."""
+"""The worker thread: tasks in their order, while the caller goes on; errors reach who waits."""
 
 import threading
 
 import pytest
 import torch
 
-from moemesh.comm.helper import Helper
+from moemesh.comm.worker_thread import WorkerThread
 
 CPU = torch.device("cpu")
 
 
 def test_tasks_run_in_order_while_the_caller_goes_on() -> None:
-    helper, gate, done = Helper(), threading.Event(), list[int]()
+    worker, gate, done = WorkerThread(), threading.Event(), list[int]()
 
     def first() -> int:
         gate.wait(10)
         done.append(1)
         return 1
 
-    pending = [helper.carry_on(first, CPU), helper.carry_on(lambda: done.append(2), CPU)]
-    assert not done and not helper.is_idle  # a caller that ran the tasks itself would hang here
+    pending = [worker.submit(first, CPU), worker.submit(lambda: done.append(2), CPU)]
+    assert not done and not worker.is_idle  # a caller that ran the tasks itself would hang here
     gate.set()
     assert pending[0].wait() == 1
     pending[1].wait()
@@ -27,17 +27,17 @@ def test_tasks_run_in_order_while_the_caller_goes_on() -> None:
 
 
 def test_an_error_reaches_who_waits_and_the_next_task_runs() -> None:
-    helper = Helper()
+    worker = WorkerThread()
 
     def fails() -> None:
         raise RuntimeError("lost a peer")
 
-    failed, fine = helper.carry_on(fails, CPU), helper.carry_on(lambda: 3, CPU)
+    failed, fine = worker.submit(fails, CPU), worker.submit(lambda: 3, CPU)
     with pytest.raises(RuntimeError, match="lost a peer"):
         failed.wait()
     assert fine.wait() == 3
 
 
 def test_tags_differ() -> None:
-    helper = Helper()
-    assert len({helper.tag() for _ in range(1000)}) == 1000
+    worker = WorkerThread()
+    assert len({worker.tag() for _ in range(1000)}) == 1000

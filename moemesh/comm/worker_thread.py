@@ -1,9 +1,10 @@
-"""A thread that carries on with what has arrived, while the main thread computes.
+"""A worker thread that continues chains of exchanges while the main thread computes.
 
-A chain of exchanges (receive, sum, send on) would stop at each wait, and with it whatever this rank
-could compute meanwhile. Tasks run one after the other, in the order in which they were given; if
-that order is the same on all ranks, and each task waits only for messages that no task sends, or
-tasks before it, no rank waits for ever. Accelerators need no such thread: their waits do not block.
+A chain of exchanges (receive, sum, send on) blocks at each wait; in the main thread it would block
+the computation as well. Tasks run one after the other, in the order in which they were submitted.
+If that order is the same on all ranks, and a task waits only for messages that no task sends, or
+that an earlier task sends, there is no deadlock. Accelerators need no such thread: their waits do
+not block the host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moemesh.ops.pending import Pending
 T = TypeVar("T")
 
 
-class Helper:
+class WorkerThread:
     """One thread, started at the first task; it ends with the process."""
 
     def __init__(self) -> None:
@@ -36,21 +37,21 @@ class Helper:
         return not self._num_long
 
     def tag(self) -> int:
-        """A number that no exchange under way has; ask for it in the same order on all ranks."""
+        """A tag that no exchange under way has; all ranks must call this in the same order."""
         self._num_tags = (self._num_tags + 1) % (1 << 20)
         return self._num_tags
 
-    def carry_on(
+    def submit(
         self, task: Callable[[], T], device: torch.device, *, is_long: bool = True
     ) -> Pending[T]:
-        """``task()``, without gradient; what it raises is raised again by the wait.
+        """Run ``task()`` in the thread, without gradient; an exception is raised by the wait.
 
-        `is_long`: others had better not start beside it (:attr:`is_idle`).
+        `is_long`: exchanges that start meanwhile would slow it down (:attr:`is_idle`).
         """
         if device.type != "cpu":
             return Pending.ready(task())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="moemesh-helper", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="moemesh-worker", daemon=True)
             self._thread.start()
         with self._lock:
             self._num_long += is_long

@@ -1,4 +1,4 @@
-"""Ring and minimum-spanning-tree collectives, message by message: the truth behind the ledger.
+"""Ring and minimum-spanning-tree collectives, message by message: the oracle of the ledger.
 
 Not for speed. `moemesh.trace.wire` states in closed form what these send; the tests hold the two
 together. Source: E. Chan, M. Heimlich, A. Purkayastha, R. van de Geijn, "Collective communication:

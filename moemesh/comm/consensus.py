@@ -1,4 +1,4 @@
-"""Run the same work on every rank and agree on how it went, even when a rank stops half-way.
+"""Run the same work on every rank and agree on its outcome, even when a rank stops half-way.
 
 A rank that raises between two collectives leaves its peers waiting inside the next one, where no
 collective can reach them. So the work runs in a thread, and ranks talk through the store that the
@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one rank fared: `problem` is None when all is well.
+    """The outcome of one rank: `problem` is None for success.
 
     `raised`: the work did not run to its end there; `followed`: only because another rank's did
     not.
@@ -37,7 +37,7 @@ class Outcome:
     followed: bool = False
 
 
-def run_together(
+def run_with_consensus(
     work: Callable[[], str | None], mesh: Mesh, *, name: str, timeout_seconds: float
 ) -> list[Outcome]:
     """``work()`` on every rank of `mesh`; the outcome of each, in rank order, on each.
@@ -80,7 +80,7 @@ def _watched(
             torch.cuda.set_device(mesh.device)  # a property of the thread
         done.append(_outcome(work))
 
-    thread = threading.Thread(target=run, name="together", daemon=True)
+    thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)
     thread.start()
     while not done:
         thread.join(_POLL_SECONDS)

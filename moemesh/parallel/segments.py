@@ -1,7 +1,4 @@
-"""A forward in steps: it pauses while an exchange is under way, and its backward pauses there too.
-
-    steps = model.steps(batch, part, x, tape)       # a generator; `finish` runs it to its end
-    next(steps)                                     # ... until the first dispatch is under way
+"""A forward that pauses while an exchange is under way, and a backward that pauses there too.
 
 A MoE layer pauses twice, whatever its tokens: while its dispatch and while its combine are under
 way. Between pauses lies a segment. A :class:`SegmentTape` cuts the autograd graph there: every
@@ -12,8 +9,8 @@ while a transposed exchange that it has started is under way.
 | segment of a layer | reads | its backward ends by starting |
 |---|---|---|
 | attention, router, shared experts, dispatch starts | the stream | (goes on in the layer before) |
-| dispatch ends, experts, combine starts | rows and weights under way | the dispatch's way back |
-| combine ends, sums | results under way, stream, shared experts | the combine's way back |
+| dispatch ends, experts, combine starts | rows and weights under way | the dispatch's backward |
+| combine ends, sums | results under way, stream, shared experts | the combine's backward |
 
 Cutting changes no number: inside a segment autograd runs the same nodes in the same order, and
 adds to what came from later segments, which it would have met first anyway.
@@ -23,22 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moemesh.ops.pending import Pending, exchanges_started
+from moemesh.model.seams import Flow
+from moemesh.ops.pending import Pending
 
 T = TypeVar("T")
 P = ParamSpec("P")
-#: Pauses without a value, and returns one at its end.
+#: A backward that yields where it pauses, and returns a value at its end.
 Steps: TypeAlias = Generator[None, None, T]
 
 
 def finish(steps: Steps[T]) -> T:
-    """Run `steps` to the end, whatever is under way meanwhile."""
+    """Run `steps` to the end without a pause."""
     while True:
         try:
             next(steps)
@@ -46,36 +44,14 @@ def finish(steps: Steps[T]) -> T:
             return end.value
 
 
-class Segments(Protocol):
-    """What the layers of a forward ask for."""
+class PausingFlow(Flow):
+    """The graph stays whole; ``on_pause`` is called at every pause."""
 
-    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """``send(...)``, to be waited for in the next segment."""
-        ...
+    def __init__(self, on_pause: Callable[[], None]) -> None:
+        self._on_pause = on_pause
 
-    def cut(self, x: Tensor) -> Tensor:
-        """`x`, made in this segment, for a later one."""
-        ...
-
-    def pause(self) -> Steps[None]:
-        """The end of a segment."""
-        ...
-
-
-class OneSegment:
-    """The graph stays whole."""
-
-    def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        return send(*args, **kwargs)
-
-    def cut(self, x: Tensor) -> Tensor:
-        return x
-
-    def pause(self) -> Steps[None]:
-        yield
-
-
-ONE_SEGMENT = OneSegment()
+    def pause(self) -> None:
+        self._on_pause()
 
 
 @dataclass(frozen=True)
@@ -90,30 +66,30 @@ class _Crossing:
     is_under_way: bool
 
     def gradient(self) -> Tensor | None:
-        """What later segments have left."""
+        """The sum of what later segments have added."""
         if self.is_under_way:
             return self.leaf.new_zeros(()).expand(self.leaf.shape)
         gradient, self.leaf.grad = self.leaf.grad, None
         return gradient
 
 
-class SegmentTape:
+class SegmentTape(PausingFlow):
     """Cuts one forward into segments, and runs their backwards.
 
     A weight must be used in one segment only: it would get a gradient from each, where others count
     on one from the whole backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_pause: Callable[[], None]) -> None:
+        super().__init__(on_pause)
         self._closed: list[list[_Crossing]] = []
         self._open: list[_Crossing] = []
 
     def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        with exchanges_started() as started:
-            pending = send(*args, **kwargs)
-        exchanges = [exchange for exchange in started if not exchange.waited]
+        pending = send(*args, **kwargs)
+        exchanges = [exchange for exchange in pending.exchanges if not exchange.is_waited]
         if not exchanges:
-            # Nothing is under way: what `send` has made belongs to this segment.
+            # Nothing is under way: the value belongs to this segment.
             return Pending.ready(_each_tensor(self.cut, pending.wait()))
         for exchange in exchanges:
             exchange.place = self._cut(exchange.place, is_under_way=True)
@@ -129,10 +105,10 @@ class SegmentTape:
         self._open.append(_Crossing(get_gradient_edge(x), leaf, is_under_way))
         return leaf
 
-    def pause(self) -> Steps[None]:
+    def pause(self) -> None:
         self._closed.append(self._open)
         self._open = []
-        yield
+        super().pause()
 
     def backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
