@@ -21,7 +21,7 @@ def example_on_rank(mesh: Mesh) -> dict[str, object]:
     here = [int(name[1]) - 1 for name in EXAMPLE["tokens_owned_and_routed_here"][str(mesh.rank)]]
     experts_TK = torch.full((4, 1), -1)
     experts_TK[here] = 0
-    dispatcher = AllGatherDispatcher(mesh["ep"], mesh["etp"], mesh["ep_etp"], 2, "fewest_bytes")
+    dispatcher = AllGatherDispatcher(mesh["ep"], mesh["ep_etp"], 2, "fewest_bytes")
     plan = dispatcher.plan(experts_TK)
     rows = dispatcher.dispatch(torch.ones(4, HIDDEN), torch.ones(4, 1), plan).wait()
     y_TH = dispatcher.combine(rows.source_NH[rows.map.source_R], plan).wait()

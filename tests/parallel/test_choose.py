@@ -73,7 +73,7 @@ def _copied_on_rank(mesh: Mesh, name: str) -> int:
     ep, etp, experts = mesh["ep"], mesh["etp"], SITE.num_experts
     makers: dict[str, Callable[[], Any]] = {
         "all_to_all": lambda: AllToAllDispatcher(ep, etp, experts),
-        "all_gather": lambda: AllGatherDispatcher(ep, etp, mesh["ep_etp"], experts),
+        "all_gather": lambda: AllGatherDispatcher(ep, mesh["ep_etp"], experts),
         "hierarchical": lambda: HierarchicalDispatcher(
             ep, mesh["ep_rail"], mesh["ep_node"], etp, experts
         ),

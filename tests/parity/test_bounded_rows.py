@@ -7,6 +7,7 @@ change which collectives it takes part in, nor their order.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -56,8 +57,8 @@ def bounded_on_rank(
             moe.experts.max_rows = 3 if mesh.rank in bounded else None
         return parallel
 
-    training.parallelize = with_bound
-    return training.train_on_rank(mesh, MODEL, plan_keys, TRAIN, SHAPE)
+    with mock.patch.object(training, "parallelize", with_bound):
+        return training.train_on_rank(mesh, MODEL, plan_keys, TRAIN, SHAPE)
 
 
 def cases() -> list[Any]:
