@@ -1,15 +1,13 @@
-"""Layouts from a Plan of our own, and from a row of a table of published runs."""
+"""A Plan as a layout, a layout as a Plan, and what of a layout `moemesh train` refuses."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil
 from typing import cast, get_args
 
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
 from moemesh.config.rules import plan_problem
@@ -17,7 +15,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
 from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import refusals
-from moemesh.planner.layout import DATA, RECOMPUTED, AttentionKernel, PlannedLayout, Precision
+from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.load import Model
 from moemesh.schedule.build import step_problems
 
@@ -105,123 +103,3 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
         if getattr(again, item.name) != getattr(layout, item.name)
     ]
     return [*unsaid, *config.check(), *refusals(config), *step_problems(plan)]
-
-
-#: How published tables word what they recompute.
-_RECOMPUTE_WORDS: dict[str, frozenset[str]] = {
-    "": frozenset(),
-    "none": frozenset(),
-    "full": frozenset({"full"}),
-    "selective": frozenset({"attention"}),
-    "selective(attn core)": frozenset({"attention"}),
-    "selective(op)": frozenset({"operators"}),
-    "selective(layernorm,moe)": frozenset({"norm", "moe"}),
-    "selective(RMSNorm, MLA up-proj)": frozenset({"norm", "mla_up"}),
-    "norm,act": frozenset({"norm", "activation"}),
-    "norm,act,shared_expert": frozenset({"norm", "activation", "shared_expert"}),
-}
-_WORDS: dict[str, str] = {
-    "attn": "attention", "core_attn": "attention", "attention": "attention", "core": "attention",
-    "layernorm": "norm", "norm": "norm", "rmsnorm": "norm", "act": "activation",
-    "moe_act": "activation", "activation": "activation", "moe": "moe", "mla_up_proj": "mla_up",
-    "mla up-proj": "mla_up", "op": "operators", "ops": "operators",
-    "shared_expert": "shared_expert", "shared_experts": "shared_expert", "mlp": "activation",
-    "attn core": "attention",
-}  # fmt: skip
-
-
-def recompute_from_words(text: str) -> frozenset[str]:
-    """What a table's `recompute` column names; raises ConfigError for unknown words."""
-    text = text.strip()
-    if text in _RECOMPUTE_WORDS:
-        return _RECOMPUTE_WORDS[text]
-    inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.lower())
-    found: set[str] = set()
-    for part in (piece.strip() for piece in re.split(r"[,+;]", inner)):
-        if part not in _WORDS:
-            raise ConfigError(
-                [
-                    Problem(
-                        code="unknown-value",
-                        key="recompute",
-                        value=text,
-                        message=f"`{part}` names nothing that can be recomputed",
-                        fix=f"known: none, full, selective, {', '.join(sorted(_WORDS))}",
-                    )
-                ]
-            )
-        found.add(_WORDS[part])
-    return frozenset(found)
-
-
-def from_run(row: Mapping[str, str]) -> PlannedLayout:
-    """The layout of one row of a table of published runs (columns of its README).
-
-    An empty degree is 1, an empty `sp` no sequence parallelism. Raises ConfigError when the row
-    lacks sequence length or batch, or when its degrees do not fit.
-    """
-    zero_text = row.get("zero", "").strip()
-    grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+)\)", zero_text)
-    zero = int(grouped.group(1) if grouped else zero_text or 0)
-    notes = row.get("notes", "").lower()
-    missing = [name for name in ("seq", "gbs") if not row.get(name, "").strip()]
-    if missing:
-        raise ConfigError(
-            [
-                Problem(code="missing", key=name, message=f"the row prints no `{name}`")
-                for name in missing
-            ]
-        )
-    chunks = row.get("vpp", "").strip()
-    dualpipe = chunks.lower() == "dualpipe"
-    stages = 1 if dualpipe else _int(row, "vpp", 1)
-    tp, pp, cp = (_int(row, name, 1) for name in ("tp", "pp", "cp"))
-    others = tp * pp * cp
-    dp = _int(row, "dp", 0) or max(_int(row, "gpus", others) // others, 1)
-    kernel: AttentionKernel = "flash"
-    if "attention kernel: torch" in notes:
-        kernel = "eager"
-    elif "attention kernel: fused" in notes:
-        kernel = "fused"
-    schedule: ScheduleName = "1f1b"
-    if dualpipe:
-        schedule = "dualpipe"
-    elif stages > 1:
-        schedule = "interleaved_1f1b"
-    return PlannedLayout(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=_int(row, "ep", 1),
-        etp=_int(row, "etp", 1),
-        dp=dp,
-        seq_len=_int(row, "seq", 0),
-        global_batch=_int(row, "gbs", 0),
-        microbatch=_int(row, "mbs", 1),
-        schedule=schedule,
-        stages_per_rank=stages,
-        sequence_parallel=row.get("sp", "").strip() == "1",
-        context="all_to_all" if row.get("src") == "simumax_b200" else "ring",
-        zero=zero,
-        zero_group=int(grouped.group(2)) if grouped else 0,
-        recompute=recompute_from_words(row.get("recompute", "")),
-        attention_kernel=kernel,
-        fused_norm="attention kernel" not in notes or "rms kernel" in notes,
-        precision=_precision(row.get("precision", "")),
-        dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
-    )
-
-
-def _int(row: Mapping[str, str], name: str, default: int) -> int:
-    text = row.get(name, "").strip()
-    return int(float(text)) if text else default
-
-
-def _precision(text: str) -> Precision:
-    """Of the matrix products, from a table's wording ("MXFP8", "amp_bf16", ...)."""
-    folded = text.lower()
-    if "fp4" in folded:
-        return "float4"
-    if "fp8" in folded:
-        return "float8"
-    return "float16" if "fp16" in folded else "bfloat16"

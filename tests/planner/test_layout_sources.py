@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from moemesh.config.plan import Plan
+from moemesh.planner.accuracy.rows import recompute_from_words
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.layout import RECOMPUTED, PlannedLayout
-from moemesh.planner.layout_sources import from_plan, recompute_from_words
+from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import LayerKind

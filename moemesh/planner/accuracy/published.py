@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.planner.accuracy.row_words import uniform_row
+from moemesh.planner.accuracy.rows import from_run, recompute_from_words, told_row, uniform_row
 from moemesh.planner.flops import Convention, count_flops
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.layout_sources import from_run, recompute_from_words
 from moemesh.planner.peak_memory import with_balanced_stages
 from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.timing.columns import Kernel, Software
+from moemesh.planner.timing.columns import KERNELS, Software
 from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 
 #: Columns without which a table says nothing that could be compared.
@@ -36,29 +35,8 @@ NEEDED_COLUMNS = ("id", "arch", "hardware", "gpus", "tp", "pp", "gbs", "seq")
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
 _MEASURED_MEMORY = ("max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
 
-#: Sources that are the same software on the same machines.
-_STACKS: tuple[tuple[str, str], ...] = (
-    ("internevo", "internevo"),
-    ("korthikanti22", "megatron"),
-    ("sc21", "megatron"),
-    ("mt_nlg", "megatron"),
-    ("mpf", "mpf"),
-    ("moe_modelzoo", "moe_modelzoo"),
-)
-#: Sources from before FlashAttention: a fused softmax over all scores.
-_MASKED_KERNELS = ("korthikanti22", "sc21", "mt_nlg", "alpa")
-#: Sources whose dispatcher sends a token to a node once (DeepEP and its relatives).
-_DEDUPLICATING = ("deepseek_v3", "megatron_bridge", "moe_modelzoo", "moe_modelzoo_long")
-#: Sources whose attention kernels are older than Hopper.
-_BEFORE_HOPPER = ("llm_foundry", "torchtitan")
-#: Sources whose experts have a capacity of the even share: choices beyond it are dropped.
-_DROPPING = ("mpf",)
-#: The window of a run that says it trained with sliding windows and does not print their size.
-_UNPRINTED_WINDOW = 1024
 #: A release by year and month, as container images are numbered, at the head of the notes.
 _RELEASE = re.compile(r"\d\d\.\d\d(\.\d\d)?(?=[ ;,]|$)")
-#: Whole steps as CUDA graphs came with this release of the containers (year, month).
-_GRAPHS_SINCE = (26, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +135,13 @@ def known_architectures() -> dict[str, Any]:
 
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     """One row; what is missing or contradictory ends up in `reason`."""
-    row = _with_known_recomputation(uniform_row(row))
     device = accelerator_of(row.get("hardware", ""))
+    row = _with_known_recomputation(uniform_row(row))
+    row = told_row(row, device.generation if device else "")
     run = PublishedRun(
         id=row.get("id", ""),
         source=row.get("src", ""),
-        cluster=f"{_stack(row)}/{device.name if device else row.get('hardware', '')}",
+        cluster=f"{row['stack']}/{device.name if device else row.get('hardware', '')}",
         release=_release(row),
         tier=row.get("tier", ""),
         ended=row.get("status", "") or "ok",
@@ -243,80 +222,37 @@ def _check_stages(shape: ModelShape, layout: PlannedLayout) -> None:
         )
 
 
-def _stack(row: Mapping[str, str]) -> str:
-    source = row.get("src", "")
-    if source.startswith("megascale"):
-        ours = row.get("notes", "").lower().startswith("megascale")
-        return "megascale" if ours else "megascale_baseline"
-    for start, stack in _STACKS:
-        if source.startswith(start):
-            return stack
-    return source
-
-
 def _release(row: Mapping[str, str]) -> str:
     found = _RELEASE.match(row.get("notes", ""))
-    return f"{_stack(row)} {found.group()}" if found else ""
+    return f"{row['stack']} {found.group()}" if found else ""
 
 
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
-    """What notes, source and precision say about the framework."""
-    notes, source = row.get("notes", ""), row.get("src", "")
-    folded = notes.lower()
-    kernel = _kernel(folded, source)
+    """What the columns of :func:`told_row` say about the framework."""
+
+    def has(column: str, usual: str = "0") -> bool:
+        return (row.get(column) or usual) == "1"
+
     stages = layout.pp * layout.stages_per_rank
-    layouts_site = source == "aleph_alpha"
-    release = re.match(r"(\d\d)\.(\d\d)", notes)
-    graphs = (
-        release is not None
-        and (int(release.group(1)), int(release.group(2))) >= _GRAPHS_SINCE
-        and layout.pp == 1
-        and accelerator_generation(row) == "blackwell"
-    )
-    numbers = row.get("precision", "").lower()
-    changed_model = "ptb" in row.get("model", "").lower() or "ptb" in folded
-    # Capacity is a feature of the plain all-to-all; dispatchers that deduplicate are dropless.
-    dropping = "tokendrop" in folded or source.startswith(_DROPPING)
+    kernel = next((known for known in KERNELS if known == row.get("kernel")), "flash")
     return Software(
         kernel=kernel,
-        native_kernel=not (source in _BEFORE_HOPPER and accelerator_generation(row) == "hopper"),
-        fused_norm="attention kernel" not in folded or "rms kernel" in folded,
-        balanced_stages=layouts_site or shape.num_layers % stages != 0,
-        scatter_gather=not layouts_site,
-        deduplicated=not dropping
-        and (
-            "deepep" in folded
-            or (source in _DEDUPLICATING and "a2a" not in folded.replace("a2a overlap", ""))
-        ),
-        overlapped_exchange="a2a overlap" in folded or layout.schedule == "dualpipe",
-        natural_routing="natural" in folded,
-        token_drop=dropping,
-        graphs=graphs,
-        block_scales=any(word in numbers for word in ("mx", "nvfp4", "block")),
-        adapters="lora" in folded,
-        parallel_block=changed_model,
-        window=_UNPRINTED_WINDOW if changed_model else 0,
-        fsdp=layout.zero == 3 or "shard_grad_op" in folded,
-        slow_startup=layouts_site and kernel == "flash" and layout.seq_len < 4096,
+        native_kernel=has("native_kernel", "1"),
+        fused_norm=has("fused_norm", "1"),
+        balanced_stages=has("balanced") or shape.num_layers % stages != 0,
+        scatter_gather=has("scatter_gather", "1"),
+        deduplicated=has("dedup"),
+        overlapped_exchange=has("overlap") or layout.schedule == "dualpipe",
+        natural_routing=has("natural"),
+        token_drop=has("token_drop"),
+        graphs=has("graphs"),
+        block_scales=has("block_scales"),
+        adapters=has("adapters"),
+        parallel_block=has("parallel_block"),
+        window=int(row.get("window") or 0),
+        fsdp=layout.zero == 3 or has("fsdp"),
+        slow_startup=has("slow_startup"),
     )
-
-
-def accelerator_generation(row: Mapping[str, str]) -> str:
-    """The generation of the row's device, "" when unknown."""
-    device = accelerator_of(row.get("hardware", ""))
-    return device.generation if device else ""
-
-
-def _kernel(notes: str, source: str) -> Kernel:
-    if "attention kernel: torch" in notes:
-        return "eager"
-    if "attention kernel: fused" in notes:
-        return "fused"
-    if "flash_attentionv1" in notes or "flash_attention v1" in notes:
-        return "first_flash"
-    if source.startswith(_MASKED_KERNELS):
-        return "masked"
-    return "flash"
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
