@@ -50,7 +50,7 @@ class Answer:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints. Times in the unit of the costs, activation in microbatches on a
+        """The object of ``--json``. Times in the unit of the costs, activation in microbatches on a
         rank's share of layers; each action a string, the operations of a block joined with "+"."""
         simulation = self.simulation
         found: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _searched(
     held: float,
     problems: list[str],
 ) -> _Found:
-    """What the automatic scheduler finds under the memory cap."""
+    """The result of the automatic scheduler under the memory cap."""
     others = (
         ("--slices", request.num_slices),
         ("--window", request.window),

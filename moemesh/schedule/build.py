@@ -213,7 +213,7 @@ def _named(plan: Plan) -> Schedule:
 
 
 def _options(plan: Plan) -> dict[str, Any]:
-    """What the schedule that a plan names takes besides, as in :func:`build`."""
+    """Options of the schedule that a plan names, as in :func:`build`."""
     options: dict[str, Any] = {}
     takes = recipe_of(plan.schedule).options
     if "num_slices" in takes:
@@ -341,7 +341,7 @@ def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0
 
 
 def recipe_of(name: str) -> Recipe:
-    """What is known of a name. Raises ValueError with the nearest name for an unknown one."""
+    """The recipe of a name. Raises ValueError with the nearest name for an unknown one."""
     if name not in RECIPES:
         # Only for the message: it reads the whole schema of the configuration.
         from moemesh.config.suggest import nearest_choice

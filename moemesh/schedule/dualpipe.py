@@ -111,7 +111,7 @@ class _Order:
         self.entries.append(ops)
 
     def weight_gradient(self) -> None:
-        """The oldest weight gradient that was put off."""
+        """The oldest deferred weight gradient."""
         self.put(self.pending.popleft()._replace(kind="W"))
 
     def phases(self, num_half: int, depth: int, num_each: int) -> tuple[Entry, ...]:

@@ -83,7 +83,7 @@ def digest(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """Read the text form. Raises :class:`TextError` naming line and token.
 
-    Only the form is judged here; whether the schedule can run is for
+    Only the form is checked here; whether the schedule can run is for
     :func:`moemesh.schedule.check.check`.
     """
     lines: list[_Line] = []

@@ -1,4 +1,4 @@
-"""ZB-H1: weight gradients are put off into the bubbles, within the memory of 1F1B.
+"""ZB-H1: weight gradients are deferred into the bubbles, within the memory of 1F1B.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024, arXiv:2401.10241.
 """

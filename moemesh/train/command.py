@@ -57,7 +57,7 @@ def train(
     launch.check_device(config.train.device, config.plan.world_size)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         refuse_too_large(readable_config)
-    samples = open_samples(config)  # a mistake in the data is told before any process starts
+    samples = open_samples(config)  # errors in the data before any process starts
     folder = _open_folder(config, path, allowed_changes)
     try:
         if config.plan.world_size == 1:
@@ -173,7 +173,7 @@ def _fail(error: Exception, rank: int, path: Path) -> int:
     launch.report_failure(error)
     if path.is_dir():
         write_failure(path, error, rank)
-    if rank > 0 or not launch.launched():  # a launcher tells the first cause, and who knows it
+    if rank > 0 or not launch.launched():  # a launcher prints the first cause itself
         print(describe(error, rank, path), file=sys.stderr, flush=True)
     return 1
 

@@ -22,7 +22,7 @@ DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
 
 def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
-    """What runs, a line each for model, plan, data and run."""
+    """The first lines of a run: model, plan, data and run folder."""
     plan, model = config.plan, config.model
     size = count_parameters(from_model_config(model)).total
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)

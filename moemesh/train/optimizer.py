@@ -93,7 +93,7 @@ class Optimizer:
                 parameter.copy_(self.masters[name])
 
     def snapshot(self) -> Snapshot:
-        """What :meth:`restore` goes back to."""
+        """A copy of all state, for :meth:`restore`."""
 
         def copy(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.detach().clone()

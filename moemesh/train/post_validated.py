@@ -79,7 +79,7 @@ class Step:
 
 
 class _Undo:
-    """What an update changes, as it was: all of the optimizer's, and the routers' biases."""
+    """A copy of all state that an update changes: the optimizer's, and the routers' biases."""
 
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
         self._optimizer, self._snapshot = optimizer, optimizer.snapshot()
@@ -165,7 +165,7 @@ class PostValidation:
         return taken
 
     def _end(self, step: Step) -> None:
-        """Tell the others; step early if nothing speaks against it."""
+        """Pass on this rank's part of the sum; step early if the partial sum is clean."""
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
@@ -179,7 +179,7 @@ class PostValidation:
                 self._step(step, so_far)
 
     def _settle(self, step: Step, recorder: TimelineRecorder) -> bool:
-        """Learn what became of `step`, and put right what it was not; whether it was."""
+        """Receive the whole sum of `step`, correct its update if need be; whether it is clean."""
         with recorder.span("validate"):
             total = self._pipeline.chain.answer()
         step.result = self._read(step, total)
@@ -208,7 +208,7 @@ class PostValidation:
         return not result.skipped and not 0 < clip < result.grad_norm
 
     def _report(self, step: Step) -> Tensor:
-        """What this rank adds to the vector of the step, float64: a stop request, the two losses,
+        """This rank's addend to the vector of the step, float64: a stop request, the two losses,
         the loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel = self.parallel
         squares = gradient_squares(parallel.reducer.gradients, parallel.placements, parallel.mesh)
@@ -216,7 +216,7 @@ class PostValidation:
         return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
 
     def _read(self, step: Step, report: Tensor) -> StepResult:
-        """What a report says, be it of some ranks or of all."""
+        """The result of a step from its vector, summed over some ranks or over all."""
         loads = step.sums.loads
         sizes = [1, 2, sum(part.numel() for part in loads)]
         _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])

@@ -25,7 +25,10 @@ def write_recorded(folder: RunFolder, schedule: Schedule, first: int, last: int)
 
 
 def recorded_segment(folder: Path, first: int) -> tuple[Schedule, int]:
-    """What an AMPNet run did from step `first` on, and the step behind which it drained."""
+    """The order that an AMPNet run took from step `first` on, and the last step before it drained.
+
+    Raises UserError when the folder has none.
+    """
     found = _recorded(folder)
     for (start, last), path in found.items():
         if start == first:

@@ -53,7 +53,7 @@ class Rehoming:
         return 0 if step % self._every else self._rebalance()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights, for :meth:`load_state`; JSON."""
+        """Placement and loads for a checkpoint, as JSON; :meth:`load_state` reads them."""
         if not self._every:
             return {}
         loads = None if self._average_LE is None else self._average_LE.tolist()

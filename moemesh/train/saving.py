@@ -97,14 +97,14 @@ def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) 
 
 
 def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """What this rank saves: every logical element is owned by one rank."""
+    """The shards that this rank saves: every logical element is owned by one rank."""
     for name, where in parallel.placements.items():
         if where.is_owner(parallel.mesh):
             yield from _shards(parallel, prefix, where, tensors[name])
 
 
 def _held(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """What this rank reads: all it holds, replicas too."""
+    """The shards that this rank reads: all it holds, replicas too."""
     for name, where in parallel.placements.items():
         if where.is_held(parallel.mesh):
             yield from _shards(parallel, prefix, where, tensors[name])

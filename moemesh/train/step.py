@@ -111,11 +111,11 @@ def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> t
 
 
 class StepSums:
-    """What the microbatches of a step add up to, whichever stage computes which part of it.
+    """Sums over the microbatches of a step, whichever stage computes which part of them.
 
     ``losses``: sums of token losses and of auxiliary losses; the loads of every MoE layer of the
     model, ``counts_LE``, ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks;
-    ``rank_LP``, likewise, where replicas of experts make it differ from what the loads say.
+    ``rank_LP`` the same for the tokens of each rank, where experts have replicas.
     """
 
     def __init__(self, parallel: ParallelModel, num_tokens: int, num_scopes: int) -> None:
@@ -141,7 +141,7 @@ class StepSums:
 
     @property
     def loads(self) -> list[Tensor]:
-        """What is counted, int64: ``counts_LE``, ``dropped_L`` and ``rank_LP`` if there is one."""
+        """The counts, int64: ``counts_LE``, ``dropped_L`` and ``rank_LP`` if there is one."""
         found = [self.counts_LE, self.dropped_L]
         return found if self.rank_LP is None else [*found, self.rank_LP]
 

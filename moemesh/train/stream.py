@@ -221,9 +221,9 @@ class TrainingStream:
         """Start the sum over all ranks; counts are exact in float64."""
         step, mesh = self._steps.pop(index), self.parallel.mesh
         assert step.losses is not None and step.loads is not None
-        # All ranks of a stage know its norm and its skips: the first of them tells.
-        tells = float(mesh["stage"].index == 0)
-        scalars = [float(self._stop_requested()), tells * step.num_skipped, tells * step.squares]
+        # All ranks of a stage know its norm and its skips: only the first of them adds them.
+        first = float(mesh["stage"].index == 0)
+        scalars = [float(self._stop_requested()), first * step.num_skipped, first * step.squares]
         total = torch.cat(
             [
                 torch.tensor(scalars, dtype=torch.float64),

@@ -47,7 +47,7 @@ Backward = Literal["recompute", "live"]
 
 
 class Stream(Protocol):
-    """What flows through an asynchronous program, numbered from 0, and what updates."""
+    """The microbatches of an asynchronous program, numbered from 0, and its updates."""
 
     def batch(self, sample: int) -> Batch:
         """Microbatch number `sample`; may be asked for early."""
@@ -73,8 +73,8 @@ class Stream(Protocol):
 
 
 class _State(NamedTuple):
-    """What a backward needs of its forward: the version that it used, and, if it will be run again,
-    its inputs."""
+    """State from a forward for its backward: the version that it used, and its inputs if the stage
+    will be rerun."""
 
     version: int
     inputs: tuple[Tensor, ...] = ()

@@ -23,7 +23,7 @@ from moemesh.config.errors import UserError
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
 from moemesh.parallel.pipeline.program import Context, Forward, Program, make_context
-from moemesh.parallel.pipeline.virtual import VirtualClock
+from moemesh.parallel.pipeline.virtual import VirtualClock, record
 from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
@@ -99,19 +99,7 @@ class EntryRunner:
                     program.starting(op)
                     self._messenger.send(op, self._run_op(program, op, inputs))
                     program.finished(op)
-        end = recorder.clock()
-        for op in entry:
-            recorder.add(
-                name=str(op),
-                start=start,
-                end=end,
-                wait=start - begun,
-                kind=op.kind,
-                stage=op.stage,
-                microbatch=self._schedule.sample(op),
-                pipe=op.pipe,
-                slice=op.slice,
-            )
+        record(recorder, self._schedule, entry, start, recorder.clock(), wait=start - begun)
 
     def finish(self) -> None:
         """The end of a step: no forward may be without its backward."""
@@ -124,7 +112,7 @@ class EntryRunner:
 
     @contextmanager
     def _naming(self, op: Op) -> Iterator[None]:
-        """What fails inside fails with the name of the operation; one stage needs no name."""
+        """Exceptions inside get the name of the operation; one stage needs no name."""
         if self._schedule.num_ranks == 1:
             yield
             return

@@ -126,7 +126,7 @@ class MessageDrivenExecutor:
         return op
 
     def _choose(self, program: AsynchronousProgram) -> Op | None:
-        """What the policy takes of all that has arrived by now."""
+        """The next operation by the policy, from all messages that have arrived."""
         policy = self._policy
         while True:
             while (message := self._listener.poll()) is not None:

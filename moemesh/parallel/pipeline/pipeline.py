@@ -83,7 +83,7 @@ class Pipeline:
         self._executor.run(self.program(batches, objective), recorder)
 
     def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
-        """What the operations of one step do, from its first forward on."""
+        """The program of one step."""
         return self._form(
             ModelProgram(self.schedule, self.model, self.parts, batches, objective, self._hooks)
         )
@@ -96,7 +96,7 @@ class Pipeline:
         Executor(schedule, self.channels).run(program, TimelineRecorder(self.rank))
 
     def _parameters(self, part: Part) -> list[nn.Parameter]:
-        """What this part of the model trains."""
+        """The parameters of this part of the model."""
         model = self.model
         modules: list[nn.Module | None] = [model.layers[str(index)] for index in part.layers]
         if part.first:

@@ -41,7 +41,7 @@ class Chain:
     """Sums one vector a step over the pipeline ranks, first to last, and brings the sum back.
 
     The order of the additions is that of the ranks, and every rank gets the same bits. Vectors are
-    float64, on the host, where they are judged. Of each step every rank calls :meth:`pass_on`, then
+    float64, on the host, where they are read. Of each step every rank calls :meth:`pass_on`, then
     :meth:`answer`.
     """
 

@@ -51,10 +51,10 @@ class Forward(NamedTuple):
 
 
 class Program(Protocol):
-    """What an executor calls, one operation after the other."""
+    """Called by an executor, one operation after the other."""
 
     def output_specs(self, op: Op) -> Sequence[Spec]:
-        """What the forward `op` sends on; its backward receives gradients of the same specs."""
+        """The outputs of the forward `op`; its backward receives gradients of the same specs."""
         ...
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
@@ -80,7 +80,7 @@ class Program(Protocol):
 
 
 def make_context(inputs: list[Tensor], forward: Forward) -> Context:
-    """What to keep of a forward."""
+    """The context of a forward."""
     objective = forward.objective
     return Context(
         inputs=[x for x in inputs if x.is_floating_point()],
@@ -117,7 +117,7 @@ def roots_of(
 
 
 def input_gradients(context: Context) -> list[Tensor]:
-    """What a backward that is over has left at the inputs; the context is of no use any more."""
+    """The gradients of the inputs, after the backward; empties the context."""
     found: list[Tensor] = []
     for x in context.inputs:
         found.append(torch.zeros_like(x) if x.grad is None else x.grad)
@@ -158,7 +158,7 @@ class ModelProgram:
         return self.specs_of(op, self.batch_of(op))
 
     def specs_of(self, op: Op, batch: Batch) -> Sequence[Spec]:
-        """What the stage of `op` sends on of `batch`."""
+        """The outputs of the stage of `op` for `batch`."""
         if op.stage == self.schedule.num_stages - 1:
             return ()
         tokens = len(self.model.tokens.local(batch.num_tokens))
@@ -168,7 +168,7 @@ class ModelProgram:
         return self.forward_of(op, self.batch_of(op), inputs)
 
     def batch_of(self, op: Op) -> Batch:
-        """What `op` works on."""
+        """The microbatch of `op`."""
         return self.batches[self.schedule.sample(op)]
 
     def forward_of(self, op: Op, batch: Batch, inputs: list[Tensor]) -> Forward:
@@ -176,7 +176,7 @@ class ModelProgram:
         return self.result(op, batch, self.model(batch, self.parts[op.stage], *inputs))
 
     def result(self, op: Op, batch: Batch, output: Output) -> Forward:
-        """What an executor needs of what the stage of `op` has computed."""
+        """The outputs and the objective of the stage of `op`."""
         objective = self.objective(self.parts[op.stage], output, batch)
         return Forward([] if output.x_TH is None else [output.x_TH], objective)
 

@@ -36,7 +36,7 @@ class Carried(NamedTuple):
 
 @dataclass
 class Left:
-    """What one slice of a microbatch leaves behind on one stage, by layer."""
+    """State of one slice of a microbatch on one stage, for later slices, by layer."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)

@@ -36,19 +36,8 @@ class VirtualClock:
                     ready = ready + self._costs.message(needed, op)
                 start = max(start, ready)
         end = start + self._costs.entry(entry)
-        for op in entry:
-            self._ends[op] = end
-            self._recorder.add(
-                name=str(op),
-                start=start,
-                end=end,
-                wait=start - self._now,
-                kind=op.kind,
-                stage=op.stage,
-                microbatch=self.schedule.sample(op),
-                pipe=op.pipe,
-                slice=op.slice,
-            )
+        self._ends.update(dict.fromkeys(entry, end))
+        record(self._recorder, self.schedule, entry, start, end, wait=start - self._now)
         self._now = end
 
     def end_of(self, op: Op) -> float:
@@ -56,5 +45,28 @@ class VirtualClock:
         return self._ends[op]
 
     def timeline(self) -> Timeline:
-        """What has passed on this rank."""
+        """The virtual timeline of this rank."""
         return self._recorder.timeline()
+
+
+def record(
+    recorder: TimelineRecorder,
+    schedule: Schedule,
+    entry: Entry,
+    start: float,
+    end: float,
+    wait: float,
+) -> None:
+    """Enter the operations of `entry`, which ran from `start` to `end` after a `wait`."""
+    for op in entry:
+        recorder.add(
+            name=str(op),
+            start=start,
+            end=end,
+            wait=wait,
+            kind=op.kind,
+            stage=op.stage,
+            microbatch=schedule.sample(op),
+            pipe=op.pipe,
+            slice=op.slice,
+        )

@@ -4,7 +4,7 @@ Every hand-made schedule that fits the memory is simulated, a heuristic with all
 runs (:mod:`moemesh.schedule.search.greedy`), the best of both are improved by moves along their
 longest path (:mod:`moemesh.schedule.search.improve`), and small cases are searched to the end
 (:mod:`moemesh.schedule.search.exact`). The result is never worse than the best hand-made one, and
-is judged by a lower bound (:mod:`moemesh.schedule.search.bound`). After Qi et al., "Zero Bubble
+is compared with a lower bound (:mod:`moemesh.schedule.search.bound`). After Qi et al., "Zero Bubble
 Pipeline Parallelism", arXiv:2401.10241, section 3.
 """
 
@@ -71,7 +71,7 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is asked, with defaults filled in."""
+    """The arguments of a search, with defaults filled in."""
 
     num_ranks: int
     num_microbatches: int
@@ -192,7 +192,7 @@ def _search_placement(
 
 
 def _heuristics(problem: Problem, effort: float) -> Iterator[State]:
-    """What list scheduling finds, with as many flag settings as the effort allows."""
+    """Results of list scheduling, with as many flag settings as the effort allows."""
     settings = list(policies(problem))
     affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
     for policy in settings[:: math.ceil(len(settings) / affordable)]:

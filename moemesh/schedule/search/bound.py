@@ -1,4 +1,4 @@
-"""What no order can beat: lower bounds on the span and the makespan of a placement.
+"""Lower bounds on the span and the makespan of any order of a placement.
 
 Three arguments for every rank, with the shortest time of each operation over the microbatches:
 
@@ -30,7 +30,7 @@ class Shortest:
     block: float = math.inf
 
     def rest(self, stage: int) -> float:
-        """What is left of a backward after its input gradient."""
+        """The rest of a backward after its input gradient."""
         return max(0, min(self.full[stage], self.block) - self.inner[stage])
 
 

@@ -76,7 +76,7 @@ class Problem:
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """What is subtracted from each rank's last end: its first start, or 0 for the makespan.
+        """Subtracted from each rank's last end: its first start, or 0 for the makespan.
 
         The first operation of a rank is the forward of microbatch 0 on its first stage, and every
         rank before it starts with that microbatch too: the first start is the same in any order.
