@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 from moemesh.config.model import ModelConfig
 
@@ -35,9 +37,11 @@ def layer_costs(model: ModelConfig) -> list[int]:
     ]
 
 
-def head_cost(model: ModelConfig) -> int:
-    """The head's share in the unit of :func:`layer_costs`; looking up the embedding is free."""
-    return model.vocab_size * model.hidden_size
+def last_stage_cost(model: ModelConfig) -> int:
+    """What the last stage has besides its layers, in the unit of :func:`layer_costs`: the head, and
+    extra prediction layers with theirs. Looking up the embedding is free."""
+    head = model.vocab_size * model.hidden_size
+    return head + model.num_mtp_layers * (layer_costs(model)[-1] + head)
 
 
 def cut_layers(
@@ -54,7 +58,7 @@ def cut_layers(
             f"{num_stages} stages need at least as many layers, num_layers is {model.num_layers}"
         )
     if sizes is None:
-        sizes = balanced_sizes(layer_costs(model), head_cost(model), num_stages)
+        sizes = balanced_sizes(layer_costs(model), last_stage_cost(model), num_stages)
     if len(sizes) != num_stages or sum(sizes) != model.num_layers or min(sizes) < 1:
         raise ValueError(
             f"layers per stage {list(sizes)} must be {num_stages} positive numbers that add up to "
@@ -64,30 +68,53 @@ def cut_layers(
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> list[int]:
+def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage that minimise the largest sum of `costs`, the last stage's plus
     `last_extra`; then the sum of squares, so that no stage is needlessly long.
 
     Dynamic programming over (stages, layers), from the end: O(stages * layers^2).
     """
-    num_layers = len(costs)
-    prefix = [0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    # best[layer]: (largest, sum of squares, sizes) of cutting layers[layer:] into `stages` stages.
-    best: dict[int, tuple[int, int, list[int]]] = {}
-    for first in range(num_layers):
-        cost = prefix[num_layers] - prefix[first] + last_extra
-        best[first] = (cost, cost * cost, [num_layers - first])
-    for stages in range(2, num_stages + 1):
-        longer: dict[int, tuple[int, int, list[int]]] = {}
-        for first in range(num_layers - stages + 1):
-            choices: list[tuple[int, int, list[int]]] = []
-            for end in range(first + 1, num_layers - stages + 2):
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(
+            f"{num_stages} stages need at least as many layers, there are {len(costs)}"
+        )
+    return _Cuts.of(tuple(costs), last_extra).sizes(num_stages)
+
+
+class _Cuts:
+    """The best cuts of some layers into 1, 2, ... stages, each found from those of one less."""
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(costs: tuple[int, ...], last_extra: int) -> _Cuts:
+        return _Cuts(costs, last_extra)
+
+    def __init__(self, costs: tuple[int, ...], last_extra: int) -> None:
+        self.prefix = (0, *accumulate(costs))
+        #: Layer -> (largest, sum of squares, sizes) of cutting layers[layer:] into so many stages.
+        self.best: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        self.found: list[tuple[int, ...]] = []
+        for first in range(len(costs)):
+            cost = self.prefix[-1] - self.prefix[first] + last_extra
+            self.best[first] = (cost, cost * cost, (len(costs) - first,))
+        self.found.append(self.best[0][2])
+
+    def sizes(self, num_stages: int) -> tuple[int, ...]:
+        while len(self.found) < num_stages:
+            self._one_more()
+        return self.found[num_stages - 1]
+
+    def _one_more(self) -> None:
+        prefix, best, stages = self.prefix, self.best, len(self.found) + 1
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for first in range(len(prefix) - stages):
+            choices: list[tuple[int, int, int]] = []
+            for end in range(first + 1, len(prefix) - stages + 1):
                 cost = prefix[end] - prefix[first]
-                largest, squares, sizes = best[end]
-                choices.append((max(largest, cost), squares + cost * cost, [end - first, *sizes]))
+                largest, squares, _ = best[end]
+                choices.append((max(largest, cost), squares + cost * cost, first - end))
             # Ties go to the longer first stage.
-            longer[first] = min(choices, key=lambda choice: (choice[0], choice[1], -choice[2][0]))
-        best = longer
-    return best[0][2]
+            largest, squares, size = min(choices)
+            longer[first] = (largest, squares, (-size, *best[first - size][2]))
+        self.best = longer
+        self.found.append(longer[0][2])

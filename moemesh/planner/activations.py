@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.stage_cut import with_values
 
 
 class Kept(NamedTuple):
@@ -142,7 +143,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kep
 
 def layer_kept_whole(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
     """What one layer holds while its backward runs: nothing is recomputed by then."""
-    bare = layout.changed(recompute=frozenset[str](), recompute_layers=None)
+    bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
     return layer_kept(shape, kind, bare)
 
 

@@ -177,9 +177,9 @@ def _measured_models(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """(peak memory, seconds by part) of the calibrated models."""
     # numpy is imported here: `moemesh --help` and the counts above do without.
-    from moemesh.planner.measured_links import measured_pricing
+    from moemesh.planner.timing.price import pricing
 
-    known = measured_pricing(cluster)
+    known = pricing(cluster)
     memory, seconds = known.price(shape, layout)
     peak = {
         "peak_bytes": memory.allocated,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import ceil
 from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
@@ -70,6 +69,9 @@ class PlannedLayout:
     stages_per_rank: int = 1
     #: Layers of each of the pp * stages_per_rank stages; None: the cut of `moemesh train`.
     layers_per_stage: tuple[int, ...] | None = None
+
+    #: Pieces of a sequence under TeraPipe; 0: one for each pipeline rank.
+    slices: int = 0
 
     #: Activations outside of tensor-parallel blocks are cut along tokens over tp.
     sequence_parallel: bool = True
@@ -190,7 +192,7 @@ class PlannedLayout:
     @property
     def microbatches(self) -> int:
         """Microbatches of one step of one replica."""
-        return ceil(ceil(self.global_batch / self.dp) / self.microbatch)
+        return -(-(-(-self.global_batch // self.dp)) // self.microbatch)
 
     @property
     def tokens(self) -> float:

@@ -57,6 +57,7 @@ def from_plan(
         global_batch=global_batch,
         microbatch=max(share, 1),
         layers_per_stage=layers_per_stage,
+        slices=plan.slices or 0,
         zero=_ZERO[plan.data],
         recompute=RECOMPUTED[plan.recompute],
         precision=dtype,
@@ -74,6 +75,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
     return Plan(
         **{name: getattr(layout, name) for name in _SAME},
         layers_per_stage=layout.layers_per_stage,
+        slices=layout.slices or None,
         microbatches=layout.microbatches,
         data=DATA[layout.zero],
         recompute=cast("Recompute", recompute or "none"),

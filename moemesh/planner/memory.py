@@ -12,19 +12,10 @@ Model states, bytes per parameter that a rank holds after tp, pp, ep and etp hav
 w = 2, g = 4, o = 12 is Megatron's mixed precision (18 bytes), g = 2 the ZeRO paper's (16). N is
 dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts: two sums, never one.
 
-Activations of a rank are its layers' (see `activations`) times the microbatches in flight:
-
-| schedule | in flight on rank i of p |
-|---|---|
-| GPipe | m |
-| 1F1B, ZB-H1 | min(m, p - i) |
-| interleaved, v chunks | (v p + p - 1 - 2 i) / v, at most m |
-| ZB-H2 | min(m, 2 (p - i) - 1) |
-| ZB-V; DualPipeV | p; p + 1/2, on every rank, in chunks of half a stage |
-| DualPipe | p + 1 of one stage each, and two copies of the weights |
-| Chimera | as 1F1B in each direction, at most p / 2 of each; two copies |
-
-`moemesh.schedule.memory` counts the same from the schedules themselves; tests hold both together.
+Activations of a rank are its stages' (see `activations`) times the microbatches of each that it
+keeps at once, and weights times the versions that it stores; both are facts of the schedule
+(:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one entry a layout:
+a search weighs the layouts of a family with the same formulas in one call.
 
 Sources: arXiv:1910.02054 (ZeRO), arXiv:2205.05198 (activations), arXiv:2104.04473 (interleaving),
 arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
@@ -32,11 +23,12 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 
-from moemesh.config.layout import shard_sizes
+import numpy as np
+from numpy.typing import NDArray
+
 from moemesh.planner.activations import layer_kept, layer_kept_whole
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.parameters import (
@@ -47,6 +39,9 @@ from moemesh.planner.parameters import (
     mtp_weights,
 )
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.planner.stage_cut import Stages, pipeline_step
+from moemesh.planner.timing.arithmetic import Number, maximum, where
+from moemesh.schedule.step import alive, weight_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,46 +78,33 @@ class RankMemory:
 class StageContent:
     """What one pipeline rank holds: layers by kind, and the ends of the model."""
 
-    def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
-        stages = layout.stages_of(rank)
-        num_stages = layout.num_stages
-        cut = _cut_kinds(shape, num_stages, layout.layers_per_stage or ())
-        self.chunks: tuple[dict[LayerKind, int], ...] = tuple(cut[stage] for stage in stages)
-        self.has_embedding = 0 in stages
-        self.has_head = num_stages - 1 in stages
+    @classmethod
+    def of(cls, shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
+        return cls(Stages.of(shape, layout, microbatches=1), rank)
 
-    @property
-    def kinds(self) -> dict[LayerKind, int]:
-        if len(self.chunks) == 1:
-            return self.chunks[0]
-        total: Counter[LayerKind] = Counter()
-        for chunk in self.chunks:
-            total.update(chunk)
-        return dict(total)
+    def __init__(self, stages: Stages, rank: int) -> None:
+        self.chunks = tuple(stages.kinds[stage] for stage in stages.on(rank))
+        self.kinds = stages.kinds_on(rank)
+        self.has_embedding, self.has_head = stages.has_embedding(rank), stages.has_head(rank)
 
-
-@lru_cache(maxsize=1024)
-def _cut_kinds(
-    shape: ModelShape, num_stages: int, layers_per_stage: tuple[int, ...]
-) -> tuple[dict[LayerKind, int], ...]:
-    """The layers of every stage by kind."""
-    sizes = layers_per_stage or shard_sizes(shape.num_layers, num_stages)
-    found: list[dict[LayerKind, int]] = []
-    start = 0
-    for size in sizes:
-        found.append(dict(Counter(shape.kinds[start : start + size])))
-        start += size
-    return tuple(found)
+    def holds_less(self, other: StageContent) -> bool:
+        """Whether the other has as many layers of every kind in every chunk, and the same ends."""
+        if (self.has_embedding, self.has_head) != (other.has_embedding, other.has_head):
+            return False
+        pairs = zip(self.chunks, other.chunks, strict=True)
+        return all(
+            number <= theirs.get(kind, 0) for mine, theirs in pairs for kind, number in mine.items()
+        )
 
 
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> Weights:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
-    content = StageContent(shape, layout, rank)
+    content = StageContent.of(shape, layout, rank)
     return _content_weights(shape, layout, content)
 
 
 def _content_weights(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> Weights:
-    whole = layout.attention_exit == "all_to_all" and layout.tp > 1
+    whole = layout.attention_exit == "all_to_all"
     found = kind_weights(shape, content.kinds, whole_output=whole)
     if content.has_embedding:
         found = found.plus(embedding_weights(shape))
@@ -136,50 +118,68 @@ def _content_weights(shape: ModelShape, layout: PlannedLayout, content: StageCon
     return found
 
 
-def in_flight(layout: PlannedLayout, rank: int) -> float:
-    """Microbatches whose activations pipeline rank `rank` holds at its peak, in whole passes
-    through all of its chunks."""
-    p, m, v = layout.pp, layout.microbatches, layout.stages_per_rank
-    match layout.schedule:
-        case "gpipe" | "terapipe":
-            return float(m)
-        case "interleaved_1f1b" if v > 1:
-            return min(v * p + p - 1 - 2 * rank, m * v) / v
-        case "zb_h2":
-            return float(min(m, 2 * (p - rank) - 1))
-        case "zb_v":
-            return min(2 * p, 2 * m) / 2
-        case "dualpipe_v":
-            return min(2 * p + 1, 2 * m) / 2
-        case "dualpipe":
-            return min(p + 1, m) / 2 if p > 1 else 1.0
-        case "chimera":
-            # Of each direction as under 1F1B, at most half of the p microbatches of a unit.
-            half = min(p, m) / 2
-            return (min(p - rank, half) + min(rank + 1, half)) / 2 if p > 1 else 1.0
-        case "ampnet":
-            return float(min(m, p)) if rank < p - 1 else 1.0
-        case _:
-            return float(min(m, p - rank))
+def expert_share(weights: Weights, layout: PlannedLayout) -> float:
+    """Expert weights on one rank: biases behind the sum over etp are whole on each of its ranks."""
+    return weights.expert / (layout.ep * layout.etp) + weights.expert_rows / layout.ep
+
+
+def dense_share(weights: Weights, layout: PlannedLayout) -> float:
+    """All other weights on one rank."""
+    return weights.sharded / layout.tp + weights.replicated
+
+
+def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
+    """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each of
+    its stages."""
+    if isinstance(layout.microbatches, int):
+        return _most(alive(pipeline_step(layout))[rank], kept)
+    found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
+    for moments, rows in _same_moments(layout, rank):
+        found[rows] = _most(moments, [np.broadcast_to(one, found.shape)[rows] for one in kept])
+    return found
+
+
+def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
+    most: Number = 0.0
+    for counts in moments:
+        now: Number = 0.0
+        for count, one in zip(counts, kept, strict=True):
+            now = now + count * one
+        most = maximum(most, now)
+    return most
+
+
+def _same_moments(
+    layout: PlannedLayout, rank: int
+) -> Iterator[tuple[tuple[tuple[float, ...], ...], NDArray[np.bool_]]]:
+    """What is alive at the peaks, with the rows of a column of microbatches where it is that."""
+    column = np.asarray(layout.microbatches)
+    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
+    for count in np.flatnonzero(np.bincount(column)).tolist():
+        moments = alive(pipeline_step(layout, count))[rank]
+        groups.setdefault(moments, []).append(count)
+    for moments, counts in groups.items():
+        wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
+        wanted[counts] = True
+        yield moments, wanted[column]
 
 
 def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemory:
     """Every part of one pipeline rank's memory, on its most loaded member."""
-    content = StageContent(shape, layout, rank)
+    content = StageContent.of(shape, layout, rank)
     weights = _content_weights(shape, layout, content)
-    dense = weights.sharded / layout.tp + weights.replicated
-    expert = weights.expert / (layout.ep * layout.etp) + weights.expert_rows / layout.ep
+    dense, expert = dense_share(weights, layout), expert_share(weights, layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     n_dense, n_expert = layout.dense_shards, layout.expert_shards
-    w = layout.element_bytes
+    versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
     cut_w = (n_dense, n_expert) if layout.zero >= 3 else (1, 1)
     cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
     cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
     return RankMemory(
         rank=rank,
-        dense_weights=w * dense / cut_w[0],
-        expert_weights=w * expert / cut_w[1],
+        dense_weights=versions * dense / cut_w[0],
+        expert_weights=versions * expert / cut_w[1],
         gradients=layout.gradient_bytes * (dense / cut_g[0] + expert / cut_g[1]),
         optimizer=layout.optimizer_bytes * (dense / cut_o[0] + expert / cut_o[1]),
         activations=_activations(shape, layout, content, rank),
@@ -199,15 +199,18 @@ def _layer_bytes(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> t
 def _activations(
     shape: ModelShape, layout: PlannedLayout, content: StageContent, rank: int
 ) -> float:
-    kept = whole = 0.0
-    for kind, number in content.kinds.items():
-        once, all_of_it = _layer_bytes(shape, kind, layout)
-        recomputed = number
-        if layout.recompute_layers is not None:
-            recomputed = min(number, layout.recompute_layers)
-        kept += recomputed * once + (number - recomputed) * all_of_it
-        whole = max(whole, all_of_it - once)
-    return kept * in_flight(layout, rank) + ("full" in layout.recompute) * whole
+    kept: list[float] = []
+    work = 0.0
+    limit = layout.recompute_layers
+    for chunk in content.chunks:
+        one = 0.0
+        for kind, number in chunk.items():
+            once, whole = _layer_bytes(shape, kind, layout)
+            again = number if limit is None else min(number, limit / len(content.chunks))
+            one += again * once + (number - again) * whole
+            work = maximum(work, whole - once)
+        kept.append(one)
+    return held(layout, rank, kept) + ("full" in layout.recompute) * work
 
 
 #: Bytes per logit at the loss: the logits, their fp32 softmax and its gradient.
@@ -226,26 +229,20 @@ def _logits(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> 
 def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:
     """What communication holds beside: gathered inputs, unsharded units of ZeRO-3."""
     found = 0.0
-    if layout.tp > 1 and layout.sequence_parallel:
-        found += 2 * layout.element_bytes * layout.tokens * shape.hidden_size
+    if layout.sequence_parallel:
+        gathered = 2 * layout.element_bytes * layout.tokens * shape.hidden_size
+        found = where(layout.tp > 1, gathered, 0.0)
     if layout.zero >= 3:
-        units = [_unit(shape, layout, kind) for kind in content.kinds]
+        largest = 0.0
         if content.has_embedding or content.has_head:
-            units.append(shape.vocab_size * shape.hidden_size / layout.tp)
-        largest = max(units, default=0.0)
+            largest = shape.vocab_size * shape.hidden_size / layout.tp
+        for kind in content.kinds:
+            unit = kind_weights(shape, {kind: 1})
+            whole = dense_share(unit, layout) + expert_share(unit, layout)
+            largest = maximum(largest, whole)
         # Two units gathered (one in use, one prefetched) and one unsharded gradient.
-        found += 3 * layout.element_bytes * largest
+        found = found + 3 * layout.element_bytes * largest
     return found
-
-
-def _unit(shape: ModelShape, layout: PlannedLayout, kind: LayerKind) -> float:
-    weights = kind_weights(shape, {kind: 1})
-    return (
-        weights.sharded / layout.tp
-        + weights.replicated
-        + weights.expert / (layout.ep * layout.etp)
-        + weights.expert_rows / layout.ep
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,19 @@ they are calibrated, the tensors are not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import floor
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from moemesh.planner.activations import Kept, layer_kept, layer_kept_whole
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.memory import StageContent, in_flight, rank_memory
+from moemesh.planner.memory import StageContent, held, rank_memory
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.timing.hardware import GIB
+from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
+from moemesh.planner.timing.arithmetic import Number, maximum, where
+from moemesh.schedule.step import PipelineStep, alive, weight_copies
+
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,66 +79,97 @@ class PeakMemory:
 
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
-    """The worst of the first, second and last pipeline rank (others hold no more than these)."""
-    changed = layout.changed(
+    """The worst pipeline rank."""
+    changed = _as_allocated(layout, allocation)
+    found = [_rank_peak(shape, changed, allocation, rank) for rank in worst_ranks(shape, layout)]
+    return max(found, key=lambda peak: peak.needed)
+
+
+def needed_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> Number:
+    """Bytes that a device must have; numbers of the layout may be columns."""
+    changed = _as_allocated(layout, allocation)
+    worst: Number = 0.0
+    for rank in worst_ranks(shape, layout):
+        worst = maximum(worst, _rank_peak(shape, changed, allocation, rank).needed)
+    return worst
+
+
+def _as_allocated(layout: PlannedLayout, allocation: Allocation) -> PlannedLayout:
+    return with_values(
+        layout,
         gradient_bytes=allocation.gradient_bytes,
         optimizer_bytes=allocation.optimizer_bytes,
         fused_activation=allocation.fused_activation,
     )
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    found = [_rank_peak(shape, changed, allocation, rank) for rank in ranks]
-    return max(found, key=lambda peak: peak.allocated)
 
 
-def balanced_stages(num_layers: int, stages: int, end_share: float) -> tuple[int, ...]:
-    """Layers of each stage when the heaviest is as light as it can be, embedding and head counted
-    as `end_share` layers each."""
-    if stages == 1:
-        return (num_layers,)
-    if stages == 2:
-        return (num_layers - num_layers // 2, num_layers // 2)
-    base = floor((num_layers + 2 * end_share) / stages)
-    part = end_share - floor(end_share)
-    tried = sorted(base + offset + share for offset in range(-2, 3) for share in (0.0, part))
-    for capacity in tried:
-        outer = max(floor(capacity - end_share + 1e-9), 0)
-        inner = floor(capacity + 1e-9)
-        if 2 * outer + (stages - 2) * inner >= num_layers:
-            break
-    else:
-        return ()
-    outer = min(outer, num_layers // 2)
-    middle = num_layers - 2 * outer
-    longer, rest = divmod(middle, stages - 2)
-    inside = [longer + 1] * rest + [longer] * (stages - 2 - rest)
-    return (outer, *inside, outer)
+def worst_ranks(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
+    """Pipeline ranks one of which needs the most memory, whatever the other degrees are: those
+    whose layers, ends, microbatches in flight and versions of weights no other rank exceeds."""
+    return _worst_ranks(shape, pipeline_step(layout, 1), layout.layers_per_stage or ())
+
+
+@lru_cache(maxsize=4096)
+def _worst_ranks(
+    shape: ModelShape, step: PipelineStep, layers_per_stage: tuple[int, ...]
+) -> tuple[int, ...]:
+    if step.ranks == 1:
+        return (0,)
+    stages = Stages(shape, step, layers_per_stage or default_cut(shape, step.num_stages))
+    contents = [StageContent(stages, rank) for rank in range(step.ranks)]
+    many = step.of(step.settled(8 * step.ranks))
+    kept: list[int] = []
+    for rank in range(step.ranks):
+        rivals = (*kept, *range(rank + 1, step.ranks))
+        if not any(_exceeded(many, contents, rank, rival) for rival in rivals):
+            kept.append(rank)
+    return tuple(kept)
+
+
+def _exceeded(step: PipelineStep, contents: Sequence[StageContent], rank: int, rival: int) -> bool:
+    moments = alive(step)
+    return (
+        contents[rank].holds_less(contents[rival])
+        and weight_copies(step, rank) <= weight_copies(step, rival)
+        and all(
+            any(all(a <= b for a, b in zip(mine, one, strict=True)) for one in moments[rival])
+            for mine in moments[rank]
+        )
+    )
 
 
 def _rank_peak(
     shape: ModelShape, layout: PlannedLayout, allocation: Allocation, rank: int
 ) -> PeakMemory:
-    content = StageContent(shape, layout, rank)
+    content = StageContent.of(shape, layout, rank)
     exact = rank_memory(shape, layout, rank)
-    flying = in_flight(layout, rank) + (allocation.extra_in_flight if layout.pp > 1 else 0.0)
-    kept = working = 0.0
-    for kind, number in content.kinds.items():
-        once, whole = _layer_bytes(shape, kind, layout, allocation)
-        kept += number * once
-        work = whole if "full" in layout.recompute else 0.0
-        work += allocation.working_layers * whole + _score_work(shape, layout, allocation)
-        working = max(working, work)
+    kept: list[Number] = []
+    working: Number = 0.0
+    scores = _score_work(shape, layout, allocation)
+    for chunk in content.chunks:
+        one: Number = 0.0
+        for kind, number in chunk.items():
+            once, whole = _layer_bytes(shape, kind, layout, allocation)
+            one = one + number * once
+            work = whole if "full" in layout.recompute else 0.0
+            working = maximum(working, work + allocation.working_layers * whole + scores)
+        kept.append(one)
     last_kind = list(content.kinds)[-1] if content.kinds else None
-    working += allocation.layer_gradient_bytes * _largest_matrix(shape, last_kind, layout)
+    working = working + allocation.layer_gradient_bytes * _largest_matrix(shape, last_kind, layout)
     logits = _logit_bytes(shape, layout, allocation) if content.has_head else 0.0
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
-        logits, working = max(logits, working), 0.0
-    activations = kept * flying
+        logits, working = maximum(logits, working), 0.0
+    activations = held(layout, rank, kept)
+    if layout.pp > 1:
+        activations = activations + allocation.extra_in_flight * sum(kept)
     allocated = exact.states + activations + logits + working + _unsharded(exact.buffers, layout)
+    # What a step must hold is a floor, whatever the habits of a stack say.
+    needed = maximum(allocated + allocation.workspace_bytes, exact.total)
     return PeakMemory(
         rank=rank,
         allocated=allocated,
-        needed=allocated + allocation.workspace_bytes,
+        needed=needed,
         states=exact.states,
         activations=activations,
         logits=logits,
@@ -203,19 +239,6 @@ def _largest_matrix(shape: ModelShape, kind: LayerKind | None, layout: PlannedLa
 def _logit_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
     logits = layout.tokens * shape.vocab_size
     found = allocation.logit_bytes * logits / layout.tp
-    if layout.tp > 1:
-        found += allocation.gathered_logit_bytes * logits
+    found = found + where(layout.tp > 1, allocation.gathered_logit_bytes * logits, 0.0)
     head = shape.vocab_size * shape.hidden_size / layout.tp
     return found + allocation.head_gradient_bytes * head
-
-
-def with_balanced_stages(shape: ModelShape, layout: PlannedLayout) -> PlannedLayout:
-    """The layout with stages of equal weight, embedding and head counted."""
-    if layout.pp < 2 or layout.stages_per_rank > 1 or layout.layers_per_stage:
-        return layout
-    from moemesh.planner.parameters import layer_weights
-
-    layer = layer_weights(shape, shape.is_moe)
-    weights = layer.sharded + layer.replicated + layer.expert + layer.expert_rows
-    share = shape.vocab_size * shape.hidden_size / weights
-    return replace(layout, layers_per_stage=balanced_stages(shape.num_layers, layout.pp, share))

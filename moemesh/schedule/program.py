@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from moemesh.schedule.action import Entry, Op, Schedule, looped
@@ -31,6 +32,11 @@ class Program:
     waits: list[tuple[int, ...]]
     makes: list[tuple[tuple[int, int], ...]]
     num_slots: int
+
+    @cached_property
+    def issued(self) -> list[int]:
+        """:func:`issue_order`, found once."""
+        return issue_order(self)
 
     def index(self, entry: int) -> int:
         """Position of an entry in its rank's list."""

@@ -24,7 +24,7 @@ from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.memory import Amount, PeakMemory, peak_memory
 from moemesh.schedule.messages import successor
-from moemesh.schedule.program import Program, issue_order, lower
+from moemesh.schedule.program import Program, lower
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Record, Timeline, Unit
 
@@ -144,7 +144,7 @@ def simulate(
         raise ValueError(f"transport {transport!r} is none of {', '.join(get_args(Transport))}")
     program = lower(schedule, relax_wrap=relax_wrap)
     bound = (costs or Costs()).bind(schedule)
-    starts, ends, busy = _times(program, bound, transport)
+    starts, ends, busy = entry_times(program, bound, transport)
     first = program.first
     cuts = list(pairwise(first))
     return Simulation(
@@ -159,7 +159,7 @@ def simulate(
     )
 
 
-def _times(
+def entry_times(
     program: Program, bound: BoundCosts, transport: Transport
 ) -> tuple[list[float], list[float], tuple[float, ...]]:
     """Starts and ends of all entries, busy time of all ranks."""
@@ -173,7 +173,8 @@ def _times(
     ends: list[float] = [0] * len(entries)
     clock: list[float] = [0] * len(program.schedule.orders)
     ready: list[float] = [0] * program.num_slots
-    for entry in issue_order(program):
+    blocking = transport == "blocking"
+    for entry in program.issued:
         rank = rank_of[entry]
         start = clock[rank]
         for slot in waits[entry]:
@@ -187,10 +188,13 @@ def _times(
             ready[slot] = end
             if message < 0:
                 continue
-            if simple:
+            if simple or (blocking and flat is not None):
                 kind, stage, *_ = op = entries[entry][place]
                 delay = carrier.delay(op) if flat is None else flat[stage - (kind != "F")]
-                ready[message] = end + delay
+                if simple:
+                    ready[message] = end + delay
+                else:
+                    ready[message] = clock[rank] = clock[rank] + delay
             else:
                 ready[message], clock[rank] = carrier.send(entries[entry][place], end, clock[rank])
     first = program.first

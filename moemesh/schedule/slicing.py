@@ -12,7 +12,7 @@ from functools import cache
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers, head_cost, layer_costs
+from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.terapipe import best_slices
 
 #: Places at which a sequence may be cut. The dynamic program takes the square of it.
@@ -58,5 +58,5 @@ def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, 
         (sum(weights[index] for index in cut), 2 * model.num_heads * model.head_dim * len(cut))
         for cut in layers
     ]
-    found[-1] = (found[-1][0] + head_cost(model), found[-1][1])
+    found[-1] = (found[-1][0] + last_stage_cost(model), found[-1][1])
     return found

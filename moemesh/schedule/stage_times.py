@@ -11,7 +11,7 @@ from typing import get_args
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers, head_cost
+from moemesh.config.stages import cut_layers, last_stage_cost
 from moemesh.schedule.action import Entry, Kind, Op
 from moemesh.schedule.costs import Cost, Costs
 from moemesh.schedule.slicing import stage_costs
@@ -33,7 +33,7 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     weights: list[float] = []
     for stage, (weight, per_token) in enumerate(stage_costs(model, layers)):
         scores = per_token * (seq_len + 1) / 2
-        inner = weight - (head_cost(model) if stage == len(layers) - 1 else 0)
+        inner = weight - (last_stage_cost(model) if stage == len(layers) - 1 else 0)
         again = {"none": 0.0, "selective": scores, "full": inner + scores}[plan.recompute]
         forward.append(weight + scores)
         inputs.append(weight + 2 * scores + again)

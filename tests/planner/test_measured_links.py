@@ -13,11 +13,11 @@ from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import command
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.measured_links import measured_pricing
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.timing.network import group_bandwidth
+from moemesh.planner.timing.price import pricing
 
 #: Latency next to none: closed forms are then linear in the size, and so is the table between its
 #: points.
@@ -43,7 +43,7 @@ def curve(operation: str, ranks: int, members: int, *points: tuple[float, float]
 
 def closed_curves(machine: Cluster) -> tuple[LinkCurve, ...]:
     """The closed forms of the time model for every shape of group on `machine`, as if measured."""
-    constants = measured_pricing(machine).constants
+    constants = pricing(machine).constants
     intra = machine.intra_node_bandwidth * constants.intra_node_efficiency
     inter = machine.inter_node_bandwidth * constants.inter_node_efficiency
     found: list[LinkCurve] = []
@@ -104,12 +104,8 @@ def test_a_table_of_slow_links_gives_the_time_of_a_cluster_with_slow_links(
     if keys.get("ep") == 16:
         shape = load_model("qwen3-30b-a3b").shape
     layout = PlannedLayout(seq_len=4096, global_batch=64, **keys)
-    wanted, found, bare = (
-        measured_pricing(one).price(shape, layout)[1] for one in (slow, measured, fast)
-    )
-    # A slow link may make another stage the slowest: messages then count for half a stage.
-    exact = layout.pp == 1
-    assert found["total"] == pytest.approx(wanted["total"], rel=1e-9 if exact else 1e-2)
+    wanted, found, bare = (pricing(one).price(shape, layout)[1] for one in (slow, measured, fast))
+    assert found["total"] == pytest.approx(wanted["total"], rel=1e-9)
     assert wanted["total"] > 1.02 * bare["total"], "nothing to tell apart"
     for part in ("tensor", "context", "experts", "data", "pipeline"):
         assert found[part] == pytest.approx(wanted[part], rel=1e-6, abs=1e-9), part
@@ -137,8 +133,8 @@ def test_what_was_not_measured_keeps_its_closed_form() -> None:
     layout = PlannedLayout(seq_len=4096, global_batch=64, tp=4, dp=8)
     other = curve("all_gather", 8, 8, (1e3, 1.0), (1e9, 2.0))
     half = curve("all_gather", 4, 4, (1e3, 1.0), (1e9, 2.0))  # its pair is missing
-    bare = measured_pricing(cluster()).price(shape, layout)[1]
-    assert measured_pricing(cluster(links=(other, half))).price(shape, layout)[1] == bare
+    bare = pricing(cluster()).price(shape, layout)[1]
+    assert pricing(cluster(links=(other, half))).price(shape, layout)[1] == bare
 
 
 def test_the_search_prices_columns_with_the_table() -> None:
@@ -148,12 +144,11 @@ def test_the_search_prices_columns_with_the_table() -> None:
     bare = Found(load_model("mixtral-8x7b").shape, cluster(nodes=2), space)
     assert found.examined == bare.examined
     for index in map(int, np.random.default_rng(0).choice(found.examined, 30, replace=False)):
-        candidate = found.candidate(index)
-        assert candidate.seconds == pytest.approx(found.seconds(index), rel=1e-9)
+        assert found.bounds[index] <= found.seconds(index) * (1 + 1e-9)
     best, then = (one.fitting(one.capacity, 1)[0] for one in (found, bare))
     assert found.seconds(best) > bare.seconds(then)
 
 
 def test_an_unknown_constant_is_told() -> None:
     with pytest.raises(ConfigError, match="did you mean gemm_efficiency"):
-        measured_pricing(cluster(constants={"gemm_eficiency": 0.5}))
+        pricing(cluster(constants={"gemm_eficiency": 0.5}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,12 @@ import pytest
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.memory import estimate_memory, in_flight, rank_memory, rank_weights
+from moemesh.planner.memory import estimate_memory, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.architectures import gpt
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.schedule.build import build
-from moemesh.schedule.memory import peak_memory
+from moemesh.schedule.step import PipelineStep, in_flight
 
 GIB = 2**30
 
@@ -142,31 +142,36 @@ def test_dualpipe_holds_two_copies() -> None:
     assert sum(rank_weights(shape, twice, rank).total for rank in range(4)) == 2 * total
 
 
-SCHEDULES = [
-    ("gpipe", 1, 4, 8), ("1f1b", 1, 4, 8), ("1f1b", 1, 4, 2), ("interleaved_1f1b", 2, 4, 8),
-    ("interleaved_1f1b", 3, 4, 4), ("zb_h1", 1, 4, 8), ("zb_h2", 1, 4, 12), ("zb_v", 1, 4, 12),
-    ("dualpipe", 1, 4, 12), ("dualpipe_v", 1, 4, 12), ("chimera", 1, 4, 8), ("terapipe", 1, 4, 4),
-    ("pipedream", 1, 4, 8), ("pipedream_2bw", 1, 4, 8), ("1f1b", 1, 1, 4),
-]  # fmt: skip
+def test_weights_that_an_asynchronous_schedule_stashes_are_counted() -> None:
+    """PipeDream keeps p - r versions of a stage's weights, PipeDream-2BW two: weights alone."""
+    shape = load_model("llama3-8b").shape
+    keys: dict[str, Any] = {"pp": 4, "seq_len": 8, "global_batch": 8}
+    plain = estimate_memory(shape, PlannedLayout(**keys)).ranks
+    for name, copies in (("pipedream", (4, 3, 2, 1)), ("pipedream_2bw", (2, 2, 2, 2))):
+        stashed = estimate_memory(shape, PlannedLayout(schedule=name, **keys)).ranks
+        for one, more, count in zip(plain, stashed, copies, strict=True):
+            assert more.dense_weights == count * one.dense_weights
+            assert (more.gradients, more.optimizer) == (one.gradients, one.optimizer)
 
 
-@pytest.mark.parametrize(("name", "chunks", "ranks", "batches"), SCHEDULES)
-def test_in_flight_is_what_the_schedule_holds(
-    name: Any, chunks: int, ranks: int, batches: int
-) -> None:
-    schedule = build(name, ranks, batches, stages_per_rank=chunks)
-    layout = PlannedLayout(
-        pp=ranks, stages_per_rank=chunks, schedule=name, seq_len=8, global_batch=batches
-    )
-    held = [peak.activation for peak in peak_memory(schedule, weight_memory=0.0)]
-    # Where a rank holds a stage of each direction, the schedule counts one, the layout both.
-    stages = len(layout.stages_of(0)) / (layout.num_stages / ranks)
-    assert [stages * in_flight(layout, rank) for rank in range(ranks)] == pytest.approx(held)
+def test_activations_are_those_that_the_schedule_keeps() -> None:
+    """Deferred weight gradients hold their inputs: ZB-H2 keeps 7 of 8 on every one of 4 ranks."""
+    shape = replace(load_model("llama3-8b").shape, num_layers=4, vocab_size=8)
+    for name, counts in (("zb_h2", (7, 7, 7, 7)), ("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))):
+        layout = PlannedLayout(
+            pp=4, schedule=name, seq_len=8, global_batch=8, layers_per_stage=(1, 1, 1, 1)
+        )
+        one = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
+        found = [memory.activations / one for memory in estimate_memory(shape, layout).ranks]
+        assert found == pytest.approx(counts)
 
 
 def test_the_last_stage_is_the_worst_with_a_large_vocabulary() -> None:
     shape = load_model("llama3-8b").shape
-    layout = PlannedLayout(pp=4, seq_len=4096, global_batch=8, recompute=frozenset({"full"}))
+    layout = PlannedLayout(
+        pp=4, seq_len=4096, global_batch=8, recompute=frozenset({"full"}),
+        layers_per_stage=(8, 8, 8, 8),
+    )  # fmt: skip
     found = estimate_memory(shape, layout)
     assert found.worst.rank == 3 and found.last.logits > 2e9
     assert found.first.logits == 0
@@ -221,9 +226,8 @@ class TestMistakes:
 
     def test_1f1b_holds_less_than_gpipe(self) -> None:
         """The same bubble, less memory."""
-        layout = PlannedLayout(pp=4, seq_len=8, global_batch=16)
-        assert in_flight(layout, 0) == 4
-        assert in_flight(layout.changed(schedule="gpipe"), 0) == 16
+        one = PipelineStep("1f1b", 4, 16)
+        assert (in_flight(one, 0), in_flight(one._replace(schedule="gpipe"), 0)) == (4, 16)
 
     def test_kv_cache_of_4blh_is_multi_head(self) -> None:
         def per_token(shape: ModelShape) -> float:

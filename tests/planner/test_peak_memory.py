@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.memory import rank_memory
-from moemesh.planner.peak_memory import Allocation, peak_memory, with_balanced_stages
+from moemesh.planner.memory import estimate_memory, rank_memory
+from moemesh.planner.peak_memory import GIB, Allocation, _rank_peak, peak_memory
 from moemesh.planner.shapes.architectures import from_arch_entry, from_arch_table
-from moemesh.planner.timing.hardware import GIB
+from moemesh.planner.shapes.load import load_model
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
@@ -24,7 +24,7 @@ def layout(**values) -> PlannedLayout:
 @pytest.mark.parametrize(
     ("degrees", "gib"),
     [
-        ({"pp": 2, "dp": 4}, 66.55),
+        ({"pp": 2, "dp": 4, "layers_per_stage": (6, 6)}, 66.55),
         ({"tp": 2, "dp": 4}, 60.68),
         ({"tp": 4, "dp": 2}, 39.07),
         ({"tp": 8, "dp": 1}, 28.29),
@@ -76,10 +76,10 @@ def test_recompute_and_sharding_save():
 
 
 def test_first_stage_holds_most_microbatches_the_last_the_logits():
-    deep = peak_memory(LLAMA, layout(pp=4, dp=2, microbatch=1), Allocation())
-    assert deep.rank == 0
+    even = layout(pp=4, dp=2, microbatch=1, layers_per_stage=(3, 3, 3, 3))
+    assert peak_memory(LLAMA, even, Allocation()).rank == 0
     loss = replace(Allocation(), logit_bytes=60.0)
-    assert peak_memory(LLAMA, layout(pp=4, dp=2, microbatch=1), loss).rank == 3
+    assert peak_memory(LLAMA, even, loss).rank == 3
 
 
 def test_expert_parallelism_divides_weights_not_rows():
@@ -96,10 +96,31 @@ def test_fits_counts_what_no_allocator_sees():
     assert not found.fits(found.needed, usable_share=0.99)
 
 
-def test_balanced_stages_move_layers_away_from_the_tables():
-    shape = replace(LLAMA, num_layers=24)
-    balanced = with_balanced_stages(shape, layout(pp=4, dp=2))
-    sizes = balanced.layers_per_stage
-    assert sum(sizes) == 24
-    assert sizes[0] == sizes[-1] < sizes[1]
-    assert with_balanced_stages(shape, layout(dp=8)) == layout(dp=8)
+def test_what_is_needed_is_never_less_than_what_a_step_must_hold():
+    shape, planned = load_model("deepseek-v3").shape, PlannedLayout(
+        pp=16, dp=32, ep=32, schedule="dualpipe", zero=1, seq_len=4096, global_batch=15360,
+        recompute=frozenset({"attention", "activation"}),
+    )  # fmt: skip
+    exact = estimate_memory(shape, planned).worst
+    assert peak_memory(shape, planned, Allocation()).needed >= exact.total
+    small = load_model("qwen3-30b-a3b").shape
+    planned = PlannedLayout(
+        dp=2, tp=4, ep=8, microbatch=8, seq_len=4096, global_batch=256,
+        recompute=frozenset({"full"}),
+    )  # fmt: skip
+    assert peak_memory(small, planned, Allocation()).needed >= rank_memory(small, planned, 0).total
+
+
+def test_the_worst_rank_is_the_worst_of_all():
+    """Ranks are left out where another holds at least as much of everything."""
+    cases = [("deepseek-v3", name, 8, 24) for name in ("1f1b", "zb_h2", "zb_v", "dualpipe")]
+    cases += [("llama3-8b", name, 4, 3) for name in ("zb_h1", "zb_h2", "zb_v", "pipedream")]
+    cases += [("qwen3-30b-a3b", "interleaved_1f1b", 4, 8)]
+    for model, name, ranks, batch in cases:
+        shape = load_model(model).shape
+        planned = PlannedLayout(
+            pp=ranks, schedule=name, seq_len=256, global_batch=batch,
+            stages_per_rank=3 if name.startswith("inter") else 1,
+        )  # fmt: skip
+        every = max(_rank_peak(shape, planned, Allocation(), rank).needed for rank in range(ranks))
+        assert peak_memory(shape, planned, Allocation()).needed == every

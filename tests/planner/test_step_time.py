@@ -1,9 +1,10 @@
-"""The step: pipeline closed forms, balanced stages, lower bounds, columns against rows."""
+"""The step: bubbles against the simulator, cuts, lower bounds, columns against rows."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import fields, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,14 +14,15 @@ from hypothesis import strategies as st
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
+from moemesh.config.stages import cut_layers
 from moemesh.planner.accuracy.predict import price_layouts
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.peak_memory import balanced_stages
 from moemesh.planner.shapes.architectures import from_arch_entry
+from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.columns import (
     Software,
-    fill_share,
     hardware_columns,
     hardware_row,
     layout_columns,
@@ -32,7 +34,12 @@ from moemesh.planner.timing.constants import Constants
 from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.layer_time import longer
 from moemesh.planner.timing.overlap import overlapped
-from moemesh.planner.timing.step_time import StepTime, balanced_layers, compute_floor, step_time
+from moemesh.planner.timing.step_time import StepTime, compute_floor, step_time
+from moemesh.schedule.build import build
+from moemesh.schedule.conditions import ScheduleConditionError
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.simulate import simulate
+from moemesh.schedule.step import duration
 from tests.planner.published_rows import ARCHS
 
 DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])
@@ -49,9 +56,10 @@ def price(
     planned = PlannedLayout(**{"seq_len": 2048, "global_batch": 256} | layout)
     return step_time(
         model_row(shape),
-        layout_row(planned, software or Software()),
+        layout_row(shape, planned, software or Software()),
         hardware_row(ACCELERATORS[device]),
         constants or Constants(),
+        stages=[Stages.of(shape, planned)],
     )
 
 
@@ -71,15 +79,6 @@ def test_interleaving_divides_the_bubble():
     plain = price(pp=8, dp=1, global_batch=16)
     chunks = price(pp=8, dp=1, global_batch=16, stages_per_rank=5, schedule="interleaved_1f1b")
     assert chunks.bubble < plain.bubble / 4
-
-
-@pytest.mark.parametrize(
-    ("schedule", "share"),
-    [("1f1b", 1.0), ("gpipe", 1.0), ("zb_h1", 1 / 3), ("zb_v", 0.0), ("dualpipe", 2 / 7)],
-)
-def test_bubbles_of_schedules(schedule, share):
-    """F = I = W: 1F1B waits 3(p-1), ZB1P p-1, DualPipe 2(p/2-1), of p = 8."""
-    assert fill_share(schedule, 8) == pytest.approx(share)
 
 
 def test_shape_of_the_group_decides_data_parallel_time():
@@ -114,49 +113,125 @@ def test_deduplicated_dispatch_crosses_less():
     assert fewer.experts < 0.75 * plain.experts
 
 
-def test_simulated_pipeline_replaces_the_closed_form():
-    shape, layout = DENSE, PlannedLayout(seq_len=2048, global_batch=64, pp=4, dp=2)
-    arguments = (model_row(shape), layout_row(layout, Software()))
-    device, constants = hardware_row(ACCELERATORS["A100-80G"]), Constants()
-    seen = []
-
-    def simulate(slowest, first, last, microbatches):
-        seen.append((slowest, first, last, microbatches))
-        return 100.0
-
-    found = step_time(*arguments, device, constants, simulate)
-    assert found.total > 100
-    slowest, first, last, m = seen[0]
-    assert m == 32
-    assert slowest == max(first, last)
+SCHEDULES = (
+    "1f1b", "gpipe", "interleaved_1f1b", "terapipe", "chimera", "zb_h1", "zb_h2", "zb_v",
+    "dualpipe", "dualpipe_v",
+)  # fmt: skip
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw", "ampnet")
 
 
-@given(
-    layers=st.integers(1, 130),
-    stages=st.integers(1, 16),
-    share=st.floats(0, 6, allow_nan=False),
-)
-def test_balanced_stages_minimise_the_heaviest(layers, stages, share):
-    if layers < 2 * stages or layers < 2 * share * stages:
-        return
-    found = balanced_stages(layers, stages, share)
-    if not found:
-        return
-    assert sum(found) == layers
-    assert len(found) == stages
-    if stages > 2:
-        weights = [n + (share if i in (0, stages - 1) else 0) for i, n in enumerate(found)]
-        # No stage could be lighter than the mean, whole layers apart.
-        assert max(weights) <= (layers + 2 * share) / stages + 2
-    outer, inner = balanced_layers(layers, stages, share)
-    assert float(outer) == pytest.approx(found[-1] if stages != 2 else layers / 2)
-    if stages > 2:
-        assert float(inner) == max(found[1:-1])
+def pipelined(name: str, ranks: int, microbatches: int, **keys) -> PlannedLayout:
+    chunks = {"stages_per_rank": 2} if name == "interleaved_1f1b" else {}
+    slices = {"slices": 3} if name == "terapipe" else {}
+    sizes = {"seq_len": 2048, "global_batch": microbatches, "pp": ranks}
+    return PlannedLayout(schedule=name, **(sizes | chunks | slices | keys))
 
 
-def test_balanced_stages_of_a_published_cut():
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_bubble_is_the_simulators(name, ranks):
+    """Every schedule, m = 1 ... 4p, stages as they are cut (uneven, with a head), messages."""
+    for microbatches in range(1, 4 * ranks + 1):
+        layout = pipelined(name, ranks, microbatches)
+        stages = Stages.of(MOE, layout)
+        try:
+            schedule = build(
+                name, ranks, microbatches, stages_per_rank=layout.stages_per_rank,
+                num_slices=layout.slices or None,
+            )  # fmt: skip
+        except ScheduleConditionError:
+            continue
+        seen = []
+
+        def remember(*arguments, seen=seen):
+            seen.append(arguments[1:])
+            return duration(*arguments)
+
+        with mock.patch("moemesh.planner.timing.step_time.duration", remember):
+            found = simulated(MOE, layout, stages)
+        forward, inputs, weights, message = seen[0]
+        assert len(set(forward)) > 1 and message > 0
+        costs = Costs(
+            forward=forward, input_gradient=inputs, weight_gradient=weights, message=message
+        )
+        truth = simulate(schedule, costs, transport="blocking")
+        pipeline = found.total - found.data - found.optimizer - 1e-3 * Constants().step_overhead_ms
+        assert pipeline == pytest.approx(truth.makespan, rel=1e-9)
+        sent = message * stages.step.share * layout.microbatches * stages.step.slices
+        own = [busy + sent * stages.step.messages_of(rank) for rank, busy in enumerate(truth.busy)]
+        assert found.bubble == pytest.approx(truth.makespan - max(own), rel=1e-6, abs=1e-9)
+        assert bound(MOE, layout).total <= found.total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_streams_do_not_wait(name):
+    layout = pipelined(name, 4, 4)
+    found = simulated(MOE, layout, Stages.of(MOE, layout))
+    assert found.bubble == 0
+    plain = pipelined("1f1b", 4, 4)
+    assert found.total < simulated(MOE, plain, Stages.of(MOE, plain)).total
+
+
+def test_one_microbatch_gains_nothing_from_splitting_backwards():
+    """One microbatch goes down and up: only its weight gradients can be put off."""
+    times = {}
+    for name in ("1f1b", "zb_h1", "zb_h2"):
+        layout = pipelined(name, 4, 1)
+        times[name] = simulated(DENSE, layout, Stages.of(DENSE, layout))
+    assert times["zb_h1"].total == times["zb_h2"].total < times["1f1b"].total
+    assert times["zb_h2"].bubble > 1.5 * float(times["zb_h2"].compute)
+
+
+def test_seconds_depend_on_where_the_layers_are_cut():
+    layout = pipelined("1f1b", 4, 16)
+    even = replace(layout, layers_per_stage=(10, 10, 10, 10))
+    skewed = replace(layout, layers_per_stage=(34, 2, 2, 2))
+    assert simulated(DENSE, skewed, Stages.of(DENSE, skewed)).total > 2 * (
+        simulated(DENSE, even, Stages.of(DENSE, even)).total
+    )
+
+
+def test_slices_of_sequences_shorten_the_bubble_of_terapipe():
+    whole, cut = (pipelined("terapipe", 4, 4, slices=number) for number in (1, 8))
+    plain = pipelined("gpipe", 4, 4)
+    one, eight, gpipe = (simulated(DENSE, x, Stages.of(DENSE, x)) for x in (whole, cut, plain))
+    assert one.total == pytest.approx(gpipe.total, rel=1e-12)
+    assert eight.bubble < one.bubble / 4
+    assert eight.launches > 2 * one.launches
+
+
+def simulated(shape: ModelShape, layout: PlannedLayout, stages: Stages) -> StepTime:
+    return bound(shape, layout, [stages])
+
+
+def bound(shape: ModelShape, layout: PlannedLayout, stages: list[Stages] | None = None) -> StepTime:
+    return step_time(
+        model_row(shape),
+        layout_row(shape, layout, Software()),
+        hardware_row(ACCELERATORS["A100-80G"]),
+        Constants(),
+        stages=stages,
+    )
+
+
+def test_a_cut_by_weight_of_a_published_run():
     """LLaMA-30B with a vocabulary of 128k over 16 stages: the table weighs 1.6 layers."""
-    assert balanced_stages(60, 16, 1.6) == (2, *[4] * 14, 2)
+    shape = replace(DENSE, num_layers=60, hidden_size=6656, intermediate_size=17920, num_heads=52,
+                    num_kv_heads=52, vocab_size=128_000)  # fmt: skip
+    assert cut_by_weight(shape, 16) == (2, *[4] * 14, 2)
+    for stages in (1, 2, 3, 7, 16):
+        cut = cut_by_weight(shape, stages)
+        assert len(cut) == stages and sum(cut) == 60
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_default_cut_is_that_of_a_run(name):
+    model = load_model(name)
+    if model.config is None:
+        return
+    for stages in range(1, min(model.config.num_layers, 12) + 1):
+        cut = tuple(len(layers) for layers in cut_layers(model.config, stages))
+        assert default_cut(model.shape, stages) == cut
 
 
 layouts = st.builds(
@@ -183,7 +258,7 @@ def test_compute_floor_is_a_lower_bound(values, moe, precision):
     layout = PlannedLayout(dp=dp, global_batch=256 * dp, precision=precision, **values)
     arguments = (
         model_row(shape),
-        layout_row(layout, Software()),
+        layout_row(shape, layout, Software()),
         hardware_row(ACCELERATORS["H100-80G"], int(precision == "float8")),
         Constants(),
     )
@@ -195,18 +270,18 @@ def test_columns_give_what_single_rows_give():
         (shape, PlannedLayout(tp=tp, pp=pp, dp=64 // tp // pp, seq_len=2048, global_batch=512))
         for shape, tp, pp in itertools.product((DENSE, MOE), (1, 4), (1, 4, 8))
     ]
-    software = [Software(balanced_stages=index % 2 == 1) for index in range(len(cases))]
+    software = [Software(fused_norm=index % 2 == 1) for index in range(len(cases))]
     device = ACCELERATORS["H100-80G"]
     planned = [layout for _, layout in cases]
     together = step_time(
         model_columns([shape for shape, _ in cases]),
-        layout_columns(planned, software),
+        layout_columns([shape for shape, _ in cases], planned, software),
         hardware_columns([device] * len(cases), planned),
         Constants(),
     )
     for index, ((shape, layout), traits) in enumerate(zip(cases, software, strict=True)):
         alone = step_time(
-            model_row(shape), layout_row(layout, traits), hardware_row(device), Constants()
+            model_row(shape), layout_row(shape, layout, traits), hardware_row(device), Constants()
         )
         assert together.row(index) == pytest.approx(alone.row(0), rel=1e-12)
 

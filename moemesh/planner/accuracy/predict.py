@@ -14,6 +14,7 @@ from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.arithmetic import FloatArray
 from moemesh.planner.timing.columns import (
     HardwareColumns,
@@ -102,7 +103,9 @@ def price_layouts(
     device = accelerator_of_cluster(cluster)
     return step_time(
         model_row(shape),
-        layout_columns(layouts, [software_of_layout(layout) for layout in layouts]),
+        layout_columns(
+            [shape] * len(layouts), layouts, [software_of_layout(layout) for layout in layouts]
+        ),
         hardware_columns([device] * len(layouts), layouts),
         cluster_constants(cluster),
     )
@@ -120,8 +123,9 @@ def software_of_layout(layout: PlannedLayout) -> Software:
 
 
 def run_seconds(runs: Sequence[PublishedRun], constants: Constants) -> StepTime:
-    """The step times of runs, one row each."""
-    return step_time(*run_columns(runs), constants)
+    """The step times of runs, one row each, their schedules simulated."""
+    stages = [Stages.of(_known(run.shape), _known(run.layout)) for run in runs]
+    return step_time(*run_columns(runs), constants, stages=stages)
 
 
 def run_columns(
@@ -129,9 +133,10 @@ def run_columns(
 ) -> tuple[ModelColumns, LayoutColumns, HardwareColumns]:
     """Runs as what the formulas read, one row each."""
     layouts = [_known(run.layout) for run in runs]
+    shapes = [_known(run.shape) for run in runs]
     return (
-        model_columns([_known(run.shape) for run in runs]),
-        layout_columns(layouts, [run.software for run in runs]),
+        model_columns(shapes),
+        layout_columns(shapes, layouts, [run.software for run in runs]),
         hardware_columns([_known(run.device) for run in runs], layouts),
     )
 

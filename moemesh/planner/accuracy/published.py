@@ -23,9 +23,9 @@ from moemesh.config.errors import ConfigError, UserError
 from moemesh.planner.accuracy.rows import from_run, recompute_from_words, told_row, uniform_row
 from moemesh.planner.flops import Convention, count_flops
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.peak_memory import with_balanced_stages
 from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Software
 from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 
@@ -168,8 +168,11 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp"):
         # FSDP beside TP cuts experts as TP cuts everything.
         layout = _expert_tensor_as_tensor(layout)
-    if software.balanced_stages:
-        layout = with_balanced_stages(shape, layout)
+    if layout.pp > 1:
+        cut = even_cut
+        if software.balanced_stages and layout.stages_per_rank == 1:
+            cut = cut_by_weight
+        layout = layout.changed(layers_per_stage=cut(shape, layout.num_stages))
     if shape.activation == "gelu" and software.fsdp:
         layout = layout.changed(dropout=False)
     return replace(

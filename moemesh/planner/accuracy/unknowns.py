@@ -8,8 +8,7 @@ helps to predict its other devices, and what one release did to one model helps 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from moemesh.planner.accuracy.calibration import Calibration, stack_of
 from moemesh.planner.accuracy.predict import run_columns
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.timing.arithmetic import FloatArray
-from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns
+from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
 from moemesh.planner.timing.constants import (
     CLUSTER_SHARE,
     NAMES,
@@ -178,9 +177,9 @@ class _Touched:
         self.runs = np.concatenate(rows)
         self.constant = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
         self.columns: Columns = (
-            _picked(columns[0], self.runs),
-            _picked(columns[1], self.runs),
-            _picked(columns[2], self.runs),
+            picked(columns[0], self.runs),
+            picked(columns[1], self.runs),
+            picked(columns[2], self.runs),
         )
 
     def slopes(self, values: FloatArray, logs: FloatArray) -> FloatArray:
@@ -191,14 +190,6 @@ class _Touched:
         rise = _log_seconds(self.columns, moved) - logs[self.runs]
         found[self.runs, self.constant] = rise / _STEP
         return found
-
-
-T = TypeVar("T", ModelColumns, LayoutColumns, HardwareColumns)
-
-
-def _picked(columns: T, runs: NDArray[np.int64]) -> T:
-    kept = {item.name: getattr(columns, item.name)[runs] for item in fields(columns)}
-    return replace(columns, **kept)
 
 
 def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:

@@ -56,7 +56,7 @@ def _binding(found: Found, best: int, sensitivity: tuple[tuple[int, float], ...]
                 f"memory of pipeline rank {memory.rank}: +{more // GIB} GiB a device would make a "
                 f"step {gain:.1%} faster"
             )
-    parts = found.candidate(best).breakdown
+    parts = found.breakdown(best)
     waits = {name: parts[name] for name in parts if name not in ("total", "compute", "attention")}
     name = max(waits, key=lambda part: waits[part])
     return f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
@@ -100,9 +100,9 @@ def _word(value: Any) -> str:
 def what_would_fit(found: Found) -> str:
     """When nothing fits: the layout that needs least, and what it lacks."""
     index = found.smallest()
-    layout, memory = found.layout(index), found.memory(index)
-    lacking = memory.needed - found.capacity
-    needed = memory.needed / found.pricing.usable_share
+    layout, smallest = found.layout(index), float(found.needed[index])
+    lacking = smallest - found.capacity
+    needed = smallest / found.pricing.usable_share
     shown = replace(layout, ranks_per_node=0).key
     return (
         f"the smallest, {shown}, needs {format_bytes(round(needed))} a device, "

@@ -16,12 +16,12 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.section import divisors
 from moemesh.planner.layout import RECOMPUTED, PlannedLayout
-from moemesh.planner.measured_links import measured_pricing
 from moemesh.planner.peak_memory import peak_memory
 from moemesh.planner.search.advice import difference, what_would_fit
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import is_defined
 from moemesh.trace.memory import format_bytes
 
@@ -42,7 +42,7 @@ class Nearest:
 
 def nearest_that_fits(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | None:
     """The fastest of the smallest changes that fit; None when no change of two keys does."""
-    known = measured_pricing(cluster)
+    known = pricing(cluster)
     capacity = cluster.memory_bytes * known.usable_share
     for count in range(1, MOST_CHANGES + 1):
         best: Nearest | None = None

@@ -1,14 +1,16 @@
 """The best layouts of a model on a cluster, with a certificate of what was left out and why.
 
-Every legal layout of the :class:`Space` is enumerated in columns. A lower bound of its memory cuts
-what cannot fit, the time model prices the rest, and layouts are then looked at in the order of
-their time: the exact memory model decides which of them fit. So nothing that was cut could have
-been better, under the model: the certificate names the bound, the rules and their counts. The one
-rule that is an assumption (tensor groups stay inside a node) is listed and can be switched off.
+Every legal layout of the :class:`Space` is enumerated in columns: its memory, by the same formulas
+that price one layout, and a lower bound of its time, which leaves out how the schedule's waiting
+depends on uneven stages. Layouts that fit are then priced in the order of their bounds, schedules
+simulated, until the next bound is above what was found. So nothing that was left out could have
+been better, under the model: the certificate names the rules and their counts. The one rule that is
+an assumption (tensor groups stay inside a node) is listed and can be switched off.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,26 +22,15 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.measured_links import measured_pricing
-from moemesh.planner.peak_memory import PeakMemory, peak_memory
-from moemesh.planner.search.bounds import memory_floor, time_columns
+from moemesh.planner.peak_memory import PeakMemory, needed_bytes
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.arithmetic import FloatArray
-from moemesh.planner.timing.columns import (
-    Software,
-    hardware_row,
-    layout_row,
-    model_row,
-    precision_of,
-)
-from moemesh.planner.timing.price import exit_share
-from moemesh.planner.timing.step_time import compute_floor
+from moemesh.planner.timing.columns import Software, layout_row, precision_of
+from moemesh.planner.timing.price import pricing
 
-#: Layouts whose exact memory is looked at before the search gives up on finding more that fit.
-_MOST_CHECKS = 20_000
-#: Layouts whose bound of memory is compared in one go.
-_LOOKED_AT_ONCE = 10_000
+#: Sums of the bound and of the price are rounded in another order.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,45 +60,34 @@ class Certificate:
 
 
 class Found:
-    """All layouts of a space that may fit, ordered by time; exact memory is looked at on demand."""
+    """All layouts of a space with their memory, ordered by a bound of their time; priced on demand.
+
+    Layouts are told by their number in the enumeration.
+    """
 
     def __init__(self, shape: ModelShape, cluster: Cluster, space: Space) -> None:
         self.shape, self.cluster, self.space = shape, cluster, space
-        self.pricing = measured_pricing(cluster)
+        self.pricing = pricing(cluster)
         self.rejected: Counter[str] = Counter()
         self.examined = 0
         self._families: list[Family] = []
-        self._seconds: FloatArray = np.empty(0)
-        self._floors: FloatArray = np.empty(0)
-        self._family_of: IntArray = np.empty(0, dtype=np.int64)
-        self._row_of: IntArray = np.empty(0, dtype=np.int64)
-        self._memories: dict[int, PeakMemory] = {}
-        self._enumerate()
-
-    def _enumerate(self) -> None:
-        seconds: list[FloatArray] = []
-        floors: list[FloatArray] = []
-        for family in families(self.shape, self.space, self.rejected):
-            self.examined += len(family.columns)
-            allocation = self.pricing.allocation_of(family.layout(self.space, 0))
-            floor = memory_floor(self.shape, family, self.space, allocation)
-            floors.append(np.asarray(floor, dtype=np.float64))
-            seconds.append(self._times(family))
+        self._prices: dict[int, dict[str, float]] = {}
+        bounds: list[FloatArray] = []
+        needed: list[FloatArray] = []
+        for family in families(shape, space, self.rejected):
             self._families.append(family)
-        if not seconds:
+            rows, size = family.rows(space), (len(family.columns),)
+            bytes_needed = needed_bytes(shape, rows, self.pricing.allocation_of(rows))
+            needed.append(np.broadcast_to(np.asarray(bytes_needed, dtype=np.float64), size))
+            columns = family.time_columns(shape, space)
+            bound = self.pricing.bound(shape, columns, precision_of(rows))
+            bounds.append(np.broadcast_to(np.asarray(bound, dtype=np.float64), size))
+        if not bounds:
             raise ConfigError([self._nothing_legal()])
-        self._seconds, self._floors = np.concatenate(seconds), np.concatenate(floors)
-        sizes = [len(part) for part in seconds]
-        self._family_of = np.repeat(np.arange(len(sizes)), sizes)
-        self._row_of = np.concatenate([np.arange(size) for size in sizes])
-
-    def _times(self, family: Family) -> FloatArray:
-        layout = family.layout(self.space, 0)
-        columns = time_columns(family, self.space, family.columns)
-        hardware = hardware_row(self.pricing.device, precision_of(layout))
-        share = exit_share(self.shape, family.attention_exit, columns.tp)
-        total = self.pricing.total(model_row(self.shape), columns, hardware, share)
-        return np.broadcast_to(np.asarray(total, dtype=np.float64), (len(family.columns),))
+        self.bounds, self.needed = np.concatenate(bounds), np.concatenate(needed)
+        self.examined = len(self.bounds)
+        sizes = [len(part) for part in bounds]
+        self._starts: IntArray = np.cumsum([0, *sizes])
 
     def _nothing_legal(self) -> Problem:
         space = self.space
@@ -128,82 +108,69 @@ class Found:
 
     @cached_property
     def order(self) -> IntArray:
-        """All layouts by time, then by place: deterministic."""
-        return np.argsort(self._seconds, kind="stable")
+        """All layouts by the bound of their time, then by number: deterministic."""
+        return np.argsort(self.bounds, kind="stable")
 
     def layout(self, index: int) -> PlannedLayout:
         """Layout number `index` of the enumeration."""
-        family = self._families[int(self._family_of[index])]
-        return family.layout(self.space, int(self._row_of[index]))
+        family = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._families[family].layout(self.space, index - int(self._starts[family]))
 
     def memory(self, index: int) -> PeakMemory:
-        """Its exact peak, on the worst rank."""
-        if index not in self._memories:
-            layout = self.layout(index)
-            allocation = self.pricing.allocation_of(layout)
-            self._memories[index] = peak_memory(self.shape, layout, allocation)
-        return self._memories[index]
+        """Its peak on the worst rank, in parts."""
+        return self.pricing.memory(self.shape, self.layout(index))
+
+    def breakdown(self, index: int) -> dict[str, float]:
+        """Its seconds in parts, with `total`."""
+        if index not in self._prices:
+            self._prices[index] = self.pricing.seconds(self.shape, self.layout(index))
+        return self._prices[index]
 
     def seconds(self, index: int) -> float:
-        return float(self._seconds[index])
+        """Its seconds of a step."""
+        return self.breakdown(index)["total"]
 
     def fitting(self, capacity: float, count: int) -> list[int]:
         """The `count` fastest layouts that need at most `capacity` bytes, fastest first.
 
         Layouts of equal time under the model follow by memory, smallest first.
         """
-        found: list[int] = []
-        for index in islice(self._may_fit(capacity), _MOST_CHECKS):
-            if found and len(found) >= count and self.seconds(index) > self.seconds(found[-1]):
+        found: list[tuple[float, float, int]] = []
+        for index in self._may_fit(capacity):
+            if len(found) >= count and self.bounds[index] > found[count - 1][0] * (1 + _ROUNDING):
                 break
-            if self.memory(index).needed <= capacity:
-                found.append(index)
-        found.sort(key=lambda index: (self.seconds(index), self.memory(index).needed, index))
-        return found[:count]
+            insort(found, (self.seconds(index), float(self.needed[index]), index))
+        return [index for _, _, index in found[:count]]
 
     def _may_fit(self, capacity: float) -> Iterator[int]:
-        """Layouts whose bound is within `capacity`, fastest first; looked at as far as needed."""
-        for start in range(0, len(self.order), _LOOKED_AT_ONCE):
-            part = self.order[start : start + _LOOKED_AT_ONCE]
-            yield from map(int, part[self._floors[part] <= capacity])
+        return map(int, self.order[self.needed[self.order] <= capacity])
 
     def faster_that_do_not_fit(self, than: float, count: int) -> list[int]:
         """Layouts with less than `than` seconds, the one that misses its memory by least first."""
-        faster = self.order[: int(np.searchsorted(self._seconds[self.order], than))]
-        faster = faster[np.argsort(self._floors[faster], kind="stable")][: 50 * count]
-        missing = [int(index) for index in faster if self.memory(int(index)).needed > self.capacity]
-        missing.sort(key=lambda index: (self.memory(index).needed, self.seconds(index)))
-        return missing[:count]
+        may = np.flatnonzero((self.bounds < than) & (self.needed > self.capacity))
+        nearest = may[np.argsort(self.needed[may], kind="stable")][: 50 * count]
+        faster = (index for index in map(int, nearest) if self.seconds(index) < than)
+        return list(islice(faster, count))
 
     def smallest(self) -> int:
         """A layout that needs least memory: what is nearest when nothing fits."""
-        near = np.argsort(self._floors, kind="stable")[:200]
-        return min((int(index) for index in near), key=lambda index: self.memory(index).needed)
-
-    def num_too_large(self) -> int:
-        """Layouts that even the bound shows not to fit."""
-        return int((self._floors > self.capacity).sum())
+        return int(np.argmin(self.needed))
 
     def candidate(self, index: int) -> Candidate:
-        """Price one layout in full."""
-        layout = self.layout(index)
-        return self.price(layout)
-
-    def price(self, layout: PlannedLayout) -> Candidate:
-        """Price any layout of this model on this cluster."""
-        memory, breakdown = self.pricing.price(self.shape, layout)
+        """One layout with its price in full."""
+        breakdown = self.breakdown(index)
         return Candidate(
-            layout=layout, seconds=breakdown["total"], breakdown=breakdown, memory=memory
+            layout=self.layout(index),
+            seconds=breakdown["total"],
+            breakdown=breakdown,
+            memory=self.memory(index),
         )
 
     def certificate(self, best: float) -> Certificate:
         """What is proved of an incumbent of `best` seconds."""
         rejected = {name: count for name, count in sorted(self.rejected.items()) if count}
-        if too_large := self.num_too_large():
+        if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
-        refused = sum(memory.needed > self.capacity for memory in self._memories.values())
-        if refused:
-            rejected["does not fit in memory, by the exact model"] = refused
         layout = PlannedLayout(
             dp=self.space.num_devices,
             seq_len=self.space.seq_len,
@@ -211,17 +178,16 @@ class Found:
             precision=self.space.precision,
         )
         row = replace(
-            layout_row(layout, Software()),
+            layout_row(self.shape, layout, Software()),
             microbatches=self.space.global_batch / self.space.num_devices,
         )
-        hardware = hardware_row(self.pricing.device, precision_of(layout))
-        floor = compute_floor(model_row(self.shape), row, hardware, self.pricing.constants)
+        floor = self.pricing.compute_floor(self.shape, row, precision_of(layout))
         assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
         if self.space.tensor_inside_node:
             assumptions.insert(0, "tensor and expert-tensor groups stay inside a node")
         return Certificate(
             lower_bound_seconds=best,
-            compute_floor_seconds=float(floor),
+            compute_floor_seconds=floor,
             examined=self.examined,
             rejected=rejected,
             assumptions=tuple(assumptions),

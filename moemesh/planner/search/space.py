@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,9 @@ from moemesh.config.section import divisors
 from moemesh.config.trainable import TRAINABLE
 from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import with_values
+from moemesh.planner.timing.columns import LayoutColumns, layout_row
+from moemesh.planner.timing.price import software_of
 from moemesh.schedule.build import is_defined
 
 IntArray = NDArray[np.int64]
@@ -111,6 +114,23 @@ class Family:
             precision=space.precision,
             ranks_per_node=min(space.node_size, space.num_devices),
         )
+
+    def rows(self, space: Space) -> PlannedLayout:
+        """All rows at once: a layout whose degrees are columns, for formulas that take them."""
+        degrees = {name: getattr(self.columns, name) for name in _DEGREES}
+        return with_values(self.layout(space, 0), **degrees)
+
+    def time_columns(self, shape: ModelShape, space: Space) -> LayoutColumns:
+        """The same for the time model."""
+        example = self.layout(space, 0)
+        row = layout_row(shape, example, software_of(example))
+        degrees = {name: getattr(self.columns, name) for name in Columns._fields}
+        spans_nodes = self.columns.ep * self.columns.etp > space.node_size
+        return replace(row, deduplicated=spans_nodes, **degrees)
+
+
+#: Columns that a layout has by the same names.
+_DEGREES = ("tp", "cp", "dp", "ep", "etp", "microbatch")
 
 
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from functools import lru_cache
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moemesh.planner.flops import attention_matmul, mlp_matmul
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.arithmetic import Number
 from moemesh.planner.timing.hardware import Accelerator
+from moemesh.schedule.step import PipelineStep
 
 Kernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
 
@@ -32,7 +37,8 @@ class Software:
     #: Hopper (35 % of its peak where FlashAttention-3 reaches 75 %, arXiv:2407.08608).
     native_kernel: bool = True
     fused_norm: bool = True
-    #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers.
+    #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers
+    #: (for whoever describes a run: the cut itself stands in its layout).
     balanced_stages: bool = False
     #: Stage borders send 1/tp of the activation from each tensor rank.
     scatter_gather: bool = True
@@ -98,23 +104,53 @@ class ModelColumns:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankColumns:
+    """What one pipeline rank runs for a microbatch, and what must have ended before it starts.
+
+    Layers by kind, its part of embedding and head, and the messages that it sends; of the stages
+    in front of its first one the layers and how many there are.
+    """
+
+    dense: Number
+    routed: Number
+    embedding: Number
+    head: Number
+    sends: Number
+    dense_before: Number
+    routed_before: Number
+    stages_before: Number
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutColumns:
     """Degrees, batch and software of layouts, as numbers."""
 
     tp: Number
     pp: Number
-    stages_per_rank: Number
-    #: Waiting of the schedule over that of 1F1B, (p-1)(F+B).
-    fill_share: Number
+    #: 1 where weight gradients may follow everything else; where steps do not wait for their end.
+    splits_backward: Number
+    is_stream: Number
+    #: Microbatches that enter at the first stage, over all (half with two pipes).
+    pipe_share: Number
+    #: First, last and heaviest inner pipeline rank.
+    ranks: tuple[RankColumns, ...]
+    #: Number of the last stage, and its layers by kind.
+    last_stage: Number
+    last_dense: Number
+    last_routed: Number
     dp: Number
     cp: Number
     ep: Number
     etp: Number
     sequence_parallel: Number
+    #: 1 where attention leaves its block by an all-to-all.
+    all_to_all_exit: Number
     zero: Number
     zero_group: Number
     microbatch: Number
     microbatches: Number
+    #: Pieces of a sequence that pass the pipeline one after the other.
+    slices: Number
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
     precision: Number
@@ -127,7 +163,6 @@ class LayoutColumns:
     kernel: Number
     native_kernel: Number
     fused_norm: Number
-    balanced_stages: Number
     scatter_gather: Number
     deduplicated: Number
     overlapped_exchange: Number
@@ -157,26 +192,35 @@ class HardwareColumns:
 T = TypeVar("T")
 
 
-def _stack(rows: Sequence[T]) -> T:
-    """One object whose fields are arrays, from one object a row."""
+def stacked(rows: Sequence[T]) -> T:
+    """One object whose fields are arrays, from one object a row; tuples of such objects too."""
     kind: Any = type(rows[0])
-    return kind(
-        **{
-            item.name: np.array([getattr(row, item.name) for row in rows], dtype=np.float64)
-            for item in fields(kind)
-        }
-    )
+    found: dict[str, Any] = {}
+    for item in fields(kind):
+        values = [getattr(row, item.name) for row in rows]
+        if isinstance(values[0], tuple):
+            found[item.name] = tuple(stacked(part) for part in zip(*values, strict=True))
+        else:
+            found[item.name] = np.array(values, dtype=np.float64)
+    return kind(**found)
 
 
-def model_columns(shapes: Sequence[ModelShape]) -> ModelColumns:
-    """The columns of several models, one row each."""
-    return _stack([model_row(shape) for shape in shapes])
+def picked(columns: T, rows: NDArray[np.int64]) -> T:
+    """Some rows of an object of :func:`stacked`."""
+    found: dict[str, Any] = {}
+    for item in fields(cast(Any, columns)):
+        value = getattr(columns, item.name)
+        is_tuple = isinstance(value, tuple)
+        found[item.name] = tuple(picked(one, rows) for one in value) if is_tuple else value[rows]
+    return cast(T, type(columns)(**found))
 
 
-def layout_columns(layouts: Sequence[PlannedLayout], software: Sequence[Software]) -> LayoutColumns:
+def layout_columns(
+    shapes: Sequence[ModelShape], layouts: Sequence[PlannedLayout], software: Sequence[Software]
+) -> LayoutColumns:
     """The columns of several layouts, one row each."""
-    rows = zip(layouts, software, strict=True)
-    return _stack([layout_row(layout, traits) for layout, traits in rows])
+    rows = zip(shapes, layouts, software, strict=True)
+    return stacked([layout_row(shape, layout, traits) for shape, layout, traits in rows])
 
 
 def hardware_columns(
@@ -184,7 +228,12 @@ def hardware_columns(
 ) -> HardwareColumns:
     """The columns of the devices that several layouts run on."""
     pairs = zip(accelerators, layouts, strict=True)
-    return _stack([hardware_row(device, precision_of(layout)) for device, layout in pairs])
+    return stacked([hardware_row(device, precision_of(layout)) for device, layout in pairs])
+
+
+def model_columns(shapes: Sequence[ModelShape]) -> ModelColumns:
+    """The columns of several models, one row each."""
+    return stacked([model_row(shape) for shape in shapes])
 
 
 def model_row(shape: ModelShape) -> ModelColumns:
@@ -227,73 +276,81 @@ def precision_of(layout: PlannedLayout) -> int:
     return _PRECISIONS.get(layout.precision, 0)
 
 
-#: Waiting over 1F1B's where it does not depend on p, for F = I = W (B = I + W).
-_FILL_SHARES: dict[str, float] = {
-    "zb_h1": 1 / 3, "zb_h2": 0.0, "zb_v": 0.0, "dualpipe_v": 2 / 3, "chimera": 0.5,
-    "pipedream": 0.0, "pipedream_2bw": 0.0, "ampnet": 0.0,
-}  # fmt: skip
-
-
-def fill_share(schedule: str, pp: int) -> float:
-    """Idle time of a schedule over (p-1)(F+B) with forward, input and weight gradients alike.
-
-    ZB1P waits (p-1)(F+B-2W); DualPipe (p/2-1)(F&B+B-3W), F&B = 3F (arXiv:2401.10241, 2412.19437);
-    ZB-H2 and ZB-V only at the optimizer; asynchronous schedules never. Interleaving divides by its
-    chunks elsewhere.
-    """
-    if schedule == "dualpipe" and pp > 1:
-        return max(pp - 2, 0) / (3 * (pp - 1))
-    return _FILL_SHARES.get(schedule, 1.0)
-
-
-def _chunks(layout: PlannedLayout) -> int:
-    """Chunks that divide the fill: those of interleaving; V-shapes have their own closed form."""
-    return layout.stages_per_rank if layout.schedule == "interleaved_1f1b" else 1
-
-
-def layout_row(layout: PlannedLayout, traits: Software) -> LayoutColumns:
-    """One layout."""
+def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> LayoutColumns:
+    """One layout of a model. Fields that a layout or its software has by the same name are taken
+    as they are."""
     again = layout.recompute
     kernel = traits.kernel
     if kernel == "flash" and layout.attention_kernel != "flash":
         kernel = layout.attention_kernel
+    stages = Stages.of(shape, layout)
+    special: dict[str, Any] = {
+        "splits_backward": stages.step.splits_backward,
+        "is_stream": stages.step.is_stream,
+        "pipe_share": stages.step.share,
+        "ranks": _ranks(stages),
+        "last_stage": stages.last,
+        "last_dense": stages.layers[-1][0],
+        "last_routed": stages.layers[-1][1],
+        "slices": stages.step.slices,
+        "all_to_all_exit": layout.attention_exit == "all_to_all",
+        "precision": precision_of(layout),
+        "again_full": 1.0 if "full" in again else traits.recomputed_share,
+        "again_attention": "attention" in again,
+        "again_norm": bool(again & {"norm", "activation", "operators", "mla_up"}),
+        "again_moe": "moe" in again,
+        "again_shared": "shared_expert" in again,
+        "kernel": KERNELS.index(kernel),
+        "fused_norm": traits.fused_norm and layout.fused_norm,
+        "fsdp": traits.fsdp or layout.zero == 3,
+    }
+    for item in fields(LayoutColumns):
+        if item.name not in special:
+            source = traits if hasattr(traits, item.name) else layout
+            special[item.name] = getattr(source, item.name)
     return LayoutColumns(
-        tp=layout.tp,
-        pp=layout.pp,
-        stages_per_rank=_chunks(layout),
-        fill_share=fill_share(layout.schedule, layout.pp),
-        dp=layout.dp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        sequence_parallel=int(layout.sequence_parallel),
-        zero=layout.zero,
-        zero_group=layout.zero_group,
-        microbatch=layout.microbatch,
-        microbatches=layout.microbatches,
-        seq_len=layout.seq_len,
-        precision=precision_of(layout),
-        again_full=1.0 if "full" in again else traits.recomputed_share,
-        again_attention=int("attention" in again),
-        again_norm=int(bool(again & {"norm", "activation", "operators", "mla_up"})),
-        again_moe=int("moe" in again),
-        again_shared=int("shared_expert" in again),
-        kernel=KERNELS.index(kernel),
-        native_kernel=int(traits.native_kernel),
-        fused_norm=int(traits.fused_norm and layout.fused_norm),
-        balanced_stages=int(traits.balanced_stages),
-        scatter_gather=int(traits.scatter_gather),
-        deduplicated=int(traits.deduplicated),
-        overlapped_exchange=int(traits.overlapped_exchange),
-        natural_routing=int(traits.natural_routing),
-        token_drop=int(traits.token_drop),
-        graphs=int(traits.graphs),
-        block_scales=int(traits.block_scales),
-        adapters=int(traits.adapters),
-        parallel_block=int(traits.parallel_block),
-        window=traits.window,
-        fsdp=int(traits.fsdp or layout.zero == 3),
-        slow_startup=int(traits.slow_startup),
+        **{name: int(v) if isinstance(v, bool) else v for name, v in special.items()}
+    )
+
+
+def _ranks(stages: Stages) -> tuple[RankColumns, ...]:
+    """The first and last rank, and of those between the heaviest (of equal ones the last)."""
+    return _rank_columns(stages.shape, stages.step.of(stages.step.unit), stages.sizes)
+
+
+@lru_cache(maxsize=4096)
+def _rank_columns(
+    shape: ModelShape, step: PipelineStep, sizes: tuple[int, ...]
+) -> tuple[RankColumns, ...]:
+    stages = Stages(shape, step, sizes)
+    weigh = (
+        attention_matmul(shape) + mlp_matmul(shape, False),
+        attention_matmul(shape) + mlp_matmul(shape, True),
+    )
+    found = [rank_row(stages, rank) for rank in range(step.ranks)]
+
+    def load(rank: int) -> tuple[float, int]:
+        one = found[rank]
+        return one.dense * weigh[0] + one.routed * weigh[1], rank
+
+    inner = max(range(1, step.ranks - 1), key=load, default=0)
+    return found[0], found[-1], found[inner]
+
+
+def rank_row(stages: Stages, rank: int) -> RankColumns:
+    """What one rank runs."""
+    step, own = stages.step, stages.on(rank)
+    before = min(own)
+    ahead = [stages.layers[stage] for stage in range(before)]
+    return RankColumns(
+        dense=step.share * sum(stages.layers[stage][0] for stage in own),
+        routed=step.share * sum(stages.layers[stage][1] for stage in own),
+        embedding=step.share * (0 in own),
+        head=step.share * (stages.last in own),
+        sends=step.share * step.messages_of(rank),
+        dense_before=sum(dense for dense, _ in ahead),
+        routed_before=sum(routed for _, routed in ahead),
+        stages_before=before,
     )
 
 

@@ -46,8 +46,14 @@ class Workload:
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a microbatch before tp cuts them: u = b s / c."""
-        return self.layout.microbatch * self.layout.seq_len / self.layout.cp
+        """Tokens of a microbatch (of a slice, where there are slices) before tp cuts them:
+        u = b s / c."""
+        return self.layout.microbatch * self.layout.seq_len / self.layout.cp / self.layout.slices
+
+    @property
+    def passes(self) -> Number:
+        """How often a stage runs so many tokens in one step."""
+        return self.layout.microbatches * self.layout.slices
 
     @property
     def sequence_shards(self) -> Number:
@@ -281,10 +287,13 @@ def expert_block(work: Workload) -> ExpertTime:
 
 @dataclass(frozen=True, kw_only=True)
 class EndTime:
-    """Seconds per microbatch, forward and backward, at the two ends of the model."""
+    """Seconds per microbatch at the two ends of the model, forward and backward; the weight
+    gradients that are in them."""
 
     embedding: Number
     head: Number
+    head_forward: Number
+    head_weight_gradient: Number
     #: Weights of the table (or of the head) on a rank.
     weights: Number
 
@@ -295,6 +304,12 @@ def model_ends(work: Workload, accumulate: Number) -> EndTime:
     u, width = work.tokens, model.vocab / layout.tp
     traffic = constants.elementwise_traffic / work.hbm
     weights = model.hidden * width
-    head = 3 * wide_product_seconds(work, u, width, model.hidden)
-    head = head + 16 * u * width * traffic + weights * accumulate / work.hbm
-    return EndTime(embedding=8 * u * model.hidden * traffic, head=head, weights=weights)
+    product = wide_product_seconds(work, u, width, model.hidden)
+    summed, loss = weights * accumulate / work.hbm, 16 * u * width * traffic
+    return EndTime(
+        embedding=8 * u * model.hidden * traffic,
+        head=3 * product + loss + summed,
+        head_forward=product + loss / 2,
+        head_weight_gradient=product + summed,
+        weights=weights,
+    )

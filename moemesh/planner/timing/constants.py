@@ -79,9 +79,7 @@ class Constants:
     graph_overhead: Number = 0.3
     capacity_overhead: Number = 0.5
     step_overhead_ms: Number = 40.0
-    #: Pipeline: time of filling and draining over the closed form; a start-up of every step, in
-    #: microbatches of one stage, on clusters that show it.
-    fill_slowdown: Number = 1.15
+    #: A start-up of every pipelined step, in microbatches of one stage, on clusters that show it.
     startup_microbatches: Number = 6.0
 
 
@@ -127,7 +125,6 @@ _SPREAD: dict[str, float] = {
     "graph_overhead": 0.4,
     "capacity_overhead": 0.3,
     "step_overhead_ms": 0.8,
-    "fill_slowdown": 0.3,
     "startup_microbatches": 0.5,
 }
 #: What a software stack may set for itself, and how far (of the logarithm); one of its clusters
@@ -145,7 +142,6 @@ OWN: dict[str, float] = {
     "overlap_slowdown": 0.7,
     "layer_overhead_us": 0.4,
     "expert_overhead_us": 0.25,
-    "fill_slowdown": 0.25,
 }
 #: A cluster's own deviation from its stack, over the width of that of the stack.
 CLUSTER_SHARE = 0.75

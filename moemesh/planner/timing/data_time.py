@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moemesh.planner.timing.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.timing.compute import EndTime, ExpertTime, Workload
-from moemesh.planner.timing.layer_time import LayerTime, Links
-from moemesh.planner.timing.network import group_bandwidth
+from moemesh.planner.timing.layer_time import LayerTime
+from moemesh.planner.timing.links import Links, known
 from moemesh.planner.timing.overlap import overlapped
 
 #: Bytes per weight that the optimizer reads and writes: gradient, master, two moments, weight.
@@ -22,15 +22,10 @@ def replicas(work: Workload) -> tuple[Number, Number]:
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
-def replica_bandwidths(work: Workload, links: Links) -> tuple[Number, Number]:
-    layout, size = work.layout, work.hardware.node_size
+def _replica_bandwidths(work: Workload, links: Links) -> tuple[Number, Number]:
+    layout = work.layout
     dense, expert = replicas(work)
-    contention = work.constants.network_contention
-    both = {"node_size": size, "intra": links.intra, "inter": links.inter}
-    return (
-        group_bandwidth(dense, layout.tp, contention=contention, **both),
-        group_bandwidth(expert, layout.ep * layout.etp, contention=contention, **both),
-    )
+    return links.bandwidth(dense, layout.tp), links.bandwidth(expert, layout.ep * layout.etp)
 
 
 def sharded_unit(
@@ -42,7 +37,7 @@ def sharded_unit(
     """
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    dense_rate, expert_rate = replica_bandwidths(work, links)
+    dense_rate, expert_rate = _replica_bandwidths(work, links)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
     hops = 4 * links.latency * log2(maximum(n_dense, 2))
@@ -58,6 +53,7 @@ def sharded_unit(
     return LayerTime(
         where(units, forward, layer.forward),
         where(units, backward, layer.backward),
+        layer.weight_gradient,
         layer.waiting,
     )
 
@@ -84,7 +80,7 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    dense_rate, expert_rate = replica_bandwidths(work, links)
+    dense_rate, expert_rate = _replica_bandwidths(work, links)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     moved = moved + (n_expert - 1) / n_expert * expert / expert_rate
     gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed
@@ -100,7 +96,26 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     grouped = inside * constants.gradient_exposed
     grouped = grouped + dense * _WEIGHT_BYTES / links.intra * constants.weight_exposed
     found = where((layout.zero_group > 0) & (outside > 1), grouped, plain)
-    return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, found)
+    found = where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, found)
+    if not len(links.table):
+        return found
+    return where(layout.zero_group == 0, known(_measured(work, links, dense, expert), found), found)
+
+
+def _measured(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+    """Gradients summed and weights gathered, by the table of links."""
+    layout, constants = work.layout, work.constants
+    found: Number = 0.0
+    strides = (layout.tp, layout.ep * layout.etp)
+    for psi, ranks, stride in zip((dense, expert), replicas(work), strides, strict=True):
+        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
+        summed = links.measured("all_reduce", ranks, stride, gradient)
+        scattered = links.measured("reduce_scatter", ranks, stride, gradient)
+        gathered = links.measured("all_gather", ranks, stride, weight) * constants.weight_exposed
+        sharded = scattered * constants.gradient_exposed + gathered
+        seconds = where(layout.zero == 0, summed * constants.gradient_exposed, sharded)
+        found = found + where((ranks > 1) & (psi > 0), seconds, 0)
+    return found
 
 
 def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:

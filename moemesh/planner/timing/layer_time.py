@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from moemesh.planner.timing.arithmetic import Number, maximum, where
 from moemesh.planner.timing.compute import (
     BlockTime,
@@ -11,15 +13,10 @@ from moemesh.planner.timing.compute import (
     Workload,
     core_backward_factor,
 )
-from moemesh.planner.timing.network import group_bandwidth, visited_nodes
+from moemesh.planner.timing.links import Links, known
+from moemesh.planner.timing.network import visited_nodes
 
 ACTIVATION_BYTES = 2
-
-
-class Links(NamedTuple):
-    intra: Number
-    inter: Number
-    latency: Number
 
 
 class LayerTransfers(NamedTuple):
@@ -33,10 +30,12 @@ class LayerTransfers(NamedTuple):
 
 class LayerTime(NamedTuple):
     """One layer: forward and backward seconds, what is computed again in the backward with them;
-    `waiting` is the part of both in which the device waits for the host."""
+    `weight_gradient` is the part of the backward that may be put off, `waiting` the part of both in
+    which the device waits for the host."""
 
     forward: Number
     backward: Number
+    weight_gradient: Number
     waiting: Number = 0.0
 
 
@@ -45,23 +44,15 @@ def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
     model, layout, constants = work.model, work.layout, work.constants
     t, c, u = layout.tp, layout.cp, work.tokens
     size = work.hardware.node_size
-
-    def bandwidth(ranks: Number, stride: Number) -> Number:
-        return group_bandwidth(
-            ranks,
-            stride,
-            node_size=size,
-            intra=links.intra,
-            inter=links.inter,
-            contention=constants.network_contention,
-        )
-
     stream = u * model.hidden * ACTIVATION_BYTES
-    tensor = 2 * (t - 1) / t * stream / bandwidth(t, 1) + 2 * links.latency
+    tensor = 2 * (t - 1) / t * stream / links.bandwidth(t, 1) + 2 * links.latency
+    pair, whole = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
+    tensor = known(where(layout.sequence_parallel == 1, pair, whole), where(t > 1, tensor, 0))
     keys = u * c * model.kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     latent_keys = u * c * model.heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     keys = where(model.latent == 1, latent_keys, keys)
-    context = (c - 1) / c * keys / bandwidth(c, t) * constants.context_exposed
+    context = where(c > 1, (c - 1) / c * keys / links.bandwidth(c, t), 0)
+    context = known(links.measured("all_gather", c, t, keys), context)
     once = u / t * model.hidden * ACTIVATION_BYTES
     rows = once * model.top_k * work.kept_choices
     nodes = maximum(layout.ep * layout.etp / size, 1)
@@ -75,18 +66,31 @@ def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
     across = once * copies(nodes)
     inside = once * copies(layout.ep) * work.load
     exchange = maximum(across / links.inter, inside / links.intra) + 2 * links.latency
-    exchange = exchange * where(
-        layout.overlapped_exchange == 1, constants.overlapped_exchange_exposed, 1
-    )
-    x = layout.etp
-    expert_tensor = 2 * (x - 1) * rows / bandwidth(x, 1)
     has = model.experts > 0
+    exchange = where((layout.ep > 1) & has, exchange, 0)
+    routed = once * model.top_k
+    counted = links.measured("all_to_all", layout.ep, layout.etp, routed * work.load)
+    exchange = known(where(layout.deduplicated == 1, np.nan, counted), exchange)
+    share = where(layout.overlapped_exchange == 1, constants.overlapped_exchange_exposed, 1)
+    x = layout.etp
+    expert_tensor = where((x > 1) & has, 2 * (x - 1) * rows / links.bandwidth(x, 1), 0)
     return LayerTransfers(
-        tensor=where(t > 1, tensor, 0),
-        context=where(c > 1, context, 0),
-        exchange=where((layout.ep > 1) & has, exchange, 0),
-        expert_tensor=where((x > 1) & has, expert_tensor, 0),
+        tensor=tensor * _exit_share(work),
+        context=context * constants.context_exposed,
+        exchange=exchange * share,
+        expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),
     )
+
+
+def _exit_share(work: Workload) -> Number:
+    """Tensor-parallel traffic of the attention's exit, over that of a reduce-scatter.
+
+    A layer enters and leaves two blocks, each a collective of (t-1)/t u h; the all-to-all moves
+    A/(h t) of one (A the attention's width).
+    """
+    model, layout = work.model, work.layout
+    moved = model.heads * model.value_dim / (model.hidden * layout.tp)
+    return where(layout.all_to_all_exit == 1, (3 + moved) / 4, 1)
 
 
 #: How sharply the longer of device and host wins: 1 adds them up, infinity is the maximum.
@@ -121,7 +125,16 @@ def _attention_part(
     backward = backward + 2 * transfers.context + 2 * fixed + block.weights * accumulate / work.hbm
     again = layout.again_norm * block.elementwise / 2
     again = again + where(layout.kernel >= 2, layout.again_attention * block.core, 0)
-    return LayerTime(forward, backward + again)
+    return LayerTime(
+        forward, backward + again, _weight_gradient(work, block.products, block.weights, accumulate)
+    )
+
+
+def _weight_gradient(
+    work: Workload, products: Number, weights: Number, accumulate: Number
+) -> Number:
+    """Of products with so many weights: as many operations again, and the sum of gradients."""
+    return where(work.layout.adapters == 1, 0, products) + weights * accumulate / work.hbm
 
 
 def dense_layer(
@@ -141,7 +154,9 @@ def dense_layer(
     backward = backward + mlp.weights * accumulate / work.hbm
     backward = backward + layout.again_norm * mlp.elementwise / 2
     whole = first.forward + forward
-    return LayerTime(whole, first.backward + backward + layout.again_full * whole)
+    back = first.backward + backward + layout.again_full * whole
+    later = _weight_gradient(work, mlp.products, mlp.weights, accumulate)
+    return LayerTime(whole, back, first.weight_gradient + later)
 
 
 def routed_layer(
@@ -168,4 +183,5 @@ def routed_layer(
     host = experts.overhead
     whole = longer(ahead, host)
     behind = longer(back, (2 + layout.again_full) * host)
-    return LayerTime(whole, behind, whole + behind - ahead - back)
+    later = _weight_gradient(work, products, weights, accumulate)
+    return LayerTime(whole, behind, first.weight_gradient + later, whole + behind - ahead - back)

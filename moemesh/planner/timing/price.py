@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moemesh.config.cluster import Cluster
-from moemesh.planner.accuracy.calibration import Calibration, shipped_calibration
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.suggest import nearest_choice
+from moemesh.planner.accuracy.calibration import shipped_calibration
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.arithmetic import Number
-from moemesh.planner.timing.columns import Software, hardware_columns, layout_columns, model_columns
-from moemesh.planner.timing.constants import Constants
+from moemesh.planner.timing.columns import (
+    LayoutColumns,
+    Software,
+    hardware_row,
+    layout_row,
+    model_row,
+    precision_of,
+)
+from moemesh.planner.timing.constants import NAMES, Constants
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
-from moemesh.planner.timing.step_time import step_time
+from moemesh.planner.timing.network import LinkTable
+from moemesh.planner.timing.step_time import compute_floor, step_time
 
 #: The software stack whose calibration an unnamed cluster gets.
 DEFAULT_STACK = "megatron"
@@ -21,12 +32,13 @@ DEFAULT_STACK = "megatron"
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """What is known of a cluster: its device, the constants of its time, the habits of its memory.
-    `usable_share` is the part of a device's memory that a job gets."""
+    """What is known of a cluster: its device, the constants of its time, the habits of its memory,
+    measured links. `usable_share` is the part of a device's memory that a job gets."""
 
     device: Accelerator
     constants: Constants
     allocation: Allocation
+    table: LinkTable = field(default_factory=lambda: LinkTable(()))
 
     @property
     def usable_share(self) -> float:
@@ -40,56 +52,71 @@ class Pricing:
             optimizer_bytes=layout.optimizer_bytes,
         )
 
+    def memory(self, shape: ModelShape, layout: PlannedLayout) -> PeakMemory:
+        """The worst rank's peak."""
+        return peak_memory(shape, layout, self.allocation_of(layout))
+
+    def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
+        """Seconds of a step by part, with `total`."""
+        return step_time(
+            model_row(shape),
+            layout_row(shape, layout, software_of(layout)),
+            hardware_row(self.device, precision_of(layout)),
+            self.constants,
+            table=self.table,
+            stages=[Stages.of(shape, layout)],
+        ).row(0)
+
     def price(
         self, shape: ModelShape, layout: PlannedLayout
     ) -> tuple[PeakMemory, dict[str, float]]:
         """(worst rank's peak, seconds of a step by part)."""
-        spans_nodes = layout.dispatcher == "hierarchical"
-        traits = Software(fsdp=layout.zero >= 2, deduplicated=spans_nodes)
-        columns = (
-            model_columns([shape]),
-            layout_columns([layout], [traits]),
-            hardware_columns([self.device], [layout]),
-        )
-        memory = peak_memory(shape, layout, self.allocation_of(layout))
-        seconds = step_time(*columns, self.constants).row(0)
-        saved = seconds["tensor"] * (1 - exit_share(shape, layout.attention_exit, layout.tp))
-        seconds["tensor"] -= saved
-        seconds["total"] -= saved
-        return memory, seconds
+        return self.memory(shape, layout), self.seconds(shape, layout)
+
+    def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
+        """Seconds of a step that the layouts of `columns` take at least."""
+        hardware = hardware_row(self.device, precision)
+        return step_time(
+            model_row(shape), columns, hardware, self.constants, table=self.table
+        ).total
+
+    def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:
+        """Seconds that no layout of so many devices undercuts."""
+        hardware = hardware_row(self.device, precision)
+        return float(compute_floor(model_row(shape), columns, hardware, self.constants))
 
 
-def exit_share(shape: ModelShape, attention_exit: str, tp: Number) -> Number:
-    """Tensor-parallel traffic of an attention exit, of that with a reduce-scatter.
-
-    A layer enters and leaves two blocks, each a collective of (t-1)/t u h; the all-to-all moves
-    A/(h t) of one (A the attention's width).
-    """
-    if attention_exit != "all_to_all":
-        return 1.0
-    return (3 + shape.output_width / (shape.hidden_size * tp)) / 4
+def software_of(layout: PlannedLayout) -> Software:
+    """How `moemesh train` runs a layout."""
+    return Software(fsdp=layout.zero >= 2, deduplicated=layout.dispatcher == "hierarchical")
 
 
 def pricing(cluster: Cluster) -> Pricing:
-    """Constants that the cluster names win over those that ship for its device."""
+    """Constants that the cluster names win over those that ship for its device. Raises ConfigError
+    for names that the time model lacks."""
+    problems = [
+        Problem(
+            code="unknown-key",
+            key=f"cluster.constants.{name}",
+            value=value,
+            message=f"the time model has no constant `{name}`",
+            fix=nearest_choice(name, NAMES),
+        )
+        for name, value in cluster.constants.items()
+        if name not in NAMES
+    ]
+    if problems:
+        raise ConfigError(problems)
     device = accelerator_of_cluster(cluster)
-    known = shipped_calibration()
+    calibrated = shipped_calibration()
     key = f"{DEFAULT_STACK}/{device.name}"
-    allocation = known.allocation(key)
+    allocation = calibrated.allocation(key)
     if not device.generation:
         # Nothing is known of the libraries of such a device (a CPU, say).
         allocation = replace(allocation, workspace_bytes=0.0, usable_share=1.0)
-    return Pricing(device=device, constants=_constants(known, key, cluster), allocation=allocation)
-
-
-def price(
-    shape: ModelShape, layout: PlannedLayout, cluster: Cluster
-) -> tuple[PeakMemory, float, dict[str, float]]:
-    """(worst rank's peak, usable share of the device's memory, seconds of a step by part)."""
-    known = pricing(cluster)
-    memory, seconds = known.price(shape, layout)
-    return memory, known.usable_share, seconds
-
-
-def _constants(known: Calibration, key: str, cluster: Cluster) -> Constants:
-    return replace(known.constants(key), **cluster.constants)
+    return Pricing(
+        device=device,
+        constants=replace(calibrated.constants(key), **cluster.constants),
+        allocation=allocation,
+        table=LinkTable.from_curves(cluster.links),
+    )

@@ -1,38 +1,43 @@
-"""Seconds of one training step: the layers of each stage, the pipeline, gradients, the optimizer.
+"""Seconds of one training step: its stages under their schedule, gradients, the optimizer.
 
-    step = m x slowest stage + fill + exposed gradient traffic + optimizer + fixed
+    step  = pipeline + exposed gradient traffic + optimizer + fixed
 
-    stage = layers x (forward + backward + what is computed again) + its end of the model + sends
-    fill  = (all stages once - slowest) / v        v chunks a rank; 0 without a pipeline
+    pipeline = m x busiest rank + waiting
+    rank     = its layers x (forward + backward + what is computed again) + its end of the model
+               + its messages
 
-The closed form is exact for equal stages under GPipe, 1F1B and interleaving (bubble (p-1)(F+B)/v;
-arXiv:2104.04473) and a good approximation with an embedding, a head or unequal layers; a caller
-that wants more passes `pipeline_seconds`, a function of stage times such as a schedule simulation.
-Zero-bubble and DualPipe schedules shorten the fill by their own closed form (`fill_share` of
-:mod:`moemesh.planner.timing.columns`).
+How long a pipeline waits is a fact of its schedule: given the stages of every row, the answer of
+:func:`moemesh.schedule.step.duration` (the simulator's) for their times of forward, input gradient
+and weight gradient. A search over millions of rows asks for less, a bound of it in columns: the
+longest of three kinds of paths that every schedule has,
 
-Every formula takes floats or numpy arrays, one entry per layout, so that a search prices a million
-layouts in a call. Two lower bounds are true bounds of this model for any layout: `compute_floor`
-(operations at best efficiency, no bubble, no traffic) and any single term of the sum.
+    forwards before a rank, all it runs, and (where backwards are whole) the backwards after it
+    forwards to the last stage, that stage's forwards and input gradients, input gradients back
+    one microbatch alone
+
+Every formula takes floats or numpy arrays, one entry per layout, so that a search bounds a million
+layouts in a call. `compute_floor` (operations at best efficiency, no bubble, no traffic) is a true
+bound of this model for any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.planner.timing.arithmetic import (
-    Number,
-    ceil,
-    floor,
-    maximum,
-    minimum,
-    where,
+from moemesh.planner.stage_cut import Stages
+from moemesh.planner.timing.arithmetic import Number, maximum, where
+from moemesh.planner.timing.columns import (
+    HardwareColumns,
+    LayoutColumns,
+    ModelColumns,
+    RankColumns,
+    rank_row,
+    stacked,
 )
-from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns
 from moemesh.planner.timing.compute import (
     BlockTime,
     EndTime,
@@ -54,24 +59,25 @@ from moemesh.planner.timing.data_time import (
 )
 from moemesh.planner.timing.layer_time import (
     ACTIVATION_BYTES,
+    LayerTime,
     LayerTransfers,
-    Links,
     dense_layer,
     layer_transfers,
     routed_layer,
 )
-
-#: (slowest stage, first stage, last stage, microbatches) -> seconds of the pipeline.
-PipelineSeconds = Callable[[Number, Number, Number, Number], Number]
+from moemesh.planner.timing.links import Links, known
+from moemesh.planner.timing.network import LinkTable
+from moemesh.schedule.step import duration
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step, and what they consist of (on the rank that holds the slowest stage).
+    """Seconds of one step, and what they consist of (on the busiest pipeline rank).
 
-    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels with
-    the gradient accumulation, `launches` fixed costs, `head` the slower end of the model;
-    `tensor`, `context`, `experts`, `pipeline`, `data` exposed transfers by axis; `bubble` waiting.
+    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels, the
+    gradient accumulation and what selective recomputation runs again, `launches` fixed costs,
+    `head` the head with its loss; `tensor`, `context`, `experts`, `pipeline`, `data` exposed
+    transfers by axis; `bubble` waiting for other pipeline ranks.
     """
 
     total: Number
@@ -100,62 +106,227 @@ def step_time(
     layout: LayoutColumns,
     hardware: HardwareColumns,
     constants: Constants,
-    pipeline_seconds: PipelineSeconds | None = None,
+    *,
+    table: LinkTable | None = None,
+    stages: Sequence[Stages] | None = None,
 ) -> StepTime:
-    """The time of one step of every row."""
+    """The time of one step of every row; transfers by `table` where it knows them.
+
+    With `stages`, those of each row, waiting is what the schedule's simulation says. Without, it is
+    a lower bound, and so is the total. Raises ValueError for `stages` of a schedule that cannot be
+    made.
+    """
     work = Workload(model=model, layout=layout, hardware=hardware, constants=constants)
-    links = Links(
-        intra=hardware.intra * constants.intra_node_efficiency,
-        inter=hardware.inter * constants.inter_node_efficiency,
-        latency=constants.collective_latency_us * 1e-6,
-    )
-    attention, mlp, experts = attention_block(work), mlp_block(work), expert_block(work)
+    links = Links.of(hardware, constants, table)
+    blocks = attention_block(work), mlp_block(work), expert_block(work)
+    attention, mlp, experts = blocks
     accumulate = where((layout.fsdp == 1) | (layout.adapters == 1), 0.0, constants.accumulate_bytes)
     ends = model_ends(work, accumulate)
     transfers = layer_transfers(work, links)
-    dense = dense_layer(work, attention, mlp, transfers, accumulate)
-    routed = routed_layer(work, attention, experts, transfers, accumulate)
     dense_weights = attention.weights + mlp.weights
     routed_weights = attention.weights + experts.shared_weights
-    dense = sharded_unit(work, links, dense, dense_weights, 0.0)
-    routed = sharded_unit(work, links, routed, routed_weights, experts.expert_weights)
-    num_dense = model.layers - model.moe_layers
-    body = num_dense * (dense.forward + dense.backward)
-    body = body + model.moe_layers * (routed.forward + routed.backward)
-
-    send = _stage_send(work, links)
-    one_layer = body / model.layers
-    own = where(model.experts > 0, routed_weights + experts.expert_weights, dense_weights)
-    stages = _stage_times(work, one_layer, ends, send, own)
-    m = layout.microbatches
-    once = body + ends.head + ends.embedding + send * (layout.pp - 0.5)
-    fill = where(
-        layout.pp > 1,
-        maximum(once - stages.slowest, 0)
-        * layout.fill_share
-        / layout.stages_per_rank
-        * constants.fill_slowdown,
-        0.0,
+    dense = dense_layer(work, attention, mlp, transfers, accumulate)
+    routed = routed_layer(work, attention, experts, transfers, accumulate)
+    times = _PassTimes(
+        dense=sharded_unit(work, links, dense, dense_weights, 0.0),
+        routed=sharded_unit(work, links, routed, routed_weights, experts.expert_weights),
+        ends=ends,
+        message=_message(work, links),
     )
+    busiest, waiting = _bound(work, times) if stages is None else _simulated(work, times, stages)
     startup = where(
         (layout.pp > 1) & (layout.slow_startup == 1),
-        constants.startup_microbatches * stages.slowest,
+        constants.startup_microbatches * layout.slices * times.busy(busiest),
         0.0,
     )
-    if pipeline_seconds is None:
-        piped = m * stages.slowest + fill + startup
-    else:
-        piped = pipeline_seconds(stages.slowest, stages.first, stages.last, m) + startup
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
-    data = data_seconds(work, links, *weights)
-    optimizer = optimizer_seconds(work, *weights)
-    total = piped + data + optimizer + constants.step_overhead_ms * 1e-3
-    count = m * model.layers / layout.pp
-    per_rank = _Breakdown(count=count, dense_share=num_dense / model.layers, waiting=routed.waiting)
-    return per_rank.result(
-        work, total, piped, stages, (attention, mlp, experts), transfers, accumulate, ends,
-        send, data, optimizer,
+    return _in_parts(
+        work,
+        times,
+        busiest,
+        waiting + startup,
+        (blocks, transfers, accumulate),
+        data_seconds(work, links, *weights),
+        optimizer_seconds(work, *weights),
+    )
+
+
+class _PassTimes(NamedTuple):
+    """Seconds of one pass (a microbatch, or a slice of it) through a layer of either kind, at the
+    ends, and of one message between stages."""
+
+    dense: LayerTime
+    routed: LayerTime
+    ends: EndTime
+    message: Number
+
+    def forward(self, dense: Number, routed: Number) -> Number:
+        return dense * self.dense.forward + routed * self.routed.forward
+
+    def backward(self, dense: Number, routed: Number) -> Number:
+        return dense * self.dense.backward + routed * self.routed.backward
+
+    def later(self, dense: Number, routed: Number) -> Number:
+        """Weight gradients."""
+        return dense * self.dense.weight_gradient + routed * self.routed.weight_gradient
+
+    def busy(self, rank: RankColumns) -> Number:
+        """Everything that a rank does for one pass, sending included."""
+        layers = self.forward(rank.dense, rank.routed) + self.backward(rank.dense, rank.routed)
+        ends = rank.embedding * self.ends.embedding + rank.head * self.ends.head
+        return layers + ends + rank.sends * self.message
+
+
+def _message(work: Workload, links: Links) -> Number:
+    """Exposed seconds of one message of a stage to the next."""
+    layout, constants = work.layout, work.constants
+    cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
+    size = work.tokens * work.model.hidden * ACTIVATION_BYTES / cut
+    near = layout.tp * layout.cp * layout.dp < work.hardware.node_size
+    rate = where(near, links.intra, links.inter)
+    closed = size / rate * constants.pipeline_exposed + links.latency
+    if len(links.table):
+        once = links.table.column("send", 2, where(near, 2, 1), size) * constants.pipeline_exposed
+        closed = known(once, closed)
+    return where(layout.pp > 1, closed, 0.0)
+
+
+def _bound(work: Workload, times: _PassTimes) -> tuple[RankColumns, Number]:
+    """(busiest of the first, last and heaviest inner rank, seconds that it waits at least)."""
+    layout, model, ends = work.layout, work.model, times.ends
+    busiest = layout.ranks[0]
+    for rank in layout.ranks[1:]:
+        busiest = _where_rank(times.busy(rank) > times.busy(busiest), rank, busiest)
+    passes, split = work.passes, layout.splits_backward
+    longest = work.passes * times.busy(busiest)
+    for rank in layout.ranks:
+        before = rank.dense_before, rank.routed_before
+        embedded = where(rank.stages_before > 0, ends.embedding, 0)
+        there = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
+        # The first message of the way back is among those that the rank itself sends.
+        back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
+        own = passes * times.busy(rank) - where(rank.sends > 0, times.message, 0)
+        path = there + own + where(split == 1, 0, back)
+        longest = maximum(longest, path)
+    num_dense = model.layers - model.moe_layers
+    early = num_dense - layout.last_dense, model.moe_layers - layout.last_routed
+    # Both halves of a V meet on one rank, without a message.
+    messages = maximum(layout.last_stage - 1, 0) * times.message
+    there = times.forward(*early) + ends.embedding / 2 + messages
+    input_gradients = times.backward(*early) - times.later(*early)
+    back = where(split == 1, input_gradients, times.backward(*early)) + ends.embedding / 2
+    back = back + messages
+    final = layout.last_dense, layout.last_routed
+    once = times.forward(*final) + times.backward(*final) + ends.head
+    put_off = times.later(*final) + ends.head_weight_gradient
+    once = once - where(split == 1, put_off, 0)
+    path = there + passes * layout.pipe_share * once + back
+    longest = where(layout.pp > 1, maximum(longest, path), longest)
+    waiting = longest - passes * times.busy(busiest)
+    return busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
+
+
+def _where_rank(condition: Number, yes: RankColumns, no: RankColumns) -> RankColumns:
+    return RankColumns(
+        **{
+            item.name: where(condition, getattr(yes, item.name), getattr(no, item.name))
+            for item in fields(RankColumns)
+        }
+    )
+
+
+def _simulated(
+    work: Workload, times: _PassTimes, stages: Sequence[Stages]
+) -> tuple[RankColumns, Number]:
+    """(busiest rank, seconds that it waits) of every row, by its schedule."""
+    flat = np.broadcast_arrays(
+        *times.dense[:3], *times.routed[:3],
+        times.ends.embedding, times.ends.head, times.ends.head_forward,
+        times.ends.head_weight_gradient, times.message,
     )  # fmt: skip
+    columns = np.stack([np.ravel(column) for column in flat], axis=1)
+    ranks: list[RankColumns] = []
+    waiting: list[float] = []
+    for one, numbers in zip(stages, columns.tolist(), strict=True):
+        found = duration(one.step, *_stage_times(one, numbers), numbers[-1])
+        waiting.append(max(found.makespan - found.busy, 0.0))
+        ranks.append(rank_row(one, found.rank))
+    if np.ndim(flat[0]) == 0:
+        return ranks[0], waiting[0]
+    return stacked(ranks), np.array(waiting)
+
+
+def _stage_times(
+    stages: Stages, numbers: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of one microbatch at every stage: forward, input gradient, weight gradient."""
+    f_dense, b_dense, w_dense, f_routed, b_routed, w_routed = numbers[:6]
+    embedding, head, head_forward, head_weight, _ = numbers[6:]
+    slices, last = stages.step.slices, stages.last
+    ahead: list[float] = []
+    inputs: list[float] = []
+    later: list[float] = []
+    for stage, (dense, routed) in enumerate(stages.layers):
+        first, final = stage == 0, stage == last
+        weight = dense * w_dense + routed * w_routed + final * head_weight
+        forward = dense * f_dense + routed * f_routed
+        forward += first * embedding / 2 + final * head_forward
+        whole = dense * (f_dense + b_dense) + routed * (f_routed + b_routed)
+        whole += first * embedding + final * head
+        ahead.append(slices * forward)
+        later.append(slices * weight)
+        inputs.append(slices * max(whole - forward - weight, 0.0))
+    return ahead, inputs, later
+
+
+def _in_parts(
+    work: Workload,
+    times: _PassTimes,
+    rank: RankColumns,
+    waiting: Number,
+    found: tuple[tuple[BlockTime, BlockTime, ExpertTime], LayerTransfers, Number],
+    data: Number,
+    optimizer: Number,
+) -> StepTime:
+    """The step in parts, those of the rank that is busiest."""
+    (attention, mlp, experts), transfers, accumulate = found
+    layout, constants, passes = work.layout, work.constants, work.passes
+    dense, routed = rank.dense, rank.routed
+    both = dense + routed
+    again = layout.again_full
+    products = both * attention.products + dense * mlp.products
+    products = products + routed * (experts.products + experts.shared_products)
+    moved = both * attention.elementwise + dense * mlp.elementwise
+    moved = moved + routed * experts.elementwise
+    weights = both * attention.weights + dense * mlp.weights
+    weights = weights + routed * (experts.expert_weights + experts.shared_weights)
+    core = 1 + core_backward_factor(work) + again
+    host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
+    halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
+    exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
+    parts: dict[str, Number] = {
+        "compute": passes * (where(layout.adapters == 1, 2, 3) + again) * products,
+        "attention": passes * both * core * attention.core,
+        "elementwise": passes * ((3 + again) * moved + weights * accumulate / work.hbm),
+        "launches": passes * host,
+        "head": passes * rank.head * times.ends.head,
+        "tensor": passes * (2 + again) * halves * transfers.tensor,
+        "context": passes * both * 3 * transfers.context,
+        "experts": passes * routed * exchanged * (1 + again / 2),
+        "pipeline": passes * rank.sends * times.message,
+    }
+    busy = passes * times.busy(rank)
+    rest = busy
+    for seconds in parts.values():
+        rest = rest - seconds
+    # Of an FSDP unit the rest is waiting for its weights.
+    is_units = layout.fsdp == 1
+    overhead = constants.step_overhead_ms * 1e-3
+    parts["elementwise"] = parts["elementwise"] + where(is_units, 0, rest)
+    parts["launches"] = parts["launches"] + overhead
+    parts["data"] = data + where(is_units, rest, 0)
+    total = busy + waiting + data + optimizer + overhead
+    return StepTime(total=total, bubble=waiting, optimizer=optimizer, **parts)
 
 
 def compute_floor(
@@ -201,132 +372,3 @@ def compute_floor(
     )
     core = core * (1 + core_backward_factor(work)) / hardware.peak_16bit
     return (products + head + core) / (layout.tp * layout.pp)
-
-
-def _stage_send(work: Workload, links: Links) -> Number:
-    """Exposed sends of one microbatch at one stage, forward and backward, all chunks."""
-    layout = work.layout
-    cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
-    size = work.tokens * work.model.hidden * ACTIVATION_BYTES / cut
-    stage_ranks = layout.tp * layout.cp * layout.dp
-    rate = where(stage_ranks < work.hardware.node_size, links.intra, links.inter)
-    once = size / rate * work.constants.pipeline_exposed + links.latency
-    return where(layout.pp > 1, 2 * layout.stages_per_rank * once, 0)
-
-
-class _Stages(NamedTuple):
-    slowest: Number
-    first: Number
-    last: Number
-    #: Layers and end time of the slowest stage.
-    layers: Number
-    end: Number
-
-
-def _stage_times(
-    work: Workload, layer: Number, ends: EndTime, send: Number, layer_weights: Number
-) -> _Stages:
-    """Seconds of one microbatch at the first, a middle and the last stage, and the slowest."""
-    model, layout = work.model, work.layout
-    p, layers = layout.pp, model.layers
-    share = ends.weights / maximum(layer_weights, 1)
-    share = where(model.experts > 0, minimum(share, ends.head / layer), share)
-    outer, inner = balanced_layers(layers, p, share)
-    outer = where(layout.balanced_stages == 1, outer, layers / p)
-    inner = where(layout.balanced_stages == 1, inner, layers / p)
-    whole = layers * layer + ends.head + ends.embedding
-    first = where(p > 1, outer * layer + ends.embedding + send, whole)
-    middle = where(p > 2, inner * layer + send, 0)
-    last = where(p > 1, outer * layer + ends.head + send / 2, whole)
-    slowest = maximum(maximum(first, last), middle)
-    slowest = where(p > 1, slowest, whole)
-    at_last = last >= maximum(first, middle)
-    count = where(at_last, outer, where(p > 2, inner, outer))
-    return _Stages(slowest, first, last, where(p > 1, count, layers), where(at_last, 1, 0))
-
-
-def balanced_layers(layers: Number, stages: Number, end_share: Number) -> tuple[Number, Number]:
-    """Layers of an outer and of an inner stage when the heaviest stage is as light as it can be.
-
-    `end_share` is the weight of the embedding, and of the head, in layers. Whole layers only: with
-    a capacity C per stage the outer stages hold ⌊C - share⌋, the inner ones ⌊C⌋; C is the smallest
-    that holds all (it is an integer or an integer plus the share's fraction).
-    """
-    tiny = 1e-9
-    capacity: Number = np.full(np.broadcast(layers, stages, end_share).shape, np.inf)
-    base = floor((layers + 2 * end_share) / stages)
-    for offset in (-2, -1, 0, 1, 2):
-        for fraction in (0.0, 1.0):
-            tried = base + offset + fraction * (end_share - floor(end_share))
-            held = 2 * maximum(floor(tried - end_share + tiny), 0)
-            held = held + (stages - 2) * floor(tried + tiny)
-            capacity = where(held >= layers, minimum(capacity, tried), capacity)
-    outer = maximum(floor(capacity - end_share + tiny), 0)
-    outer = where(stages <= 2, layers / stages, outer)
-    most = ceil((layers - 2 * outer) / maximum(stages - 2, 1))
-    inner = minimum(floor(where(np.isfinite(capacity), capacity, most) + tiny), most)
-    return outer, where(stages > 2, inner, layers / stages)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Breakdown:
-    """How often a rank runs a layer in a step, which share of its layers is dense, and how long
-    an MoE layer waits for the host."""
-
-    count: Number
-    dense_share: Number
-    waiting: Number
-
-    def result(
-        self,
-        work: Workload,
-        total: Number,
-        piped: Number,
-        stages: _Stages,
-        blocks: tuple[BlockTime, BlockTime, ExpertTime],
-        transfers: LayerTransfers,
-        accumulate: Number,
-        ends: EndTime,
-        send: Number,
-        data: Number,
-        optimizer: Number,
-    ) -> StepTime:
-        """The step in parts; waiting is what none of the others explains."""
-        attention, mlp, experts = blocks
-        dense, routed = self.dense_share, 1 - self.dense_share
-        m, count = work.layout.microbatches, self.count
-        passes = where(work.layout.adapters == 1, 2, 3) + work.layout.again_full
-        products = attention.products + dense * mlp.products
-        products = products + routed * (experts.products + experts.shared_products)
-        moved = attention.elementwise + dense * mlp.elementwise + routed * experts.elementwise
-        weights = attention.weights + dense * mlp.weights
-        weights = weights + routed * (experts.expert_weights + experts.shared_weights)
-        core = 1 + core_backward_factor(work) + work.layout.again_full
-        launches = 3 * work.constants.layer_overhead_us * 1e-6 + routed * self.waiting
-        halves = 2 - where(work.layout.parallel_block == 1, dense, 0)
-        twice = 2 + work.layout.again_full
-        parts = {
-            "compute": count * passes * products,
-            "attention": count * core * attention.core,
-            "elementwise": count * ((3 + work.layout.again_full) * moved)
-            + count * weights * accumulate / work.hbm,
-            "launches": count * launches + work.constants.step_overhead_ms * 1e-3,
-            "head": m * where(work.layout.pp > 1, stages.end, 1) * ends.head,
-            "tensor": count * twice * halves * transfers.tensor,
-            "context": count * 3 * transfers.context,
-            "experts": count
-            * routed
-            * (4 * transfers.exchange + 2 * transfers.expert_tensor)
-            * (1 + work.layout.again_full / 2),
-            "pipeline": m * send,
-            "data": data + 0.0 * total,
-            "optimizer": optimizer,
-        }
-        bubble = total
-        for seconds in parts.values():
-            bubble = bubble - seconds
-        # FSDP units that wait for their weights: traffic, not waiting for another stage.
-        waiting = maximum(bubble, 0)
-        is_units = work.layout.fsdp == 1
-        parts["data"] = parts["data"] + where(is_units, waiting, 0)
-        return StepTime(total=total, bubble=where(is_units, 0, waiting), **parts)

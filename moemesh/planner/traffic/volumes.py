@@ -35,7 +35,7 @@ from typing import NamedTuple
 from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.memory import StageContent, rank_weights
+from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.trace.ledger import Ledger
 
@@ -95,7 +95,7 @@ class _Volumes:
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.found: list[Volume] = []
-        self.content = StageContent(shape, layout, rank)
+        self.content = StageContent.of(shape, layout, rank)
         self.kinds: dict[LayerKind, int] = dict(self.content.kinds)
         if self.content.has_head and shape.num_mtp_layers:
             kind = shape.mtp_kind
@@ -295,13 +295,11 @@ class _Volumes:
     def _data(self) -> None:
         layout = self.layout
         weights = rank_weights(self.shape, layout, self.rank)
-        sharded = weights.sharded / layout.tp
         cut = layout.sequence_parallel and layout.tp > 1
         if cut and weights.replicated:
             size = weights.replicated * layout.gradient_bytes
             self._enter("tp", "all_reduce", "backward", "gradients", 1, size, layout.tp)
-        dense = sharded + weights.replicated
-        experts = weights.expert / (layout.ep * layout.etp) + weights.expert_rows / layout.ep
+        dense, experts = dense_share(weights, layout), expert_share(weights, layout)
         buckets = self.layers if layout.bucket_per_layer else 1
         self._sums("dp_cp", dense, layout.dense_replicas, layout.dense_shards, buckets)
         expert_buckets = self.moe if layout.bucket_per_layer else 1

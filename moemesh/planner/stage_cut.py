@@ -1,0 +1,139 @@
+"""Which layers each pipeline stage holds: the layout's own cut, else that of `moemesh train`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from moemesh.config.layout import shard_sizes
+from moemesh.config.stages import balanced_sizes
+from moemesh.planner.flops import attention_matmul, mlp_matmul
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.parameters import layer_weights
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.schedule.step import PipelineStep
+
+
+@lru_cache(maxsize=4096)
+def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage as `moemesh train` cuts them. Raises ValueError for more stages than
+    layers."""
+    attention = attention_matmul(shape)
+    costs = [attention + mlp_matmul(shape, kind.moe) for kind in shape.kinds]
+    head = shape.vocab_size * shape.hidden_size
+    return balanced_sizes(costs, head + shape.num_mtp_layers * (costs[-1] + head), num_stages)
+
+
+def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Equal numbers of layers, the longer stages first: what most frameworks do."""
+    return tuple(shard_sizes(shape.num_layers, num_stages))
+
+
+def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Stages whose heaviest is as light as it can be, embedding and head counted by their weights:
+    equal inner stages, the outer two alike. For frameworks that count the tables as layers."""
+    if num_stages < 3:
+        return even_cut(shape, num_stages)
+    share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total
+    layers = shape.num_layers
+
+    def heaviest(outer: int) -> tuple[float, int]:
+        inner = -(-(layers - 2 * outer) // (num_stages - 2))
+        return max(outer + share, inner), -outer
+
+    outer = min(range(layers // 2 + 1), key=heaviest)
+    return outer, *shard_sizes(layers - 2 * outer, num_stages - 2), outer
+
+
+def stage_sizes(shape: ModelShape, layout: PlannedLayout) -> tuple[int, ...]:
+    """Layers of each stage of a layout."""
+    return layout.layers_per_stage or default_cut(shape, layout.num_stages)
+
+
+def with_values(layout: PlannedLayout, **values: Any) -> PlannedLayout:
+    """A copy that is not checked: its numbers may be numpy columns, one entry a layout."""
+    found = copy(layout)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+def pipeline_step(layout: PlannedLayout, microbatches: int | None = None) -> PipelineStep:
+    """The numbers of the layout's schedule; one rank runs one stage after the other."""
+    count = layout.microbatches if microbatches is None else microbatches
+    if layout.pp == 1:
+        schedule = "gpipe" if layout.schedule in ("gpipe", "terapipe") else "1f1b"
+        return PipelineStep(schedule, 1, count)
+    slices = (layout.slices or layout.pp) if layout.schedule == "terapipe" else 1
+    return PipelineStep(layout.schedule, layout.pp, count, layout.stages_per_rank, slices)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one model under one schedule: layers by kind, in order."""
+
+    shape: ModelShape
+    step: PipelineStep
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: ModelShape, layout: PlannedLayout, microbatches: int | None = None) -> Stages:
+        step = pipeline_step(layout, microbatches)
+        sizes = (shape.num_layers,) if layout.pp == 1 else stage_sizes(shape, layout)
+        return Stages(shape, step, sizes)
+
+    @property
+    def last(self) -> int:
+        return len(self.sizes) - 1
+
+    @cached_property
+    def kinds(self) -> tuple[dict[LayerKind, int], ...]:
+        """Layers of every stage by kind; extra prediction layers are not among them."""
+        return _kinds(self.shape, self.sizes)
+
+    def on(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds."""
+        return self.step.stages_of(rank)
+
+    def has_embedding(self, rank: int) -> bool:
+        return 0 in self.on(rank)
+
+    def has_head(self, rank: int) -> bool:
+        return self.last in self.on(rank)
+
+    def kinds_on(self, rank: int) -> dict[LayerKind, int]:
+        """All layers of a rank by kind."""
+        found: Counter[LayerKind] = Counter()
+        for stage in self.on(rank):
+            found.update(self.kinds[stage])
+        return dict(found)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(dense layers, layers with experts) that every stage runs, extra prediction layers with
+        the last."""
+        found = [
+            (
+                sum(number for kind, number in kinds.items() if not kind.moe),
+                sum(number for kind, number in kinds.items() if kind.moe),
+            )
+            for kinds in self.kinds
+        ]
+        if extra := self.shape.num_mtp_layers:
+            dense, routed = found[-1]
+            moe = self.shape.mtp_kind.moe
+            found[-1] = (dense + extra * (not moe), routed + extra * moe)
+        return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _kinds(shape: ModelShape, sizes: tuple[int, ...]) -> tuple[dict[LayerKind, int], ...]:
+    found: list[dict[LayerKind, int]] = []
+    start = 0
+    for size in sizes:
+        found.append(dict(Counter(shape.kinds[start : start + size])))
+        start += size
+    return tuple(found)

@@ -1,0 +1,274 @@
+"""One step of a schedule by its numbers: how long it takes, and how much each rank holds.
+
+Whoever prices a step asks here: nothing else knows the bubble of a schedule, or how many
+microbatches it keeps in flight. The answers are those of :mod:`moemesh.schedule.simulate` and of a
+walk over the orders. A step of many microbatches is not laid out operation by operation. Beyond a
+few more microbatches than ranks a schedule repeats itself, so that
+
+    T(m + u) = T(m) + u x (busiest rank, its messages included)
+
+for u microbatches at once. T is convex in m there and never grows faster than that, so it is enough
+to see the slope once; where stages are so uneven that it comes late, twice as many are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from moemesh.config.pipeline import MIRRORED_SCHEDULES, V_SCHEDULES
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.build import build
+from moemesh.schedule.closed_forms import FORMS, Numbers, Times
+from moemesh.schedule.costs import Costs
+from moemesh.schedule.program import Program, lower
+from moemesh.schedule.simulate import entry_times
+
+#: Schedules that never wait for a step to end: their time is that of an endless stream.
+STREAMS = ("pipedream", "pipedream_2bw", "ampnet")
+#: Those that end with the forward order turned round: everything is alive at once.
+_ALL_AT_ONCE = ("gpipe", "terapipe")
+#: Those with one stage a rank, as (a, b): a p + b(rank) microbatches at most.
+_FEW_AT_ONCE: dict[str, tuple[int, Callable[[int], int]]] = {
+    "1f1b": (1, lambda rank: -rank),
+    "zb_h1": (1, lambda rank: 0),
+    "zb_h2": (2, lambda rank: -1),
+}
+#: Two slopes are the same up to this share.
+_ROUNDING = 1e-9
+
+
+class Duration(NamedTuple):
+    """Seconds of one step.
+
+    `makespan`: from the first start to the last end, what a step takes when the next one waits for
+    all ranks. `span`: the longest from first start to last end of a rank, what it takes when ranks
+    start the next step by themselves (`optimizer_validation = after`, and streams). `busy`: work
+    and messages of the busiest rank, which is number `rank`.
+    """
+
+    makespan: float
+    span: float
+    busy: float
+    rank: int
+
+
+class PipelineStep(NamedTuple):
+    """The numbers that a schedule is made of; `microbatches` of all pipes in one step."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    slices: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one pipe."""
+        return self.ranks * (2 if self.schedule in V_SCHEDULES else self.chunks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on a rank, in the order of its chunks; of both pipes where there are two."""
+        p, last = self.ranks, self.num_stages - 1
+        if self.schedule in V_SCHEDULES:
+            return (rank, last - rank)
+        if self.schedule in MIRRORED_SCHEDULES and p > 1:
+            return (rank, p - 1 - rank)
+        return tuple(chunk * p + rank for chunk in range(self.chunks))
+
+    @property
+    def share(self) -> float:
+        """The part of the step's microbatches that each stage on a rank runs."""
+        return 0.5 if self.schedule in MIRRORED_SCHEDULES and self.ranks > 1 else 1.0
+
+    def messages_of(self, rank: int) -> int:
+        """Messages that a rank sends for a microbatch of each of its stages (of a slice, where
+        there are slices)."""
+        if self.ranks == 1:
+            return 0
+        own, last = self.stages_of(rank), self.num_stages - 1
+        return sum(
+            0 <= neighbour <= last
+            # A V hands over at its turn on one rank.
+            and not (self.schedule in V_SCHEDULES and neighbour in own)
+            for stage in own
+            for neighbour in (stage - 1, stage + 1)
+        )
+
+    @property
+    def is_stream(self) -> bool:
+        return self.schedule in STREAMS
+
+    @property
+    def splits_backward(self) -> bool:
+        """Weight gradients may be computed after everything else."""
+        return self.schedule.startswith("zb_") or self.schedule.startswith("dualpipe")
+
+    @property
+    def unit(self) -> int:
+        """By how many microbatches a step grows."""
+        if self.schedule in ("interleaved_1f1b", "chimera"):
+            return self.ranks
+        return 2 if self.schedule == "dualpipe" else 1
+
+    def of(self, microbatches: int) -> PipelineStep:
+        return self._replace(microbatches=microbatches)
+
+    def settled(self, at_least: int) -> int:
+        """The number of microbatches, `at_least` so many, that is this step's but for units."""
+        return at_least + (self.microbatches - at_least) % self.unit
+
+
+def duration(
+    step: PipelineStep,
+    forward: Sequence[float],
+    input_gradient: Sequence[float],
+    weight_gradient: Sequence[float],
+    message: float = 0.0,
+) -> Duration:
+    """How long a step takes when stage s needs so many seconds a microbatch for each part.
+
+    A message between two ranks (of a slice, where there are slices) occupies its sender. Raises
+    ValueError when there is no such schedule.
+    """
+    costs = Costs(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        message=message,
+    )
+    busy, rank = _busiest(step, forward, input_gradient, weight_gradient, message)
+    whole = busy * step.microbatches
+    if step.is_stream:
+        return Duration(whole, whole, whole, rank)
+    count = step.settled(2 * step.ranks + 2 * step.unit)
+    while count < step.microbatches:
+        before, after = (
+            _laid_out(step.of(count - step.unit), costs),
+            _laid_out(step.of(count), costs),
+        )
+        slope = busy * step.unit
+        grown = (after[0] - before[0], after[1] - before[1])
+        if all(abs(more - slope) <= _ROUNDING * slope for more in grown):
+            rest = busy * (step.microbatches - count)
+            return Duration(after[0] + rest, after[1] + rest, whole, rank)
+        count = step.settled(2 * count)
+    return Duration(*_laid_out(step, costs), whole, rank)
+
+
+def _busiest(
+    step: PipelineStep,
+    forward: Sequence[float],
+    input_gradient: Sequence[float],
+    weight_gradient: Sequence[float],
+    message: float,
+) -> tuple[float, int]:
+    """(seconds a microbatch of the step, rank)."""
+    found: list[tuple[float, int]] = []
+    for rank in range(step.ranks):
+        seconds = message * step.messages_of(rank) * step.slices
+        for stage in step.stages_of(rank):
+            seconds += forward[stage] + input_gradient[stage] + weight_gradient[stage]
+        found.append((seconds * step.share, -rank))
+    seconds, rank = max(found)
+    return seconds, -rank
+
+
+def _laid_out(step: PipelineStep, costs: Costs) -> tuple[float, float]:
+    """(makespan, span) by simulation."""
+    program = _program(step)
+    starts, ends, _ = entry_times(program, costs.bind(program.schedule), "blocking")
+    first = program.first
+    spans = [ends[b - 1] - starts[a] for a, b in zip(first[:-1], first[1:], strict=True) if b > a]
+    return max(ends), max(spans)
+
+
+@lru_cache(maxsize=512)
+def _program(step: PipelineStep) -> Program:
+    return lower(_schedule(step))
+
+
+@lru_cache(maxsize=64)
+def _schedule(step: PipelineStep) -> Schedule:
+    return build(
+        step.schedule,
+        step.ranks,
+        step.microbatches,
+        stages_per_rank=step.chunks,
+        num_slices=step.slices if step.schedule == "terapipe" else None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Per rank, how many microbatches each of its stages keeps at the rank's peaks.
+
+    One tuple (a number for each of :meth:`PipelineStep.stages_of`) for every moment that no other
+    exceeds on all stages. Activations live until the weight gradients that need them are computed.
+    """
+    if step.ranks == 1 and step.schedule in MIRRORED_SCHEDULES:
+        return (((1.0,),),)
+    if step.schedule in _ALL_AT_ONCE:
+        return ((((float(step.microbatches),) * step.chunks),),) * step.ranks
+    if step.schedule in _FEW_AT_ONCE:
+        most, less = _FEW_AT_ONCE[step.schedule]
+        ranks = range(step.ranks)
+        counts = [min(step.microbatches, most * step.ranks + less(rank)) for rank in ranks]
+        return tuple(((float(count),),) for count in counts)
+    most = step.microbatches * step.share
+    # Later microbatches add nothing; fewer than a schedule can run with are a part of those.
+    units = step.of(-(-step.microbatches // step.unit) * step.unit)
+    count = units.settled(2 * step.ranks + 2 * step.unit)
+    if not step.is_stream:
+        least = 2 * step.ranks if step.schedule.startswith("dualpipe") else 1
+        count = min(count, max(units.microbatches, least))
+    schedule = _schedule(step.of(count))
+    found: list[tuple[tuple[float, ...], ...]] = []
+    for rank in range(step.ranks):
+        moments = _moments(schedule, rank, step.stages_of(rank))
+        if not step.is_stream:
+            moments = {tuple(min(number, most) for number in one) for one in moments}
+        found.append(_undominated(moments))
+    return tuple(found)
+
+
+def in_flight(step: PipelineStep, rank: int) -> float:
+    """Microbatches that a rank holds at its peak, in whole passes through all of its stages."""
+    return max(sum(one) / len(one) for one in alive(step)[rank])
+
+
+def weight_copies(step: PipelineStep, rank: int) -> int:
+    """Versions of its own stages' weights that a rank keeps (both pipes' stages are its own)."""
+    if not step.is_stream:
+        return 1
+    count = max(step.microbatches, 4 * step.ranks)
+    numbers = Numbers(ranks=step.ranks, microbatches=count, chunks=step.chunks, times=Times())
+    return FORMS[step.schedule].copies(numbers, rank)
+
+
+def _moments(schedule: Schedule, rank: int, stages: Sequence[int]) -> set[tuple[float, ...]]:
+    """What is alive after the forwards of each entry."""
+    mirrored = schedule.num_pipes > 1
+    place = {stage: index for index, stage in enumerate(stages)}
+    held = [0] * len(stages)
+    found: set[tuple[float, ...]] = set()
+    for entry in schedule.orders[rank]:
+        for op in entry:
+            if op.kind == "F":
+                held[place[op.stage]] += 1
+        found.add(tuple(count / schedule.num_slices for count in held))
+        for op in entry:
+            if op.kind in ("B", "W"):
+                held[place[op.stage]] -= 1
+    assert mirrored or not any(held)
+    return found
+
+
+def _undominated(moments: Iterable[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
+    """Those that no other exceeds everywhere, in order."""
+    kept: list[tuple[float, ...]] = []
+    for one in sorted(moments, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in kept):
+            kept.append(one)
+    return tuple(kept)
