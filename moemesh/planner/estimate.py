@@ -108,6 +108,7 @@ def estimate(
     shape = model.shape
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
+    layout, plan = _on_nodes(layout, plan, cluster)
     memory = estimate_memory(shape, layout)
     notes = list(shape.notes)
     if layout.world_size > cluster.num_devices:
@@ -131,6 +132,18 @@ def estimate(
         notes=(*notes, note),
         instead=None if peak["fits"] else _instead(shape, cluster, layout),
     )
+
+
+def _on_nodes(
+    layout: PlannedLayout, plan: Plan | None, cluster: Cluster
+) -> tuple[PlannedLayout, Plan | None]:
+    """With the cluster's node borders where neither names any, as a launcher would set them."""
+    node = cluster.gpus_per_node
+    if layout.ranks_per_node or layout.world_size <= node or layout.world_size % node:
+        return layout, plan
+    if plan is not None:
+        plan = plan.model_copy(update={"ranks_per_node": node})
+    return layout.changed(ranks_per_node=node), plan
 
 
 def _instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | str:

@@ -192,7 +192,9 @@ class PlannedLayout:
     @property
     def microbatches(self) -> int:
         """Microbatches of one step of one replica."""
-        return -(-(-(-self.global_batch // self.dp)) // self.microbatch)
+        # Rounded up twice, for whole numbers and for columns of them.
+        share = -(-self.global_batch // self.dp)
+        return -(-share // self.microbatch)
 
     @property
     def tokens(self) -> float:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from moemesh.config.pipeline import MIRRORED_SCHEDULES, V_SCHEDULES
+from moemesh.config.pipeline import MIRRORED_SCHEDULES
+from moemesh.config.rules import V_SCHEDULES
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
 from moemesh.schedule.closed_forms import FORMS, Numbers, Times
@@ -180,7 +182,7 @@ def _laid_out(step: PipelineStep, costs: Costs) -> tuple[float, float]:
     program = _program(step)
     starts, ends, _ = entry_times(program, costs.bind(program.schedule), "blocking")
     first = program.first
-    spans = [ends[b - 1] - starts[a] for a, b in zip(first[:-1], first[1:], strict=True) if b > a]
+    spans = [ends[b - 1] - starts[a] for a, b in pairwise(first) if b > a]
     return max(ends), max(spans)
 
 

@@ -1,4 +1,4 @@
-"""Closed forms of collectives, bandwidth by shape of the group, node-limited routing, tables."""
+"""Bandwidth by shape of the group, node-limited routing, tables."""
 
 from __future__ import annotations
 
@@ -11,68 +11,12 @@ from moemesh.config.errors import UserError
 from moemesh.planner.timing.network import (
     LinkSample,
     LinkTable,
-    collective_seconds,
     expected_nodes_smooth,
     group_bandwidth,
     members_per_node,
-    two_level_all_reduce_seconds,
     visited_nodes,
 )
 from tests.planner.closed_forms import expected_nodes
-
-A, B = 1e-5, 1e-10
-
-
-@pytest.mark.parametrize(
-    ("operation", "algorithm", "expected"),
-    [
-        ("all_reduce", "ring", 14 * A + 2 * 7 / 8 * B * 1e9),
-        ("all_reduce", "tree", 6 * A + 2 * B * 1e9),
-        ("all_reduce", "halving_doubling", 6 * A + 2 * 7 / 8 * B * 1e9),
-        ("all_gather", "ring", 7 * A + 7 / 8 * B * 1e9),
-        ("reduce_scatter", "ring", 7 * A + 7 / 8 * B * 1e9),
-        ("all_to_all", "ring", 7 * A + 7 / 8 * B * 1e9),
-        ("broadcast", "spanning_tree", 3 * (A + B * 1e9)),
-        ("broadcast", "pipelined_ring", 7 * A + B * 1e9),
-        ("broadcast", "scatter_all_gather", 10 * A + 2 * 7 / 8 * B * 1e9),
-    ],
-)
-def test_closed_forms(operation, algorithm, expected):
-    found = collective_seconds(operation, 8, 1e9, alpha=A, beta=B, algorithm=algorithm)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_ring_all_reduce_is_scatter_and_gather():
-    """2(N-1)/N, not (N-1)/N: the slip in circulation counts one of its two phases."""
-    whole = collective_seconds("all_reduce", 8, 1e9, alpha=A, beta=B)
-    parts = [
-        collective_seconds(op, 8, 1e9, alpha=A, beta=B) for op in ("reduce_scatter", "all_gather")
-    ]
-    assert whole == pytest.approx(sum(parts))
-
-
-def test_short_messages_want_trees_long_ones_rings():
-    def pick(size: float) -> str:
-        return min(
-            ("ring", "tree"),
-            key=lambda a: collective_seconds("all_reduce", 64, size, alpha=A, beta=B, algorithm=a),
-        )
-
-    assert pick(1e3) == "tree"
-    assert pick(1e10) == "ring"
-
-
-def test_one_rank_moves_nothing_and_bad_requests_are_told():
-    assert collective_seconds("all_reduce", 1, 1e9, alpha=A, beta=B) == 0
-    with pytest.raises(UserError, match="at least 1 rank"):
-        collective_seconds("all_reduce", 0, 1e9, alpha=A, beta=B)
-    with pytest.raises(UserError, match="no algorithm tree"):
-        collective_seconds("all_to_all", 8, 1e9, alpha=A, beta=B, algorithm="tree")
-
-
-def test_two_levels_cross_with_a_shard_only():
-    found = two_level_all_reduce_seconds(8, 4, 1e9, alpha=(0.0, 0.0), beta=(1e-11, 1e-9))
-    assert found == pytest.approx(2 * 7 / 8 * 1e9 * 1e-11 + 2 * 3 / 4 * 1e9 / 8 * 1e-9)
 
 
 def test_group_bandwidth_counts_members_per_node():

@@ -17,7 +17,8 @@ _where: Callable[..., Any] = np.where
 
 def where(condition: Number, yes: Number, no: Number) -> Number:
     """`yes` where the condition holds, else `no`."""
-    return _where(condition, yes, no)
+    found = _where(condition, yes, no)
+    return found if found.ndim else found.item()
 
 
 def maximum(left: Number, right: Number) -> Number:

@@ -1,22 +1,7 @@
-"""Time of transfers: closed forms of collectives, bandwidth by shape of the group, link tables.
+"""Bandwidth by the shape of a group, nodes that a token visits, tables of measured links.
 
-α is the latency of a hop in seconds, β seconds per byte, S the bytes of the full tensor, n ranks.
-
-| operation | time |
-|---|---|
-| ring all-reduce | 2 (n-1) α + 2 (n-1)/n S β |
-| ring all-gather, reduce-scatter | (n-1) α + (n-1)/n S β |
-| double binary tree all-reduce | 2 log₂n α + 2 S β |
-| halving-doubling all-reduce, n a power of two | 2 log₂n α + 2 (n-1)/n S β |
-| minimum spanning tree broadcast, reduce | ⌈log₂n⌉ (α + S β) |
-| pipelined ring broadcast | (n-1) α + S β |
-| scatter + all-gather broadcast | (log₂n + n-1) α + 2 (n-1)/n S β |
-| all-to-all, S held by each rank | (n-1) α + (n-1)/n S β |
-| two-level all-reduce, n_l local and n_r remote | a ring in each level, S / n_l in the second |
-
-Sources: Thakur, Rabenseifner, Gropp (2005); Patarasuk, Yuan (2009); Chan et al. (2007) for spanning
-trees; Sanders, Speck, Träff (2009) for the double tree. What NCCL reaches is not affine in S: a
-measured table (:class:`LinkTable`) replaces the closed form wherever there is one.
+What NCCL reaches is not affine in the size: a measured table (:class:`LinkTable`) replaces closed
+forms wherever there is one.
 """
 
 from __future__ import annotations
@@ -41,64 +26,6 @@ from moemesh.planner.timing.arithmetic import (
 )
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-Algorithm = Literal[
-    "ring", "tree", "halving_doubling", "spanning_tree", "pipelined_ring", "scatter_all_gather"
-]
-
-
-def collective_seconds(
-    operation: Operation,
-    ranks: int,
-    num_bytes: float,
-    *,
-    alpha: float,
-    beta: float,
-    algorithm: Algorithm = "ring",
-) -> float:
-    """Closed form of one collective; `num_bytes` is the full tensor (held by each rank for an
-    all-to-all). Raises UserError for an algorithm that the operation does not have."""
-    n, volume = ranks, num_bytes * beta
-    if n < 1:
-        raise UserError(f"a group has at least 1 rank, not {n}")
-    if n == 1:
-        return 0.0
-    rounds, share = math.log2(n), (n - 1) / n
-    if operation == "send":
-        return alpha + volume
-    match operation, algorithm:
-        case "all_reduce", "ring":
-            return 2 * (n - 1) * alpha + 2 * share * volume
-        case "all_reduce", "tree":
-            return 2 * rounds * alpha + 2 * volume
-        case "all_reduce", "halving_doubling":
-            return 2 * rounds * alpha + 2 * share * volume
-        case (("all_gather" | "reduce_scatter" | "all_to_all"), "ring"):
-            return (n - 1) * alpha + share * volume
-        case "broadcast", "spanning_tree":
-            return math.ceil(rounds) * (alpha + volume)
-        case "broadcast", ("pipelined_ring" | "ring"):
-            return (n - 1) * alpha + volume
-        case "broadcast", "scatter_all_gather":
-            return (rounds + n - 1) * alpha + 2 * share * volume
-        case _:
-            raise UserError(f"{operation} has no algorithm {algorithm}")
-
-
-def two_level_all_reduce_seconds(
-    local: int,
-    remote: int,
-    num_bytes: float,
-    *,
-    alpha: tuple[float, float],
-    beta: tuple[float, float],
-) -> float:
-    """Reduce-scatter inside the node, all-reduce of the shard across nodes, all-gather inside.
-    `alpha` and `beta` are (inside, across)."""
-    inside = collective_seconds("all_reduce", local, num_bytes, alpha=alpha[0], beta=beta[0])
-    across = collective_seconds(
-        "all_reduce", remote, num_bytes / local, alpha=alpha[1], beta=beta[1]
-    )
-    return inside + across
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
