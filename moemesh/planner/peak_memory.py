@@ -75,7 +75,7 @@ class PeakMemory:
 
     def fits(self, memory_bytes: float, usable_share: float = 1.0) -> bool:
         """Whether a device of so much memory can run it."""
-        return self.needed <= memory_bytes * usable_share
+        return bool(self.needed <= memory_bytes * usable_share)
 
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:

@@ -15,32 +15,36 @@ FloatArray = NDArray[np.float64]
 _where: Callable[..., Any] = np.where
 
 
+def _plain(found: Any) -> Number:
+    """A column as it is, a single number as Python's."""
+    return found if found.ndim else found.item()
+
+
 def where(condition: Number, yes: Number, no: Number) -> Number:
     """`yes` where the condition holds, else `no`."""
-    found = _where(condition, yes, no)
-    return found if found.ndim else found.item()
+    return _plain(_where(condition, yes, no))
 
 
 def maximum(left: Number, right: Number) -> Number:
     """The larger of both."""
-    return np.maximum(left, right)
+    return _plain(np.maximum(left, right))
 
 
 def minimum(left: Number, right: Number) -> Number:
     """The smaller of both."""
-    return np.minimum(left, right)
+    return _plain(np.minimum(left, right))
 
 
 def floor(value: Number) -> Number:
     """The largest whole number that is not above."""
-    return np.floor(value)
+    return _plain(np.floor(value))
 
 
 def ceil(value: Number) -> Number:
     """The smallest whole number that is not below."""
-    return np.ceil(value)
+    return _plain(np.ceil(value))
 
 
 def log2(value: Number) -> Number:
     """The binary logarithm."""
-    return np.log2(value)
+    return _plain(np.log2(value))
