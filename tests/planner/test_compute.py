@@ -28,7 +28,7 @@ def workload(shape=DENSE, software: Software | None = None, device="A100-80G", *
     planned = PlannedLayout(**{"seq_len": 2048, "global_batch": 64} | layout)
     return compute.Workload(
         model=model_row(shape),
-        layout=layout_row(planned, software or Software()),
+        layout=layout_row(shape, planned, software or Software()),
         hardware=hardware_row(ACCELERATORS[device]),
         constants=Constants(),
     )
@@ -116,6 +116,6 @@ def test_columns_give_what_single_rows_give():
     columns = workload()
     from moemesh.planner.timing.columns import layout_columns
 
-    together = replace(columns, layout=layout_columns(layouts, [Software()] * 4))
+    together = replace(columns, layout=layout_columns([DENSE] * 4, layouts, [Software()] * 4))
     expected = [float(compute.attention_block(work).products) for work in rows]
     assert np.allclose(compute.attention_block(together).products, expected, rtol=1e-12)

@@ -50,9 +50,9 @@ def test_columns_and_single_layouts_need_the_same_memory(model: str, nodes: int)
     rows = np.random.default_rng(0).choice(all_of_it.examined, 150, replace=False)
     for index in map(int, rows):
         exact = all_of_it.memory(index).needed
-        assert all_of_it.needed[index] == pytest.approx(exact, rel=1e-9), (
-            all_of_it.layout(index).key
-        )
+        assert all_of_it.needed[index] == pytest.approx(exact, rel=1e-9), all_of_it.layout(
+            index
+        ).key
 
 
 @pytest.mark.parametrize(("model", "nodes"), CASES)

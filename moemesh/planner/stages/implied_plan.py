@@ -20,7 +20,7 @@ from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE
 from moemesh.planner.search.command import not_trained, train_command
 from moemesh.planner.shapes.load import Model
 from moemesh.planner.stages.answer import ImpliedPlan, OperatorChoice
-from moemesh.planner.timing.price import price
+from moemesh.planner.timing.price import pricing
 
 #: What an axis does to dense operators and to experts, by plan key ("" is expert data parallelism).
 _DENSE = {"dp": "batch", "cp": "sequence", "tp": ""}
@@ -62,9 +62,10 @@ def imply(
         layout = from_plan(plan, model.config, **batch)
         if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
             continue
-        memory, usable, seconds = price(model.shape, layout, cluster)
+        known = pricing(cluster)
+        memory, seconds = known.price(model.shape, layout)
         refused = tuple(not_trained(layout, model))
-        fits = memory.fits(cluster.memory_bytes, usable)
+        fits = memory.fits(cluster.memory_bytes, known.usable_share)
         found = ImpliedPlan(
             plan=plan,
             agreement=agreement,
