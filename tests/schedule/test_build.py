@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from moemesh.schedule.files import save
 from moemesh.schedule.memory import peak_memory
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
-from moemesh.schedule.stage_times import estimated_costs, measured_costs
+from moemesh.schedule.stage_times import costs_of_run, estimated_costs, measured_costs
 from moemesh.trace.timeline import Record
 
 
@@ -241,3 +242,28 @@ def test_measured_costs_fill_in_halves_and_sums() -> None:
             assert (times["0B0"], times["1B0"]) == (3, 5)
         else:
             assert [times[name] for name in ("0I0", "0W0", "1I0", "1W0")] == [1.5, 1.5, 2, 3]
+
+
+def test_a_search_takes_the_times_that_a_run_has_measured(tmp_path: Path) -> None:
+    """From the timeline of a run; of one with another number of stages it takes none."""
+    given = Costs(forward=[1, 4], input_gradient=[2, 3], weight_gradient=[0.5, 5])
+    timeline = simulate(build("zb_h1", 2, 4), given).timeline
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline.to_json()))
+    costs, stages = costs_of_run(tmp_path)
+    assert stages == 2
+    assert (costs.forward, costs.input_gradient, costs.weight_gradient) == (
+        given.forward,
+        given.input_gradient,
+        given.weight_gradient,
+    )
+    keys: dict[str, Any] = {"microbatches": 6, "schedule": "search"}
+    keys["schedule_costs"] = str(tmp_path)
+    found = build_step(Plan(pp=2, **keys))
+    best = min(simulate(build(name, 2, 6), given).makespan for name in ("1f1b", "zb_h1", "zb_h2"))
+    assert simulate(found, given).makespan <= best
+    with pytest.raises(UserError, match=r"measured 2 stages, the plan has .* = 2\*2 = 4"):
+        build_step(Plan(pp=2, stages_per_rank=2, **keys))
+    with pytest.raises(UserError, match="take the costs of a run with 4"):
+        build_step(Plan(pp=4, **keys))
+    with pytest.raises(UserError, match=r"none/timeline\.json cannot be read"):
+        costs_of_run(tmp_path / "none")
