@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moemesh.config.cluster import Cluster, load_cluster
@@ -46,12 +46,14 @@ class Estimate:
     seconds: dict[str, float]
     notes: tuple[str, ...]
     instead: Nearest | str | None = None
+    #: The plan as it was given, where that says more than the layout.
+    text: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``moemesh estimate --json`` prints."""
         return {
             "model": self.shape.name,
-            "plan": self.layout.key,
+            "plan": self.text or self.layout.key,
             "parameters": self.parameters.to_json(),
             "flops": self._flops(),
             "memory": self._memory(),
@@ -228,6 +230,7 @@ def command(
     if problems:
         raise ConfigError(problems)
     result = estimate(found["model"], planned.layout, found["cluster"], planned.plan)
+    result = replace(result, text=planned.text)
     if as_json:
         return json.dumps(result.to_json(), indent=2)
     return table(result)
@@ -239,7 +242,9 @@ def table(result: Estimate) -> str:
         f"model       {_count(result.parameters.total)} parameters, "
         f"{_count(result.parameters.active)} active   ({result.shape.name})"
     ]
-    lines.append(f"plan        {result.layout.world_size} devices   {result.layout.key}")
+    lines.append(
+        f"plan        {result.layout.world_size} devices   {result.text or result.layout.key}"
+    )
     causal, full = result.causal.training / 1e9, result.full.training / 1e9
     lines.append(f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)")
     fits = "fits" if result.peak.get("fits") else "does NOT fit"

@@ -94,6 +94,8 @@ class PlannedLayout:
 
     #: 0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights.
     zero: int = 0
+    #: Workers push gradients to a server and pull weights from it; it holds the optimizer.
+    parameter_server: bool = False
     #: Shards of ZeRO stay inside groups of so many ranks; 0: all ranks that hold the same weights.
     zero_group: int = 0
     #: One sum of gradients for each layer instead of one a step.
@@ -153,6 +155,9 @@ class PlannedLayout:
                 message=f"cannot recompute {', '.join(sorted(unknown))}",
                 fix=f"known: {', '.join(RECOMPUTABLE)}",
             )
+        if self.parameter_server and self.zero:
+            message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
+            yield plan_problem(self, "layout", "zero", message, "zero = 0")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
             yield plan_problem(self, "layout", "layers_per_stage", message, "")
@@ -259,9 +264,10 @@ class PlannedLayout:
         Everything that differs from its default; sequence and batch are options of their own.
         """
         parts: list[str] = []
+        implied = widths(self.dtype, parameter_server=self.parameter_server)
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            is_default = value == field.default and name != "microbatch"
+            is_default = value == implied.get(name, field.default) and name != "microbatch"
             if is_default or name in ("seq_len", "global_batch"):
                 continue
             if name == "zero":
@@ -269,10 +275,27 @@ class PlannedLayout:
             elif name == "recompute":
                 words = (word for word, parts in RECOMPUTED.items() if parts == value)
                 value = next(words, "+".join(sorted(self.recompute)))
-            elif name == "layers_per_stage":
-                value = "-".join(map(str, value))
-            parts.append(f"{name}={value if isinstance(value, str) else format_value(value)}")
+            elif name == "parameter_server":
+                name, value = "data", name
+            parts.append(f"{name}={shown(value)}")
         return ",".join(parts)
+
+
+def widths(dtype: Precision, *, parameter_server: bool = False) -> dict[str, Any]:
+    """What the number type of a run decides of a layout: the products' type, gradients in 32 bits
+    (64 with float64), two moments as wide and masters of 16-bit weights. All but the gradients of a
+    parameter server are on the server."""
+    wide = 8 if dtype == "float64" else 4
+    masters = 4 if dtype in ("bfloat16", "float16") else 0
+    optimizer = 0 if parameter_server else 2 * wide + masters
+    return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": optimizer}
+
+
+def shown(value: object) -> str:
+    """A value as ``--plan`` reads it, with nothing that a shell would read."""
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value if isinstance(value, str) else format_value(value)
 
 
 def _shards(replicas: int, group: int) -> int:

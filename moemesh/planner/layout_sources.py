@@ -15,7 +15,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
 from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import refusals
-from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision
+from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision, widths
 from moemesh.planner.shapes.load import Model
 from moemesh.schedule.build import step_problems
 
@@ -24,7 +24,6 @@ _SAME = (
     *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
     "combine", "dispatch_chunks", "spare_slots",
 )  # fmt: skip
-_ZERO = {"replicate": 0, "zero1": 1, "zero2": 2, "zero3": 3, "parameter_server": 0}
 
 
 def from_plan(
@@ -46,8 +45,6 @@ def from_plan(
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
         )
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
-    wide = 8 if dtype == "float64" else 4
-    masters = 4 if dtype in ("bfloat16", "float16") else 0
     layers_per_stage = plan.layers_per_stage
     if model is not None and layers_per_stage is None and plan.num_stages > 1:
         layers_per_stage = tuple(len(cut) for cut in cut_layers(model, plan.num_stages))
@@ -58,12 +55,11 @@ def from_plan(
         microbatch=max(share, 1),
         layers_per_stage=layers_per_stage,
         slices=plan.slices or 0,
-        zero=_ZERO[plan.data],
+        zero=DATA.index(plan.data) if plan.data in DATA else 0,
+        parameter_server=plan.data == "parameter_server",
         recompute=RECOMPUTED[plan.recompute],
-        precision=dtype,
         dtype=dtype,
-        gradient_bytes=wide,
-        optimizer_bytes=2 * wide + masters,
+        **widths(dtype, parameter_server=plan.data == "parameter_server"),
         ranks_per_node=plan.ranks_per_node or 0,
     )
 
@@ -77,7 +73,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         layers_per_stage=layout.layers_per_stage,
         slices=layout.slices or None,
         microbatches=layout.microbatches,
-        data=DATA[layout.zero],
+        data="parameter_server" if layout.parameter_server else DATA[layout.zero],
         recompute=cast("Recompute", recompute or "none"),
         # A single node is what a plan without node borders has.
         ranks_per_node=node if 0 < node < world else None,

@@ -16,7 +16,7 @@ from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.section import nearest_divisors
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
-from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout
+from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.shapes.load import Model
 
@@ -29,21 +29,34 @@ _BATCH = ("seq_len", "global_batch")
 _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 
+#: Keys of a Plan that a layout says in its own way.
+_TRANSLATED = {"data", "microbatches"}
+
+
 class Planned(NamedTuple):
-    """A layout, and the Plan that says the same to `moemesh train` (None: no plan can)."""
+    """A layout, and the Plan that says the same to `moemesh train` (None: no plan can). `unread`
+    are keys of [plan] that were given and that no formula of the planner reads."""
 
     layout: PlannedLayout
     plan: Plan | None
+    unread: dict[str, object]
+
+    @property
+    def text(self) -> str:
+        """All that was given, as ``--plan`` reads it back, sequence and batch with it."""
+        rest = (f"{name}={shown(value)}" for name, value in self.unread.items())
+        return ",".join([self.layout.key, *rest])
 
 
 def read_plan(
-    source: str,
+    source: str | Mapping[str, Any],
     *,
     seq_len: int | None = None,
     global_batch: int | None = None,
     model: Model | None = None,
 ) -> Planned:
-    """The layout that `source` names, for a sequence length and a batch.
+    """The layout that `source` names, for a sequence length and a batch: key=value pairs, a
+    packaged plan, a TOML file, or a table of keys such as `plan --json` prints.
 
     Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences a microbatch) and
     `microbatches` (how many) say the same thing: give one. Raises ConfigError with every problem
@@ -92,16 +105,30 @@ def _planned(
 ) -> Planned:
     beyond = set(table) - set(Plan.model_fields) - {"dtype", "microbatch"}
     if beyond or _recomputed(table) is not None:
-        return Planned(_layout(table, seq_len, global_batch), None)
+        layout = _layout(table, seq_len, global_batch)
+        return Planned(layout, None, _unread(_plan(_without_parts(table), global_batch)))
     plan = _plan(table, global_batch, seq_len)
     if config is not None and plan.num_stages > config.num_layers:
         config = None
     dtype = table.get("dtype", "bfloat16")
     layout = from_plan(plan, config, seq_len=seq_len, global_batch=global_batch, dtype=dtype)
-    return Planned(layout, plan)
+    return Planned(layout, plan, _unread(plan))
 
 
-def _table(source: str) -> dict[str, Any]:
+def _unread(plan: Plan) -> dict[str, object]:
+    """What differs from its default in a Plan and is in no layout."""
+    return {
+        name: value
+        for name, item in Plan.model_fields.items()
+        if name not in _LAYOUT_FIELDS
+        and name not in _TRANSLATED
+        and (value := getattr(plan, name)) != item.default
+    }
+
+
+def _table(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(source, str):
+        return dict(source)
     if source in preset_names(PLANS):
         return read_preset_table(source, PLANS)
     if "=" not in source:
@@ -243,14 +270,9 @@ def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
 
 def _layout(table: Mapping[str, Any], seq_len: int, global_batch: int) -> PlannedLayout:
     """Fields of PlannedLayout; keys of a Plan are translated first."""
-    plan_keys = {key: value for key, value in table.items() if key in Plan.model_fields}
     parts = _recomputed(table)
-    if parts is not None:
-        plan_keys.pop("recompute")
-    plan = _plan({**plan_keys, "microbatch": table.get("microbatch", 1)}, global_batch)
-    if "microbatches" in table:
-        plan = _plan(plan_keys, global_batch)
-    base = from_plan(plan, seq_len=seq_len, global_batch=global_batch)
+    plan, dtype = _plan(_without_parts(table), global_batch), table.get("dtype", "bfloat16")
+    base = from_plan(plan, seq_len=seq_len, global_batch=global_batch, dtype=dtype)
     values = {key: value for key, value in table.items() if key in _LAYOUT_FIELDS}
     for key in set(values) & set(Plan.model_fields) - {"recompute"}:
         del values[key]
@@ -269,6 +291,16 @@ def _layout(table: Mapping[str, Any], seq_len: int, global_batch: int) -> Planne
     if problems:
         raise ConfigError(problems)
     return base.changed(**values)
+
+
+def _without_parts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a Plan, without a recomputation that it has no word for; a microbatch is of one
+    sequence where the table says nothing of it."""
+    names = {*Plan.model_fields, "dtype"}
+    found = {key: value for key, value in table.items() if key in names}
+    if _recomputed(table) is not None:
+        del found["recompute"]
+    return found if "microbatches" in table else found | {"microbatch": table.get("microbatch", 1)}
 
 
 def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:

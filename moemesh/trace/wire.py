@@ -103,6 +103,23 @@ def reduce(num_bytes: int, size: int, index: int, destination_index: int) -> Wir
     return WireBytes(payload, received, sent)
 
 
+class ServerTraffic(NamedTuple):
+    """Bytes of one update by a parameter server: what each worker pushes and pulls, and what the
+    link of the server carries, one direction after the other."""
+
+    pushed: float
+    pulled: float
+    link: float
+
+
+def parameter_server(gradient_bytes: float, weight_bytes: float, workers: float) -> ServerTraffic:
+    """Every worker pushes its gradients and, when all have arrived and the optimizer has stepped,
+    pulls the new weights. All of it passes the server's link: workers * (gradients + weights),
+    where a ring all-reduce moves less than twice the gradients over each link."""
+    link = workers * (gradient_bytes + weight_bytes)
+    return ServerTraffic(gradient_bytes, weight_bytes, link)
+
+
 def send(num_bytes: int) -> WireBytes:
     """The sender's side of one message."""
     return WireBytes(num_bytes, num_bytes, 0)

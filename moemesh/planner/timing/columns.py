@@ -147,6 +147,7 @@ class LayoutColumns:
     all_to_all_exit: Number
     zero: Number
     zero_group: Number
+    parameter_server: Number
     microbatch: Number
     microbatches: Number
     #: Pieces of a sequence that pass the pipeline one after the other.

@@ -7,6 +7,7 @@ from moemesh.planner.timing.compute import EndTime, ExpertTime, Workload
 from moemesh.planner.timing.layer_time import LayerTime
 from moemesh.planner.timing.links import Links, known
 from moemesh.planner.timing.overlap import overlapped
+from moemesh.trace import wire
 
 #: Bytes per weight that the optimizer reads and writes: gradient, master, two moments, weight.
 OPTIMIZER_BYTES = 30
@@ -86,6 +87,11 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     gradients = moved * _GRADIENT_BYTES * constants.gradient_exposed
     weights = moved * _WEIGHT_BYTES * constants.weight_exposed
     plain = where(layout.zero == 0, 2 * gradients, gradients + weights)
+    served = 0.0
+    for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
+        server = wire.parameter_server(psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES, workers)
+        served = served + where(workers > 1, server.link / rate, 0)
+    plain = where(layout.parameter_server == 1, served, plain)
     # Shards inside a group: scatter and gather stay there, shards are summed across groups.
     group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
     group = minimum(maximum(group, 1), n_dense)
@@ -99,7 +105,11 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     found = where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, found)
     if not len(links.table):
         return found
-    return where(layout.zero_group == 0, known(_measured(work, links, dense, expert), found), found)
+    return where(
+        (layout.zero_group == 0) & (layout.parameter_server == 0),
+        known(_measured(work, links, dense, expert), found),
+        found,
+    )
 
 
 def _measured(work: Workload, links: Links, dense: Number, expert: Number) -> Number:

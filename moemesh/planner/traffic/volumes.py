@@ -37,6 +37,7 @@ from moemesh.config.layout import AXES
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
+from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
 
@@ -74,10 +75,15 @@ def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> lis
 
 
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
-    """The same as a ledger, bytes of all events together; every rank receives what it sends."""
+    """The same as a ledger, bytes of all events together. Every rank receives what it sends; a
+    worker sends its gradients to a parameter server and receives weights."""
     ledger = Ledger()
     for found in step_volumes(shape, layout, rank):
-        sent = round(found.total_wire_bytes)
+        sent = received = round(found.total_wire_bytes)
+        if found.caller == "parameter_server.push":
+            received = 0
+        elif found.caller == "parameter_server.pull":
+            sent = 0
         ledger.record(
             axis=found.axis,
             op=found.op,
@@ -86,7 +92,7 @@ def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> L
             count=round(found.events),
             payload_bytes=round(found.events * found.payload_bytes),
             wire_bytes=sent,
-            received_bytes=sent,
+            received_bytes=received,
         )
     return ledger
 
@@ -127,8 +133,8 @@ class _Volumes:
         if members < 2 or not count:
             return
         form = ring_all_reduce if op == "all_reduce" else one_phase
-        wire = payload if op == "send_receive" else form(payload, members)
-        self.found.append(Volume(axis, op, phase, caller, count, payload, wire, members))
+        sent = payload if op == "send_receive" else form(payload, members)
+        self.found.append(Volume(axis, op, phase, caller, count, payload, sent, members))
 
     # Tensor parallelism.
 
@@ -316,6 +322,12 @@ class _Volumes:
             return
         gradient, weight = layout.gradient_bytes * psi, layout.element_bytes * psi
         times = layout.microbatches if layout.reduce_every_microbatch else 1
+        if layout.parameter_server:
+            op, server = "send_receive", wire.parameter_server(gradient, weight, replicas)
+            push, pull = "parameter_server.push", "parameter_server.pull"
+            self._enter(axis, op, "backward", push, times, server.pushed, replicas)
+            self._enter(axis, op, "optimizer", pull, 1, server.pulled, replicas)
+            return
         if layout.zero == 0:
             count, size = buckets * times, gradient / buckets
             self._enter(axis, "all_reduce", "backward", "gradients", count, size, replicas)
