@@ -45,7 +45,7 @@ def test_both_exact_methods_equal_brute_force(costs: StageCosts) -> None:
     best, smallest = brute_force_stages(costs)
     assert costs.smallest_cap() == smallest
     found = best_division(costs.table(), costs.num_microbatches)
-    program = solve_division(costs)
+    program = solve_division(costs.table(), costs.num_microbatches)
     if not np.isfinite(best):
         assert found is None
         assert program is None

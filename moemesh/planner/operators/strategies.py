@@ -71,18 +71,15 @@ class CostModel:
     """The mesh of one stage (outermost axis first), its devices and how weights are kept.
 
     Per parameter, `weight_bytes` are read by every product; `state_bytes` are weight, gradient and
-    optimizer, of which `optimizer_bytes` are divided among the ranks that sum a gradient when
-    `shard_optimizer`. Gradients are summed once every `microbatches`. `recompute` adds, to every
+    optimizer. Gradients are summed once every `microbatches`. `recompute` adds, to every
     operator that keeps something, a strategy that keeps nothing and runs its forward again.
     """
 
     axes: tuple[MeshAxis, ...]
     compute_seconds: ComputeSeconds
     state_bytes: float = 18.0
-    optimizer_bytes: float = 12.0
     gradient_bytes: float = 4.0
     weight_bytes: float = 2.0
-    shard_optimizer: bool = False
     microbatches: int = 1
     recompute: bool = False
 
@@ -95,7 +92,6 @@ def cost_model(
     efficiency: float = 0.6,
     microbatches: int = 1,
     recompute: bool = False,
-    shard_optimizer: bool = False,
 ) -> CostModel:
     """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
 
@@ -139,7 +135,6 @@ def cost_model(
         compute_seconds=compute_seconds,
         microbatches=microbatches,
         recompute=recompute,
-        shard_optimizer=shard_optimizer,
     )
 
 
@@ -237,10 +232,6 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
     forward = costs.compute_seconds(spec.flops / shards, moved)
     # The backward costs two forwards: one for the input's gradient, one for the weight's.
     seconds += 3 * forward
-    state = costs.state_bytes
-    if costs.shard_optimizer:
-        ranks = prod(axis.size for axis in summed)
-        state -= costs.optimizer_bytes * (1 - 1 / ranks)
     name = ",".join(
         f"{axis.name}={way}" for axis, way in zip(costs.axes, ways, strict=True) if way != WHOLE
     )
@@ -254,7 +245,7 @@ def _strategies(spec: OperatorSpec, costs: CostModel, ways: tuple[str, ...]) -> 
             inputs=inputs,
             output=output,
             seconds=seconds + more_seconds,
-            state_bytes=weights * state,
+            state_bytes=weights * costs.state_bytes,
             saved_bytes=saved,
         )
 

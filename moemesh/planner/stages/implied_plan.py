@@ -52,14 +52,13 @@ def imply(
     Where none fits, those that need the least memory, marked as such. Of a model that
     `moemesh train` trains only plans that it carries out are considered.
     """
-    batch = {"seq_len": seq_len, "global_batch": global_batch}
     trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
     best: ImpliedPlan | None = None
     for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
         plan = base.model_copy(update=keys)
-        if plan.check(**batch):
+        if plan.check(seq_len=seq_len, global_batch=global_batch):
             continue
-        layout = from_plan(plan, model.config, **batch)
+        layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
         if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
             continue
         known = pricing(cluster)
@@ -86,10 +85,13 @@ def imply(
 def _ranked(
     mesh: Mapping[str, int], operators: Sequence[OperatorChoice], is_moe: bool
 ) -> list[tuple[float, tuple[str, ...], dict[str, object]]]:
-    """(share of operator time that agrees, operators that differ, keys of the plan), best first."""
+    """(share of operator time that agrees, operators that differ, keys of the plan), best first.
+
+    Of equal shares first those that recompute what the operators recompute.
+    """
     timed = [operator for operator in operators if operator.seconds > 0]
     total = sum(operator.count * operator.seconds for operator in timed)
-    found: list[tuple[float, tuple[str, ...], dict[str, object]]] = []
+    found: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
             for recompute in _RECOMPUTES:
@@ -98,33 +100,36 @@ def _ranked(
                     for key in filter(None, legal):
                         sizes = zip(names, mesh.values(), strict=True)
                         keys[key] = prod(size for name, size in sizes if name == key)
-                agreed, differing = 0.0, dict[str, None]()
+                agreed = kept = 0.0
+                differing: dict[str, None] = {}
                 for operator in timed:
-                    layout = _wanted(operator.operator, mesh, dense, experts)
-                    as_planned = operator.strategy.removesuffix(RECOMPUTE) == layout
-                    again = operator.strategy.endswith(RECOMPUTE)
-                    as_kept = again == _recomputed(operator.operator, recompute)
-                    agreed += operator.count * operator.seconds * (as_planned + as_kept) / 2
-                    if not as_planned:
+                    seconds = operator.count * operator.seconds
+                    if _agrees(operator, mesh, dense, experts):
+                        agreed += seconds
+                    else:
                         differing[f"{operator.group}: {operator.operator}"] = None
-                found.append((agreed / (total or 1.0), tuple(differing), keys))
+                    again = operator.strategy.endswith(RECOMPUTE)
+                    kept += seconds * (again == _recomputed(operator.operator, recompute))
+                found.append((kept, (agreed / (total or 1.0), tuple(differing), keys)))
     # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
-    return sorted(found, key=lambda item: -item[0])
+    found.sort(key=lambda item: (-item[1][0], -item[0]))
+    return [item for _, item in found]
 
 
-def _wanted(
-    operator: str, mesh: Mapping[str, int], dense: Sequence[str], experts: Sequence[str]
-) -> str:
-    """The name of the strategy that a plan carries out."""
-    ways: list[str] = []
+def _agrees(
+    choice: OperatorChoice, mesh: Mapping[str, int], dense: Sequence[str], experts: Sequence[str]
+) -> bool:
+    """Whether a plan cuts an operator along the same dims."""
+    cuts = choice.strategy.removesuffix(RECOMPUTE).split(",")
+    taken = dict(cut.split("=") for cut in cuts if cut != WHOLE)
     for (axis, size), role, expert_role in zip(mesh.items(), dense, experts, strict=True):
-        tokens = _DENSE[role] or "sequence"
-        if operator.startswith("expert "):
-            way = _EXPERTS[expert_role] or tokens
-        else:
-            way = _DENSE[role] or _TENSOR.get(operator, tokens)
-        ways += [f"{axis}={way}"] * (size > 1)
-    return ",".join(ways) or WHOLE
+        wanted: tuple[str, ...] = (_DENSE[role] or _TENSOR.get(choice.operator, "sequence"),)
+        if choice.operator.startswith("expert "):
+            # Expert data parallelism cuts tokens, whichever of their two dims that is.
+            wanted = (_EXPERTS[expert_role],) if expert_role else ("batch", "sequence")
+        if size > 1 and taken.get(axis) not in wanted:
+            return False
+    return True
 
 
 def _recomputed(operator: str, recompute: str) -> bool:

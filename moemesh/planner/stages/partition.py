@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, cast, get_args
 
 from moemesh.config.cluster import Cluster, load_cluster
@@ -144,16 +145,14 @@ def _divisions(
 ) -> list[Partition]:
     started = time.perf_counter()
     search = TwoLevelSearch(workload)
-    exact = search.best(lambda costs: best_division(costs.table(), costs.num_microbatches))
+    exact = search.best(best_division)
     shared = time.perf_counter() - started
     found: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
         mesh, division = exact
         if method == "ilp":
-            mesh, division = search.best(
-                lambda costs: solve_division(costs, time_limit=_TIME_LIMIT)
-            )
+            mesh, division = search.best(partial(solve_division, time_limit=_TIME_LIMIT))
         elif method != "dp":
             baseline = random_division if method == "random" else learned_division
             tried = baseline(mesh.refined.table(), mesh.microbatches, evaluations, seed)

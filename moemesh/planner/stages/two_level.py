@@ -22,7 +22,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.section import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
-from moemesh.planner.operators.graph import Cost, OperatorGraph
+from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
 from moemesh.planner.operators.solve import Assignment, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.shapes.shape import ModelShape
@@ -38,7 +38,8 @@ MOST_PRICES = 6
 #: A price at which bytes are all that counts: so many times the fastest answer's seconds per byte.
 _LIGHTEST = 1e3
 
-Divide = Callable[[StageCosts], Division | None]
+#: (table of stage costs, microbatches) -> the best division, None when nothing fits.
+Divide = Callable[[FloatArray, int], Division | None]
 
 
 def usable_bytes(cluster: Cluster) -> float:
@@ -214,7 +215,7 @@ class TwoLevelSearch:
         for mesh in self.meshes:
             if best is not None and mesh.lower_bound >= best[1].seconds:
                 break
-            found = divide(mesh.refined)
+            found = divide(mesh.refined.table(), mesh.microbatches)
             if found is None:
                 least = mesh.refined.smallest_cap()
                 needed[mesh.num_stages] = min(needed.get(mesh.num_stages, np.inf), least)
