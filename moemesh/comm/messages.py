@@ -1,4 +1,4 @@
-"""Exchanges made of single messages, where a backend's own would make directions take turns."""
+"""All-gather and all-to-all from single messages, so that both directions of a link are used."""
 
 from __future__ import annotations
 

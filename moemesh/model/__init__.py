@@ -1,1 +1,1 @@
-"""The plain model: one device, no ranks; parallelism enters by its seams."""
+"""The plain model: one device, no ranks; parallelism enters by the seams."""

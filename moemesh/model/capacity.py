@@ -1,4 +1,4 @@
-"""Capacity: which choices an expert keeps when more tokens of a sequence want it than it takes.
+"""Capacity: the choices that an expert keeps when more tokens of a sequence choose it than fit.
 
 Legend: B sequences, S positions, K slots of a token, N = B * S * K choices, E experts.
 """

@@ -1,4 +1,4 @@
-"""The routed experts: stacked SwiGLU MLPs over whatever rows a dispatcher brings.
+"""The routed experts: stacked SwiGLU MLPs over the rows that a dispatcher delivers.
 
 Legend: R rows by expert, L experts held here, H hidden, F expert width.
 """

@@ -1,4 +1,4 @@
-"""What can be wrong with a routing, named by layer, token and expert."""
+"""Routing faults: logits that are not finite, named by layer, token and expert."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 | :class:`Boundary` | how a block with sharded weights is entered and left |
 | :class:`Vocabulary` | how an embedding and a loss work with sharded vocabulary rows |
 | :class:`Tokens` | which tokens of a microbatch are held here, and sums over the others |
-| :class:`SliceState` | what the slices of a sequence hand on (TeraPipe) |
-| :class:`Memory` | what a part of the model keeps for its backward |
+| :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
+| :class:`Memory` | which activations are kept for the backward |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
@@ -107,7 +107,7 @@ class SliceState(Protocol):
 
 
 class Memory(Protocol):
-    """What a part of the model keeps for its backward."""
+    """Which activations a part of the model keeps for its backward."""
 
     def run(self, part: Callable[[Tensor, C], R], x: Tensor, context: C) -> R:
         """``part(x, context)``: a layer, or the core of its attention."""
@@ -120,7 +120,7 @@ class Flow(Protocol):
 
     def once(self, decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A decision without gradient: choices of experts, exchanged counts, dispatch plans. A
-        recomputation gets the recorded decision and asks nobody again."""
+        recomputation gets the recorded decision, without communication."""
         return decide(*args, **kwargs)
 
     def unread(

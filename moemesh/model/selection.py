@@ -1,4 +1,4 @@
-"""Which expert takes which token: stable top-k, groups, expert choice, Sinkhorn.
+"""The choice of experts: stable top-k, groups, expert choice, Sinkhorn.
 
 Legend: T tokens, B sequences, S positions, E experts, K experts per token, G groups of experts.
 Everything here is without gradient: a choice has none, the weights of the chosen do.

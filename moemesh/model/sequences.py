@@ -1,4 +1,4 @@
-"""Whole sequences from the ranks that share them: gathered, in the order of their positions.
+"""Gather whole sequences from the ranks that share them, in the order of their positions.
 
 Legend: T tokens held here, N tokens of the microbatch on all ranks that share its sequences,
 B sequences, S positions. For choices that compare the tokens of a sequence; without gradient.

@@ -96,7 +96,7 @@ def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int) -> list[Bl
 
 
 class _Whole:
-    """A tensor written block by block; what a lone block returned is taken without a copy."""
+    """A tensor written block by block; the result of a lone block is taken without a copy."""
 
     def __init__(self, blocks: list[Block], like: Tensor, *shape: int) -> None:
         self._tensor = like.new_empty(shape) if len(blocks) > 1 else None
@@ -106,7 +106,7 @@ class _Whole:
         return None if self._tensor is None else self._tensor[part]
 
     def of(self, last: Tensor) -> Tensor:
-        """The whole, given what the last block returned."""
+        """The whole, given the result of the last block."""
         return last if self._tensor is None else self._tensor
 
 

@@ -21,7 +21,7 @@ class SwigluOf(NamedTuple):
     h_TG: Tensor
 
 
-#: What a weight multiplies.
+#: The other factor of a product with a weight.
 Operand = Tensor | SwigluOf
 
 

@@ -1,4 +1,4 @@
-"""A value that is being computed or sent, and can be waited for."""
+"""Asynchronous values: started, and waited for later."""
 
 from __future__ import annotations
 

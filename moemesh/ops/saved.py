@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps for the backward: the measured side of activation memory."""
+"""Count the bytes that autograd saves for the backward: measured activation memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SavedForBackward:
 
 
 class _Packed:
-    """Holds a saved tensor; its own death tells that the graph let go of it."""
+    """Holds a saved tensor; its finalizer runs when autograd frees the saved tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""Weight gradients now or later: the queue that splits a backward into its input and weight halves.
+"""Deferred weight gradients: a queue that splits a backward into its input and weight halves.
 
 Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a microbatch at once and
 its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this

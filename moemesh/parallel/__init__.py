@@ -1,1 +1,1 @@
-"""Carrying a plan out: what turns the plain model into what each rank runs."""
+"""Parallelism: from the plain model and a plan to the part that each rank runs."""

@@ -3,7 +3,7 @@
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
 2. token shards, then block boundaries (sequence and tensor parallelism)
 3. vocabulary shards
-4. dispatchers (expert parallelism), and what layers keep for their backward (recompute)
+4. dispatchers (expert parallelism), and activation recomputation
 5. parameter placements, local shards and their initial values
 6. gradient reducer (data parallelism), and the executor of the schedule
 """
@@ -39,10 +39,10 @@ from moemesh.schedule.slicing import slice_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """What one rank runs: its stages of the model with their seams set, where the parameters of
-    all ranks live (`placements`), the sums of its gradients, the executor of its schedule, what was
-    decided on the way (`notes`, for a person), whether experts have replicas on any rank, and where
-    experts are that have moved (`homes`)."""
+    """The model of one rank: its stages with their seams set, the placements of the parameters of
+    all ranks, the reducer of its gradients, the executor of its schedule, `notes` on decisions for
+    the log, whether experts have replicas on any rank, and the `homes` of experts that have
+    migrated."""
 
     model: Transformer
     mesh: Mesh

@@ -1,6 +1,6 @@
 """Activation recomputation: parts of a forward are computed again in the backward, not kept.
 
-| plan.recompute | kept of a layer | computed again | sent again |
+| plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
 | none | all that autograd wants | nothing | nothing |
 | selective | inputs and outputs of matrix products | attention core, SwiGLU product | nothing |
@@ -14,9 +14,9 @@ weights is done twice. (Routed experts never keep their product.)
 ``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time. The
 layer is computed once more, as far as its backward reads it, when its backward begins: inside `I`
 where the backward is split, and the deferred weight gradients keep the inputs that were computed
-there. Choices of experts, exchanged counts and dispatch plans are those of the first time: nothing
-is routed or counted twice. What only leaves the layer is not sent again: the combine of a MoE
-layer, the exit of a dense MLP. (A shared expert's exit is: it lies before the routed experts.)
+there. Choices of experts, exchanged counts and dispatch plans are replayed: nothing is routed or
+counted twice. Exchanges behind the last saved tensor are not repeated: the combine of a MoE layer,
+the exit of a dense MLP. (A shared expert's exit is: it lies before the routed experts.)
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def choose_dispatcher(
 def call_site(
     config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
 ) -> CallSite:
-    """What a prediction needs to know about this plan's MoE layers."""
+    """The inputs of a prediction, from this plan's MoE layers."""
     result_bytes = config.hidden_size * dtype.itemsize
     row_bytes = packed_bytes(config.hidden_size) if plan.payload == "fp8" else result_bytes
     capacity = slots_per_rank(

@@ -12,7 +12,7 @@ N rows received, one per token and rank, R rows by expert, L local experts, P ep
 V1 exchanges counts inside the dispatch and nowhere else, so a plan is made complete by its first
 dispatch; both backwards reuse its handle, and a repeated dispatch exchanges the counts again. Rows
 come once per rank and not by expert, so they are grouped here, and summed per rank before they
-return. Their order (source rank, then token) is what the kernels do, not what they promise: the
+return. Their order (source rank, then token) is observed, not documented by the kernels: the
 start-up self-test holds them to it. Calls finish before they return; nothing overlaps.
 
 **This module has been run against a stand-in for `deep_ep` only**, which keeps the contract that
@@ -53,8 +53,8 @@ class DeepEPError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What is installed: `interface` is V1's when both are there; `missing` says, in words, what
-    keeps it from running; `found` are versions for a report."""
+    """The installation: `interface` is V1's when both are there; `missing` lists, in words, the
+    requirements that are not met; `found` are versions for a report."""
 
     interface: Literal["v1", "v2"] | None
     missing: tuple[str, ...]
@@ -72,10 +72,10 @@ class Probe:
 
 
 def available() -> Probe:
-    """Look for the package, its interface and the GPU that it wants. Never raises.
+    """Look for the package, its interface and the GPU that it requires. Never raises.
 
-    Imports `deep_ep` only where it is installed. What V1 needs between nodes (NVSHMEM with IBGDA)
-    cannot be asked for without trying it; its version is told when a package says it.
+    Imports `deep_ep` only where it is installed. The requirement of V1 between nodes (NVSHMEM with
+    IBGDA) cannot be checked without using it; its version is reported where a package has one.
     """
     if importlib.util.find_spec("deep_ep") is None:
         return Probe(interface=None, missing=(f"the package deep_ep ({_HOME}); not found",))
@@ -124,9 +124,9 @@ def _missing_hardware(found: list[str]) -> list[str]:
 
 
 def refusals(*, etp: int, exact: bool, coded: bool, dtype: torch.dtype, hidden: int) -> list[str]:
-    """What a configuration asks for that this dispatcher cannot do, one sentence each.
+    """The parts of a configuration that this dispatcher does not support, one sentence each.
 
-    `coded`: the payload is not what is computed with (fp8).
+    `coded`: the payload has another dtype than the computation (fp8).
     """
     rules = {
         f"etp = 1, not {etp}": etp == 1,
@@ -172,9 +172,9 @@ def connect(ep: Axis, hidden: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Traffic:
-    """Rows that this rank sends, and how many of them to itself: what the ledger is told.
+    """Rows that this rank sends, and how many of them to itself, for the ledger.
 
-    As if each row went straight to its rank; what V1 forwards inside a node is not seen from here.
+    As if each row went straight to its rank: rows that V1 forwards inside a node are not visible.
     """
 
     axis: Axis
@@ -255,7 +255,7 @@ class DeepEPDispatcher(Dispatcher):
         self.buffer.destroy()
 
     def release(self, plan: DeepEPPlan) -> None:
-        """Forget the handle and its GPU memory: after combine where there is no backward.
+        """Drop the handle and its GPU memory: after combine where there is no backward.
 
         A backward still to come keeps its own reference.
         """

@@ -1,4 +1,4 @@
-"""Experts change their homes: which rank holds which, and moving what a rank holds of one.
+"""Expert migration: which rank holds which expert, and moving its weights and optimizer state.
 
 Legend: E experts of a layer, P ranks of ep, L = E / P experts of a rank.
 

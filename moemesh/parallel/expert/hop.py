@@ -1,4 +1,4 @@
-"""One exchange of token rows along one axis, there and back: what dispatchers are made of.
+"""One exchange of token rows along one axis, forward and back: a building block of dispatchers.
 
 Legend: T own rows, P ranks of the axis, S rows sent, N rows received, H hidden.
 """
@@ -25,7 +25,7 @@ class Hop:
     output_splits: list[int]
 
     def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
-        """Own rows [T, H] -> received rows [N, H], by source. Backward: sums come home."""
+        """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
         return all_to_all_start(
             permute(x_TH, self.rows),
             self.axis,

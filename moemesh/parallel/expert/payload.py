@@ -1,4 +1,4 @@
-"""What a dispatched row looks like on the wire: as it is, or as 8-bit floats with block scales."""
+"""Row formats on the wire: the dtype of the run, or 8-bit floats with block scales."""
 
 from __future__ import annotations
 

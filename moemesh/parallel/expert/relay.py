@@ -192,10 +192,10 @@ def plan_relay(
     *,
     caller: str,
 ) -> tuple[Relay, Tensor]:
-    """The relay that brings each token to the ranks of its experts, and what it will bring here.
+    """The relay that brings each token to the ranks of its experts, and the ids of its rows.
 
-    Exchanges a count per pair of ranks and hop, and ids once per row. The second result tells of
-    each received row its experts, counted from this rank's first one (-1 elsewhere), and behind
+    Exchanges a count per pair of ranks and hop, and ids once per row. The second result holds, for
+    each received row, its experts, counted from this rank's first one (-1 elsewhere), and behind
     them its owner (int32 [N, K + 1]).
     """
     owner_T1 = experts_TK.new_full((len(experts_TK), 1), owner)

@@ -32,7 +32,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 class DispatcherError(UserError):
-    """A dispatcher does not do what it promises on these ranks; raised on all of them."""
+    """A dispatcher violates its contract on these ranks; raised on all of them."""
 
 
 def self_test(
@@ -55,7 +55,7 @@ def self_test(
     Raises DispatcherError on every rank when any rank saw a difference, raised, or did not come to
     an end within `timeout_seconds`; the message is that of the first such rank.
     """
-    # A copy: what it counts about its plans is not about the run.
+    # A copy: its counters of plans are about the run, not about this test.
     tested = copy.copy(dispatcher)
 
     def work() -> str | None:
@@ -104,7 +104,7 @@ def _first_difference(
     hidden: int,
     dtype: torch.dtype,
 ) -> str | None:
-    """What is wrong on this rank, or None. All collectives run, whatever is found on the way."""
+    """The first difference on this rank, or None. All collectives run, whatever is found."""
     reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
     found: list[str] = []
     for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):

@@ -1,4 +1,4 @@
-"""Sequence parallelism: which tokens of a microbatch a tensor-parallel rank's stream holds.
+"""Sequence parallelism: the tokens of a microbatch that a tensor-parallel rank holds.
 
 | call | in | out | forward comm | backward comm |
 |---|---|---|---|---|
