@@ -22,6 +22,7 @@ _OTHERS = [
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "safetensors.torch",
+    "tests.commands",
     "tests.ranks",
 ]
 _OURS = [

@@ -229,7 +229,7 @@ def test_a_file_with_a_byte_order_mark_is_read(
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
-    command = f"{sys.executable} -m moemesh config show | head -n 1"
+    command = f"{Path(sys.executable).parent}/moemesh config show | head -n 1"
     done = subprocess.run(
         command, shell=True, capture_output=True, text=True, timeout=60, check=False
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.documents import SMALL_RUN
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -19,7 +19,7 @@ TESTED = {"train_tiny.toml", "one_layer_by_hand.py", "compare_plans.py", "read_a
 def run(*arguments: str | Path) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [commands.python(), *map(str, arguments)],
         env=environment | SMALL_RUN,
         capture_output=True,
         text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.model.dispatcher import LocalDispatcher, LocalPlan
 from moemesh.parallel.expert import build
+from tests import commands
 from tests.ranks import mesh_on_ranks
 
 LAYOUT = Layout(dp=4, ep=4, ranks_per_node=2)
@@ -239,7 +239,7 @@ def test_all_means_every_one() -> None:
 
 def moemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "moemesh", "bench", "dispatch", *arguments],
+        [commands.python(), "-m", "moemesh", "bench", "dispatch", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,6 +1,7 @@
 """`moemesh bench layer`: what it prints, and that its bounds do exactly the work they must do."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moemesh.bench.workloads import BURST, rank_tokens, workload
 from moemesh.cli.bench_text import layer_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout, shard_range
+from tests import commands
 from tests.ranks import mesh_on_ranks
 
 SHAPE = SHAPES["tiny"]
@@ -99,7 +101,8 @@ def test_bare_products_follow_uneven_counts() -> None:
     torch.testing.assert_close(gemms.into_RH[:3], gemms.h_RG[:3] @ gemms.gate_up_LGH[0])
 
 
-def test_ranks_are_started_and_one_object_comes_back() -> None:
+def test_ranks_are_started_and_one_object_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", commands.python())  # what ranks are started with
     found = layer.run(LayerSettings(shape="tiny", ranks="1,2", rounds=2))
     assert found is not None and found == json.loads(json.dumps(found))
     assert found["machine"]["threads_per_rank"] == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.planner.estimate import command as estimate
+from tests import commands
 from tests.ranks import mesh_on_ranks
 
 SIZES = (1024, 65536, 4194304)
@@ -152,7 +152,7 @@ def test_the_verb_writes_what_estimate_reads(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     arguments = ["--ranks", "2", "--sizes", "1k,64k", "--rounds", "2", "--out", str(file), "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "moemesh", "bench", "links", *arguments],
+        [commands.python(), "-m", "moemesh", "bench", "links", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -171,7 +171,7 @@ def test_the_verb_writes_what_estimate_reads(tmp_path: Path) -> None:
     ]
     assert seconds[0] != seconds[1]
     refused = subprocess.run(
-        [sys.executable, "-m", "moemesh", "bench", "links", "--ranks", "1"],
+        [commands.python(), "-m", "moemesh", "bench", "links", "--ranks", "1"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -14,6 +14,7 @@ import torch
 
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
+from tests import commands
 
 RANK = r"""
 import os, resource, signal, sys, time
@@ -151,7 +152,7 @@ def test_ranks_leave_when_their_launcher_is_killed(script):
 
 
 def test_torchrun_restarts_over_gloo(script):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [commands.python(), "-m", "torch.distributed.run", "--standalone"]
     # With two ranks stale addresses in the store can go unnoticed; with four hardly ever.
     command += ["--nproc-per-node=4", "--max-restarts=1", str(script), "restart", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import commands
+
 SMALL = {
     "model.num_layers": 2,
     "model.hidden_size": 32,
@@ -41,9 +43,10 @@ def arguments(out: Path, **keys: Any) -> list[str]:
     return found
 
 
-def start(*args: str, **options: Any) -> subprocess.Popen[str]:
+def start(*args: str, python: str = sys.executable, **options: Any) -> subprocess.Popen[str]:
+    """The interpreter itself unless told otherwise: who kills a process wants to hit it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "moemesh", *args],
+        [python, "-m", "moemesh", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -51,9 +54,9 @@ def start(*args: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def moemesh(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; never a traceback, whatever happens."""
-    process = start(*args)
+def moemesh(*args: str, python: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run to the end, preloaded (`tests.commands`) by default; never a traceback."""
+    process = start(*args, python=python or commands.python())
     out, err = process.communicate(timeout=240)
     assert "Traceback" not in out + err, out + err
     return subprocess.CompletedProcess(args, process.returncode, out, err)

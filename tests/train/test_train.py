@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moemesh.trace.run import Run
+from tests import commands
 from tests.train.runs import arguments, losses, metrics, moemesh, start, train
 
 TWO_RANKS = {"plan__tp": 2, "plan__ep": 2}
@@ -44,7 +45,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("two") / "run"
-    train(out, **TWO_RANKS)
+    done = moemesh(*arguments(out, **TWO_RANKS), python=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
@@ -85,7 +87,7 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
     short = {"train__checkpoint_every": 2}
     out = tmp_path / "run"
     whole = losses(train(tmp_path / "whole", **short, train__steps=6))
-    process = start(*arguments(out, **short, train__steps=6))
+    process = start(*arguments(out, **short, train__steps=6), python=commands.python())
     wait_for_checkpoint(out, 2)
     process.kill()
     process.wait()
@@ -233,7 +235,7 @@ def test_another_model_in_the_same_folder_is_refused(two_ranks: Path) -> None:
 
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    first = start(*arguments(out, train__steps=100000))
+    first = start(*arguments(out, train__steps=100000), python=commands.python())
     deadline = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -263,7 +265,12 @@ def test_a_truncated_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) 
 
 def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks: Path) -> None:
     def torchrun(num_ranks: int, out: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        command = [
+            commands.python(),
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={num_ranks}",
+        ]
         command += ["--standalone", "-m", "moemesh", *arguments(out, **TWO_RANKS)]
         return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
@@ -305,8 +312,8 @@ def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -
 
 
 def test_a_refusal_under_torchrun_leaves_a_good_run_alone(two_ranks: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += ["-m", "moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5)]
+    command = [commands.python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--standalone", "-m", "moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "--allow-change train.lr" in done.stderr
     assert "Connection closed" not in done.stderr
