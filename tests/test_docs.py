@@ -19,7 +19,6 @@ from moemesh.config.layout import AXES
 from moemesh.config.load import load_run
 from moemesh.trace.run import MetricsRow
 from moemesh.train.preflight import untrainable
-from tests.commands import folder as stand_ins
 from tests.documents import (
     BLOCK,
     BLOCKS,
@@ -75,8 +74,7 @@ def run_command(command: str, shown: str, folder: Path) -> None:
             assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), command
         return
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
-    places = [str(stand_ins()), str(Path(sys.executable).parent), environment["PATH"]]
-    environment["PATH"] = ":".join(places)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     if " train" in command or word == "python":
         environment |= SMALL_RUN
     done = subprocess.run(
