@@ -132,17 +132,6 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert set(json.loads(out)) == {"config"}
 
 
-def test_show_as_a_table_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "120")
-    code, out, _ = run(capsys, monkeypatch, "config", "show", "--set", "data.path='[red]x'")
-    assert code == 0
-    for word in ("origin", "value", '"[red]x"', "--set data.path="):
-        assert word in out, word
-
-
 def test_check_says_how_many_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

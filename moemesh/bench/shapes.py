@@ -1,4 +1,4 @@
-"""The MoE layers that are measured, and the closed formulas of the work in one of them."""
+"""The MoE layers that `bench layer` measures."""
 
 from __future__ import annotations
 
@@ -44,21 +44,3 @@ SHAPES = {
     "B": LayerShape(tokens=2048, hidden=1024, width=512, num_experts=64, top_k=8),
     "tiny": LayerShape(tokens=64, hidden=16, width=24, num_experts=4, top_k=2),
 }
-
-
-def expert_flops(rows: int, hidden: int, width: int) -> int:
-    """FLOPs of SwiGLU experts on `rows` rows, forward and backward.
-
-    Three products a row (gate, up, down) of ``2 * hidden * width`` each, and each of them once
-    forward, once for its input's gradient and once for its weight's.
-    """
-    return 3 * 3 * 2 * rows * hidden * width
-
-
-def exchange_bytes(rows_sent: int, rows_received: int, hidden: int, element_size: int) -> int:
-    """Bytes that one rank sends in the four exchanges of an all-to-all layer, rows only.
-
-    `rows_sent` of its tokens go to other ranks' experts and `rows_received` come from other ranks:
-    dispatch sends the former, combine the latter, and their backwards the other way round.
-    """
-    return 2 * (rows_sent + rows_received) * hidden * element_size

@@ -1,7 +1,6 @@
 """Verbs of a configuration: show, check."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,8 +24,6 @@ def config_show(
     resolved = load(config, overrides)
     if as_json:
         _show_json(resolved, origin)
-    elif sys.stdout.isatty():
-        _show_table(resolved, origin)
     else:
         _show_plain(resolved, origin)
 
@@ -69,19 +66,6 @@ def _show_plain(resolved: "Resolved", origin: bool) -> None:
     for key, value, source in rows:
         line = f"{key:{key_width}} = {value:{value_width}}  # {source}" if origin else ""
         typer.echo(line or f"{key:{key_width}} = {value}")
-
-
-def _show_table(resolved: "Resolved", origin: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("key", "value", *(["origin"] if origin else []))
-    for key, value, source in _rows(resolved):
-        # Text, because a value such as "[red]" is no markup of ours.
-        cells = [Text(key), Text(value), *([Text(source)] if origin else [])]
-        table.add_row(*cells, style="dim" if source == "default" else "")
-    Console().print(table)
 
 
 def _show_json(resolved: "Resolved", origin: bool) -> None:

@@ -102,17 +102,6 @@ class MemoryProfiles:
         """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
         return cls(ranks=tuple(MemoryProfile.from_json(profile) for profile in data["ranks"]))
 
-    def table(self) -> str:
-        """A line a rank, a column a part, for a terminal."""
-        names = ("rank", *PARTS, "total", "peak")
-        rows = [tuple(name.replace("_", " ") for name in names)]
-        for profile in self.ranks:
-            sizes = (*profile.parts().values(), profile.total, profile.peak)
-            rows.append((str(profile.rank), *(format_bytes(size) for size in sizes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
-        lines = ("  ".join(map(str.rjust, row, widths)) for row in rows)
-        return "\n".join(lines)
-
 
 def format_bytes(size: float) -> str:
     """Bytes for people, in powers of 1024.

@@ -1,6 +1,6 @@
-"""Closed forms of communication: bytes per rank, to the byte, and alpha-beta times.
+"""Bytes that each rank sends and receives in a collective: closed forms, exact to the byte.
 
-Bytes. Every function returns a `WireBytes` for one rank (`index` of `size`), exact also where
+Every function returns a `WireBytes` for one rank (`index` of `size`), exact also where
 sizes do not divide. The algorithms that the ledger states:
 
 all_reduce          ring: reduce-scatter, then all-gather, over chunks of balanced size
@@ -13,18 +13,11 @@ send_receive        one message
 
 `tests/comm/algorithms.py` carries the ring and the tree out message by message; tests hold the two
 together.
-
-Times. alpha is the latency of a message in seconds, beta the seconds a byte takes (1 / bandwidth),
-num_bytes the size S of the full tensor. Source: E. Chan, M. Heimlich, A. Purkayastha and R. van de
-Geijn, "Collective communication: theory, practice, and experience" (2007); for the two trees
-P. Sanders, J. Speck and J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
-and scan" (2009).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, log2
 from typing import NamedTuple
 
 from moemesh.config.layout import shard_sizes
@@ -128,81 +121,3 @@ def send(num_bytes: int) -> WireBytes:
 def receive(num_bytes: int) -> WireBytes:
     """The receiver's side of one message."""
     return WireBytes(num_bytes, 0, num_bytes)
-
-
-def ring_all_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """2(n-1) alpha + 2(n-1)/n S beta."""
-    return 2 * ring_all_gather_seconds(size, num_bytes, alpha, beta)
-
-
-def ring_all_gather_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """(n-1) alpha + (n-1)/n S beta, S the gathered result."""
-    return (size - 1) * alpha + (size - 1) / size * num_bytes * beta
-
-
-def ring_reduce_scatter_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """(n-1) alpha + (n-1)/n S beta, S the full input; the additions are not counted."""
-    return ring_all_gather_seconds(size, num_bytes, alpha, beta)
-
-
-def tree_broadcast_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Minimum spanning tree: ceil(log2 n) (alpha + S beta). A reduce takes the same."""
-    return ceil(log2(size)) * (alpha + num_bytes * beta)
-
-
-def tree_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Minimum spanning tree: ceil(log2 n) (alpha + S beta); the additions are not counted."""
-    return tree_broadcast_seconds(size, num_bytes, alpha, beta)
-
-
-def ring_broadcast_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Pipelined ring, in pieces small enough to fill it: (n-1) alpha + S beta."""
-    return 0.0 if size == 1 else (size - 1) * alpha + num_bytes * beta
-
-
-def scatter_all_gather_broadcast_seconds(
-    size: int, num_bytes: float, alpha: float, beta: float
-) -> float:
-    """Scatter by a tree, then ring all-gather: (log2 n + n-1) alpha + 2(n-1)/n S beta."""
-    return (log2(size) + size - 1) * alpha + 2 * (size - 1) / size * num_bytes * beta
-
-
-def all_to_all_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """(n-1) alpha + (n-1)/n S beta, where S is what *each* rank holds.
-
-    For S the global tensor (all ranks together) pass ``num_bytes / size``.
-    """
-    return (size - 1) * alpha + (size - 1) / size * num_bytes * beta
-
-
-def double_tree_all_reduce_seconds(size: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Double binary tree, about 2 log2(n) alpha + 2 S beta: wins where S is small."""
-    return 0.0 if size == 1 else 2 * log2(size) * alpha + 2 * num_bytes * beta
-
-
-def halving_doubling_all_reduce_seconds(
-    size: int, num_bytes: float, alpha: float, beta: float
-) -> float:
-    """Recursive halving and doubling: 2 log2(n) alpha + 2(n-1)/n S beta.
-
-    Raises ValueError unless `size` is a power of two.
-    """
-    if size & (size - 1):
-        raise ValueError(f"halving-doubling needs a power of two of ranks, not {size}")
-    return 2 * log2(size) * alpha + 2 * (size - 1) / size * num_bytes * beta
-
-
-def two_level_all_reduce_seconds(
-    local_size: int,
-    num_nodes: int,
-    num_bytes: float,
-    *,
-    local_alpha: float,
-    local_beta: float,
-    remote_alpha: float,
-    remote_beta: float,
-) -> float:
-    """Reduce-scatter in the node, ring all-reduce of the shards across nodes, all-gather in it."""
-    inside = 2 * ring_all_gather_seconds(local_size, num_bytes, local_alpha, local_beta)
-    shard = num_bytes / local_size
-    return inside + ring_all_reduce_seconds(num_nodes, shard, remote_alpha, remote_beta)

@@ -11,7 +11,7 @@ from moemesh.bench import layer
 from moemesh.bench.bounds import BareGemms
 from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_rank
 from moemesh.bench.settings import BenchError, LayerSettings
-from moemesh.bench.shapes import SHAPES, LayerShape, exchange_bytes, expert_flops
+from moemesh.bench.shapes import SHAPES, LayerShape
 from moemesh.bench.workloads import BURST, rank_tokens, workload
 from moemesh.cli.bench_text import layer_text
 from moemesh.comm.mesh import Mesh
@@ -21,6 +21,24 @@ from tests.ranks import mesh_on_ranks
 
 SHAPE = SHAPES["tiny"]
 FLOPS = 18 * 64 * 2 * 16 * 24  # 3 products, 3 times, 2 FLOPs; 64 tokens, top-2, 16 x 24
+
+
+def expert_flops(rows: int, hidden: int, width: int) -> int:
+    """FLOPs of SwiGLU experts on `rows` rows, forward and backward.
+
+    Three products a row (gate, up, down) of ``2 * hidden * width`` each, and each of them once
+    forward, once for its input's gradient and once for its weight's.
+    """
+    return 3 * 3 * 2 * rows * hidden * width
+
+
+def exchange_bytes(rows_sent: int, rows_received: int, hidden: int, element_size: int) -> int:
+    """Bytes that one rank sends in the four exchanges of an all-to-all layer, rows only.
+
+    `rows_sent` of its tokens go to other ranks' experts and `rows_received` come from other ranks:
+    dispatch sends the former, combine the latter, and their backwards the other way round.
+    """
+    return 2 * (rows_sent + rows_received) * hidden * element_size
 
 
 def _measure_on_rank(mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Any], int]:

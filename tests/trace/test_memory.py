@@ -39,15 +39,6 @@ def test_what_cannot_be():
         MemoryProfiles(ranks=(profile(0), profile(0)))
 
 
-def test_table_has_a_line_a_rank_and_no_ragged_columns():
-    lines = MemoryProfiles(ranks=(profile(0), profile(11, peak=3 * 2**30))).table().splitlines()
-    assert len(lines) == 3
-    assert len({len(line) for line in lines}) == 1
-    assert "expert weights" in lines[0]
-    assert lines[2].split()[0] == "11"
-    assert lines[2].endswith("3.0 GiB")
-
-
 @pytest.mark.parametrize(
     ("size", "text"),
     [

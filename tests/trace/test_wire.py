@@ -1,10 +1,9 @@
-"""The closed forms: what is sent is received, textbook factors where sizes divide, times."""
+"""The closed forms: what is sent is received, textbook factors where sizes divide."""
 
 from __future__ import annotations
 
 from math import ceil, log2
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,53 +87,3 @@ def test_the_tree_reaches_everybody_once_in_few_rounds(world):
 def test_messages():
     assert wire.send(5) == (5, 5, 0)
     assert wire.receive(5) == (5, 0, 5)
-
-
-def test_times():
-    alpha, beta, size, num_bytes = 2.0, 0.5, 4, 64.0
-    labels = (size, num_bytes, alpha, beta)
-    assert wire.ring_all_reduce_seconds(*labels) == 6 * 2 + 1.5 * 32
-    assert wire.ring_all_gather_seconds(*labels) == 3 * 2 + 0.75 * 32
-    assert wire.ring_reduce_scatter_seconds(*labels) == 3 * 2 + 0.75 * 32
-    assert wire.double_tree_all_reduce_seconds(*labels) == 2 * 2 * 2 + 2 * 32
-    assert wire.halving_doubling_all_reduce_seconds(*labels) == 2 * 2 * 2 + 1.5 * 32
-    assert wire.tree_broadcast_seconds(*labels) == 2 * (2 + 32)
-    assert wire.tree_broadcast_seconds(5, num_bytes, alpha, beta) == 3 * (2 + 32)
-    assert wire.tree_reduce_seconds(*labels) == 2 * (2 + 32)
-    assert wire.ring_broadcast_seconds(*labels) == 3 * 2 + 32
-    assert wire.scatter_all_gather_broadcast_seconds(*labels) == (2 + 3) * 2 + 1.5 * 32
-    assert wire.all_to_all_seconds(*labels) == 3 * 2 + 0.75 * 32
-    # S of the global tensor: (n-1)/n^2
-    assert wire.all_to_all_seconds(size, num_bytes / size, 0, beta) == 3 / 16 * 32
-    two_level = wire.two_level_all_reduce_seconds(
-        2, 3, 60.0, local_alpha=1, local_beta=0.1, remote_alpha=5, remote_beta=1
-    )
-    assert two_level == pytest.approx(2 * (1 + 3) + 4 * 5 + 4 / 3 * 30)
-
-
-@pytest.mark.parametrize("name", [name for name in dir(wire) if name.endswith("_seconds")])
-def test_one_rank_takes_no_time(name):
-    function = getattr(wire, name)
-    if name.startswith("two_level"):
-        seconds = function(
-            1, 1, 64.0, local_alpha=1.0, local_beta=1.0, remote_alpha=1.0, remote_beta=1.0
-        )
-    else:
-        seconds = function(1, 64.0, 1.0, 1.0)
-    assert seconds == 0
-
-
-def test_halving_doubling_wants_a_power_of_two():
-    with pytest.raises(ValueError, match="a power of two of ranks, not 6"):
-        wire.halving_doubling_all_reduce_seconds(6, 1.0, 1.0, 1.0)
-
-
-def test_a_tree_wins_for_short_messages_and_a_ring_for_long_ones():
-    short, long = 100.0, 1e9
-    alpha, beta = 1e-5, 1e-10
-    assert wire.tree_broadcast_seconds(16, short, alpha, beta) < wire.ring_broadcast_seconds(
-        16, short, alpha, beta
-    )
-    assert wire.tree_broadcast_seconds(16, long, alpha, beta) > wire.ring_broadcast_seconds(
-        16, long, alpha, beta
-    )

@@ -41,7 +41,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moemesh.config.errors import UserError
-from moemesh.trace import wire
 
 #: One placement an axis: "R", "P", "B" or "S" and the number of a dim.
 MeshLayout = tuple[str, ...]
@@ -74,19 +73,17 @@ class MeshAxis:
 
     def gather(self, num_bytes: float) -> float:
         """All-gather to, or reduce-scatter from, `num_bytes` a rank."""
-        return wire.ring_all_gather_seconds(
-            self.size, num_bytes, self.latency, self.seconds_per_byte
-        )
+        # Ring: n - 1 messages of S / n each; the additions of a reduce-scatter are not counted.
+        share = (self.size - 1) / self.size
+        return (self.size - 1) * self.latency + share * num_bytes * self.seconds_per_byte
 
     def all_reduce(self, num_bytes: float) -> float:
-        """All-reduce of `num_bytes` a rank."""
-        return wire.ring_all_reduce_seconds(
-            self.size, num_bytes, self.latency, self.seconds_per_byte
-        )
+        """All-reduce of `num_bytes` a rank: a reduce-scatter, then an all-gather."""
+        return 2 * self.gather(num_bytes)
 
     def all_to_all(self, num_bytes: float) -> float:
-        """All-to-all of `num_bytes` held by each rank."""
-        return wire.all_to_all_seconds(self.size, num_bytes, self.latency, self.seconds_per_byte)
+        """All-to-all of `num_bytes` held by each rank: as many messages, of the same size."""
+        return self.gather(num_bytes)
 
 
 def parse_layout(text: str) -> MeshLayout:
