@@ -37,8 +37,11 @@ def train(
     overrides: Sequence[str],
     out: Path | None,
     allowed_changes: Sequence[str] = (),
+    *,
+    in_this_process: bool = True,
 ) -> int:
-    """Train the configured run; returns the exit code.
+    """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
+    process itself.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
@@ -60,7 +63,7 @@ def train(
     samples = open_samples(config)  # errors in the data before any process starts
     folder = _open_folder(config, path, allowed_changes)
     try:
-        if config.plan.world_size == 1:
+        if config.plan.world_size == 1 and in_this_process:
             launch.keep_freed_memory()
             return _rank(config, folder, path, samples=samples)
         arguments = ["train", *([str(config_file)] if config_file else [])]

@@ -19,7 +19,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, get_args
 from weakref import WeakValueDictionary
 
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
@@ -536,6 +539,21 @@ class _ScaleGradient(torch.autograd.Function):
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
+#: Whether state dicts hold this rank's experts as DTensors; see :func:`sharded_state_dicts`.
+_SHARDED = ContextVar("_SHARDED", default=False)
+
+
+@contextmanager
+def sharded_state_dicts() -> Iterator[None]:
+    """Inside, a `state_dict` sends nothing: experts are DTensors of global shape, each rank's part
+    its own memory, as sharded checkpoints want them."""
+    token = _SHARDED.set(True)
+    try:
+        yield
+    finally:
+        _SHARDED.reset(token)
+
+
 @torch.no_grad()
 def _gather_experts(
     layer: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object
@@ -544,8 +562,12 @@ def _gather_experts(
     assert isinstance(layer, MoELayer)
     for name in EXPERTS:
         own = state[prefix + name].detach()
-        if hasattr(own, "full_tensor"):
-            own = own.full_tensor()
+        if layer.ranks.group is None:
+            continue
+        if _SHARDED.get():
+            mesh = DeviceMesh.from_group(layer.ranks.group, own.device.type)
+            state[prefix + name] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            continue
         gathered = transfers.all_gather(own, layer.ranks, phase="control", caller="moe.state_dict")
         state[prefix + name] = gathered
 

@@ -1,0 +1,1 @@
+"""What `import moemesh as mm` offers beside classes and functions of other packages."""

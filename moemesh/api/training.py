@@ -1,0 +1,234 @@
+"""The parallel model in a program's own loop: `moemesh.parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moemesh.checkpoint.tree import Sharded
+from moemesh.comm.mesh import Mesh
+from moemesh.config.data import DataConfig
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.layout import shard_range
+from moemesh.config.load import Resolved
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.parallel import parallelize as hub
+from moemesh.parallel.norm import clip_gradients
+from moemesh.parallel.placement import Placement
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.preflight import untrainable
+from moemesh.train.step import StepResult, evaluate, gradients_of_step
+
+__all__ = ["ParallelModel", "StepResult", "parallelize"]
+
+
+def parallelize(
+    model: ModelConfig,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seq_len: int,
+    global_batch: int,
+    seed: int = 0,
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32",
+) -> ParallelModel:
+    """Build this rank's part of `model` under `plan`; every rank of `mesh` calls it.
+
+    `mesh`: ``Mesh.create(plan.layout, device)`` in an initialized process group, or
+    ``Mesh.single(device)``. `seq_len` and `global_batch` size what must be known before the first
+    step. Initial weights are functions of `seed`: the same under every plan. Raises ConfigError
+    with every rule that model, plan and batch break, ValueError for a mesh of another layout.
+    """
+    config = RunConfig(
+        model=model,
+        plan=plan,
+        data=DataConfig(seq_len=seq_len, global_batch=global_batch),
+        train=TrainConfig(seed=seed, dtype=dtype),
+    )
+    problems = config.check() or untrainable(Resolved(config=config, origins={}))
+    if problems:
+        raise ConfigError(problems)
+    if mesh.world_size != plan.world_size:
+        raise UserError(
+            f"the plan needs {plan.world_size} ranks, the mesh has {mesh.world_size}: "
+            "Mesh.create(plan.layout, device)"
+        )
+    parallel = hub.parallelize(
+        model,
+        plan,
+        mesh,
+        seed=seed,
+        dtype=getattr(torch, dtype),
+        tokens_per_rank=plan.tokens_per_rank(seq_len, global_batch),
+    )
+    if parallel.pipeline.schedule.update is not None:
+        raise UserError(
+            f'plan.schedule = "{plan.schedule}" updates weights inside of its stream, which a loop '
+            'of steps cannot: take moemesh.train, or plan.schedule = "1f1b"'
+        )
+    return ParallelModel(parallel, config)
+
+
+@dataclass(eq=False)
+class ParallelModel:
+    """What one rank runs. Use :func:`parallelize`."""
+
+    parallel: hub.ParallelModel
+    config: RunConfig
+    #: Steps done; keys the random numbers of a router with jitter.
+    num_steps: int = 0
+    _masters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+
+    def __post_init__(self) -> None:
+        for name, own in self.parallel.model.named_parameters():
+            is_short = own.dtype == torch.bfloat16
+            self._masters[name] = nn.Parameter(own.detach().float()) if is_short else own
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Logical name -> this rank's shard, for an optimizer; of bfloat16 weights their fp32
+        masters, from which each step rounds them."""
+        yield from self._masters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self._masters.values()
+
+    def step(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        clip: float = 0.0,
+    ) -> StepResult:
+        """Forward and backward of one global batch; the gradients are then in ``.grad``.
+
+        `tokens` int64 [B, S] are **all** sequences of the step, the same on every rank: each takes
+        its own. `targets` int64 [B, S]; None: tokens are [B, S + 1] and each predicts the next.
+        `valid` bool [B, S]: False for padding, which is not routed; `loss_mask` bool [B, S]: False
+        where a token carries no loss (both None: all True). `clip`: largest norm of the gradient
+        of all ranks; 0: none.
+
+        The objective is the mean over all tokens that carry loss, plus the auxiliary losses. The
+        gradients are complete: sums over all ranks that share a parameter, never averages. They
+        replace those of the step before. If one is not finite, ``skipped`` is set and no parameter
+        has a gradient, on any rank. The result is the same on every rank.
+        """
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        self._check(tokens, targets, valid, loss_mask)
+        with torch.no_grad():
+            for name, own in self.parallel.model.named_parameters():
+                self._masters[name].grad = own.grad = None
+                if self._masters[name] is not own:
+                    own.copy_(self._masters[name])
+        self.num_steps += 1
+        recorder = TimelineRecorder(self.parallel.mesh.rank)
+        batches = self._own(tokens, targets, valid, loss_mask, self.config.plan.microbatches)
+        result = gradients_of_step(self.parallel, batches, recorder)
+        if not result.skipped:
+            gradients = self.parallel.reducer.gradients
+            if clip:
+                clip_gradients(gradients, result.grad_norm, clip)
+            for name, master in self._masters.items():
+                master.grad = gradients[name]
+            self._update_biases(result)
+        return result
+
+    def evaluate(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> float:
+        """Mean negative log-likelihood (nats a token) of a global batch, without gradients."""
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        self._check(tokens, targets, valid, loss_mask)
+        return evaluate(self.parallel, self._own(tokens, targets, valid, loss_mask, 1))
+
+    def state_dict(self) -> dict[str, Tensor | Sharded]:
+        """Logical name -> this rank's part of a parameter or buffer, of global shape and offset;
+        a part without a place of its own (equal on all ranks) is a plain tensor.
+
+        For :func:`moemesh.save_checkpoint` and :func:`moemesh.load_checkpoint`, which fills it in
+        place, under any plan.
+        """
+        found: dict[str, Tensor | Sharded] = {}
+        for name, master in self._masters.items():
+            found[name] = self._part(self.parallel.placements[name], master.detach())
+        return found | dict(self.parallel.model.named_buffers())
+
+    def placement(self, parameter: nn.Parameter) -> tuple[str, Sharded] | None:
+        """Name and place of one of :meth:`parameters`, for the state of an optimizer."""
+        for name, master in self._masters.items():
+            if master is parameter:
+                return name, self._part(self.parallel.placements[name], master.detach())
+        return None
+
+    def close(self) -> None:
+        """Free what dispatchers hold outside of torch; all ranks call it, at the end."""
+        self.parallel.close()
+
+    def _part(self, where: Placement, tensor: Tensor) -> Sharded:
+        offset = tuple(part.start for part in where.slices(self.parallel.mesh))
+        return Sharded(tensor, where.shape, offset)
+
+    def _update_biases(self, result: StepResult) -> None:
+        first = self.parallel.model.config.num_dense_layers
+        for layer, moe in self.parallel.model.moe_layers().items():
+            if moe.router.selection_bias is not None:
+                counts_E = result.counts_LE[layer - first]
+                moe.router.update_selection_bias(counts_E.to(self.parallel.mesh.device))
+
+    def _check(self, tokens: Tensor, *others: Tensor | None) -> None:
+        vocabulary = self.config.model.vocab_size
+        if tokens.ndim != 2 or any(t is not None and t.shape != tokens.shape for t in others):
+            shapes = [list(t.shape) for t in (tokens, *others) if t is not None]
+            raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
+        for name, ids in (("tokens", tokens), ("targets", others[0])):
+            assert ids is not None
+            if ids.dtype != torch.int64:
+                raise UserError(f"{name} must be torch.int64, not {ids.dtype}: {name}.long()")
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                raise UserError(
+                    f"{name} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary "
+                    f"those from 0 to {vocabulary - 1} (model.vocab_size)"
+                )
+
+    def _own(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        valid: Tensor | None,
+        loss_mask: Tensor | None,
+        num_parts: int,
+    ) -> list[Batch]:
+        """This data-parallel rank's sequences, in `num_parts` microbatches."""
+        dp, device, found = self.parallel.mesh["dp"], self.parallel.mesh.device, list[Batch]()
+        own = shard_range(len(tokens), dp.size, dp.index)
+        for index in range(num_parts):
+            part = shard_range(len(own), num_parts, index)
+            rows = slice(own.start + part.start, own.start + part.stop)
+            found.append(
+                Batch(
+                    tokens_BS=tokens[rows].to(device),
+                    targets_BS=targets[rows].to(device),
+                    sequences_B=torch.arange(rows.start, rows.stop, device=device),
+                    valid_BS=None if valid is None else valid[rows].to(device),
+                    loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
+                    seed=self.config.train.seed,
+                    step=self.num_steps,
+                )
+            )
+        return found

@@ -1,0 +1,65 @@
+"""Training from Python: `moemesh.train`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from moemesh.config.load import config_values
+from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
+from moemesh.trace.run import Run
+
+
+class TrainingError(RuntimeError):
+    """A run that did not come to its end; `exit_code` as of ``moemesh train``."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def train(
+    config: RunConfig, out: str | Path | None = None, *, allow_change: tuple[str, ...] = ()
+) -> Run:
+    """Train as ``moemesh train`` does, and read back what the run wrote.
+
+    Called in a plain program, it starts the ranks of ``config.plan`` as processes of their own
+    (``python -m moemesh``, so a script needs no ``if __name__ == "__main__"``) and waits for them;
+    this process trains nothing. Called by every rank that torchrun started, before a process group
+    is initialized, it is that rank. `out`: the folder of the run (default ``runs/<preset>``), in
+    which an earlier run goes on; `allow_change`: keys that may differ from it.
+
+    Raises ConfigError for what cannot be trained, other ValueErrors for data and folders, and
+    TrainingError when a rank fails; KeyboardInterrupt when the run was stopped by Ctrl-C.
+    """
+    # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/train.py).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from moemesh.train import command
+
+    folder = Path(out) if out is not None else command.default_folder(None, config)
+    code = command.train(None, overrides_of(config), folder, allow_change, in_this_process=False)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise TrainingError(f"{folder}: {_reason(folder)} (exit code {code})", code)
+    return Run.load(folder)
+
+
+def overrides_of(config: RunConfig) -> list[str]:
+    """Every key of `config` that has a value, as ``section.key=value``: together they are it."""
+    return [
+        f"{section}.{key}={format_value(value)}"
+        for section, fields in config_values(config).items()
+        for key, value in fields.items()
+        if value is not None
+    ]
+
+
+def _reason(folder: Path) -> str:
+    try:
+        found = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
+        return f"rank {found['rank']} failed: {found['message']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "the run did not come to its end"
