@@ -2,9 +2,9 @@
 
 import sys
 
-from moemesh.trace.run import Run
+import moemesh as mm
 
-run = Run.load(sys.argv[1])
+run = mm.Run.load(sys.argv[1])
 
 for row in run.metrics[:: max(len(run.metrics) // 10, 1)]:
     print(f"step {row.step:5}  loss {row.loss:.4f}  {row.tokens_per_second:9,.0f} tokens/s")
@@ -27,5 +27,4 @@ print(
     f"least balanced: layer {busiest.layer} at step {busiest.step}, "
     f"fullest expert {busiest.expert_max_over_mean:.2f} x the mean"
 )
-for warning in run.warnings:
-    print("warning:", warning)
+print("warnings:", *run.warnings)

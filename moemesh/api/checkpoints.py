@@ -238,10 +238,7 @@ def _optimizer_state(
             kept = {kind: _placed(value, parameter, part) for kind, value in own.items()}
             if kept:
                 state[name] = kept
-        groups.append(
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [names[id(parameter)][0] for parameter in group["params"]]}
-        )
+        groups.append({key: value for key, value in group.items() if key != "params"})
     return {"state": state, "param_groups": groups}
 
 

@@ -23,6 +23,7 @@ from moemesh.model.batch import Batch
 from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
 from moemesh.parallel.placement import Placement
+from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.preflight import untrainable
 from moemesh.train.step import StepResult, evaluate, gradients_of_step
@@ -68,6 +69,7 @@ def parallelize(
         seed=seed,
         dtype=getattr(torch, dtype),
         tokens_per_rank=plan.tokens_per_rank(seq_len, global_batch),
+        schedule=build_step(plan, model, seq_len),
     )
     if parallel.pipeline.schedule.update is not None:
         raise UserError(

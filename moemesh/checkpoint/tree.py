@@ -115,18 +115,18 @@ def own_shards(
     everyone = [{tuple(map(_hashable, place)) for place in held} for held in gather(list(mine))]
     holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
     if check_replicas:
-        digests = {
-            s.name: _digest(s.tensor) for place, s in mine.items() if len(holders[place]) > 1
-        }
-        for rank_a, theirs in enumerate(everyone_said := gather(digests)):
-            for name in sorted(theirs):
-                for rank_b in range(rank_a):
-                    if everyone_said[rank_b].get(name, theirs[name]) != theirs[name]:
-                        raise CheckpointError(
-                            f"{name} differs between ranks {rank_b} and {rank_a}: give a DTensor "
-                            "or moemesh.Sharded for a part, a name of its own for what belongs to "
-                            "one rank, or check_replicas=False to save that of the lowest rank"
-                        )
+        shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
+        said = gather([[shard.name, *shard.offset, _digest(shard.tensor)] for shard in shared])
+        known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        for other, digests in enumerate(said):
+            for *place, digest in digests:
+                first, expected = known.setdefault(tuple(place), (other, digest))
+                if digest != expected:
+                    raise CheckpointError(
+                        f"{place[0]} differs between ranks {first} and {other}: give a DTensor or "
+                        "moemesh.Sharded for a part, a name of its own for what belongs to one "
+                        "rank, or check_replicas=False to save that of the lowest rank"
+                    )
     empty = [shard for shard in shards if not shard.tensor.numel()]
     return empty + [shard for place, shard in mine.items() if holders[place][0] == rank]
 

@@ -1,0 +1,325 @@
+"""The public names: frozen, lazy, documented; and those that no example shows in full."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import moemesh as mm
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.config.errors import UserError
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).parent.parent
+NAMES = [
+    "ConfigError",
+    "Mesh",
+    "MoELayer",
+    "Run",
+    "Sharded",
+    "clip_grad_norm_",
+    "estimate",
+    "expert_parameters",
+    "load",
+    "load_checkpoint",
+    "parallelize",
+    "plan",
+    "rebalance_experts",
+    "save_checkpoint",
+    "schedules",
+    "simulate",
+    "train",
+]
+
+
+def test_the_names_are_frozen() -> None:
+    assert sorted(mm.__all__) == NAMES
+    assert set(NAMES) <= set(dir(mm))
+    stub = (ROOT / "moemesh" / "__init__.pyi").read_text()
+    assert sorted(re.findall(r"import \w+ as (\w+)", stub)) == NAMES
+    for name in NAMES:
+        assert getattr(mm, name) is not None
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, moemesh as mm; mm.load; mm.schedules.zb_h1(4, 8); "
+        "assert not {'torch', 'numpy', 'scipy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    light = "import sys, moemesh; print(len([m for m in sys.modules if 'pydantic' in m]))"
+    done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    for owner, name, words in (
+        (mm, "trian", "'trian': did you mean 'train'"),
+        (mm, "zzz", "it has ConfigError, Mesh"),
+        (mm.schedules, "zb_h3", "schedules has no 'zb_h3'"),
+    ):
+        with pytest.raises(AttributeError, match=words):
+            getattr(owner, name)
+
+
+def test_a_package_of_the_same_name_does_not_hide_the_verb() -> None:
+    import moemesh.train.trainer
+
+    assert callable(mm.train) and callable(moemesh.train) and moemesh.train.trainer is not None
+
+
+def signature(name: str) -> str:
+    """``mm.name(a, b, *, c)``, without types and defaults."""
+    target = mm.train.from_python.train if name == "train" else getattr(mm, name)
+    words, is_starred = [], False
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_starred:
+            words.append("*")
+            is_starred = True
+        words.append("**" * (parameter.kind is parameter.VAR_KEYWORD) + parameter.name)
+    return f"mm.{name}({', '.join(words)})"
+
+
+def test_the_document_names_every_parameter() -> None:
+    import moemesh.train.from_python  # noqa: F401
+
+    text = " ".join((ROOT / "docs" / "api.md").read_text().split())
+    for name in NAMES:
+        assert f"mm.{name}" in text, name
+        if inspect.isfunction(getattr(mm, name)) or name in ("MoELayer", "train"):
+            assert signature(name) in text, signature(name)
+
+
+def test_load_takes_texts_and_dicts(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[plan]\ndp = 2\n")
+    expected = mm.load(tmp_path / "a.toml", ["plan.tp=2", "train.dtype=float64"])
+    assert expected.plan.world_size == 4
+    nested = {"plan": {"tp": 2}, "train.dtype": "float64"}
+    assert mm.load(tmp_path / "a.toml", nested) == expected
+    with pytest.raises(mm.ConfigError, match="2 problems"):
+        mm.load(None, {"plan": {"tp": 3, "ep": 5}})
+
+
+def test_plans_and_estimates_agree() -> None:
+    task: dict[str, Any] = {"model": "tiny", "cluster": "dgx_h100", "seq_len": 256}
+    answers = mm.plan(**task, global_batch=64, trainable=True, top=3)
+    assert len(answers) == 3
+    for answer in answers:
+        found = mm.estimate(**task, global_batch=64, plan=answer.plan)
+        assert found["seconds"]["total"] == pytest.approx(answer.seconds, rel=1e-12)
+        assert found["memory"]["needed_bytes"] == answer.memory_bytes
+        assert answer.command.startswith("moemesh train --set model.preset=tiny")
+    with pytest.raises(mm.ConfigError, match="tpp"):
+        mm.estimate(**task, global_batch=64, plan={"tpp": 2})
+    with pytest.raises(mm.ConfigError, match="3 problems"):
+        mm.plan(model="tinny", cluster="dgx", seq_len=0, global_batch=64)
+
+
+# The parallel model in a loop of one's own.
+
+SMALL = {"num_layers": 2, "hidden_size": 32, "expert_intermediate_size": 16, "vocab_size": 256}
+EXTRA = {"router_selection_bias": True, "aux_loss_scope": "sequence"}
+
+
+def loop(rank: int, plan: dict[str, Any], folder: str, resume: bool) -> Any:
+    """Two steps, a checkpoint after the first; or the second step alone, from that checkpoint."""
+    config = mm.load(None, {"model": SMALL | EXTRA, "plan": plan})
+    alone = config.plan.world_size == 1
+    mesh = mm.Mesh.single("cpu") if alone else mm.Mesh.create(config.plan.layout, "cpu")
+    model = mm.parallelize(
+        config.model, config.plan, mesh, seq_len=8, global_batch=5, dtype="float64"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    results = []
+    for step in range(2):
+        if resume and step == 0:
+            state = mm.load_checkpoint(folder, state)
+            assert state["step"] == 1 and state["model"] is model
+            model.num_steps = 1
+            continue
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(256, (5, 9), generator=generator)
+        mask = torch.rand(5, 8, generator=generator) < 0.8
+        results.append(model.step(tokens, loss_mask=mask, clip=0.5))
+        optimizer.step()
+        if step == 0:
+            mm.save_checkpoint(folder, state | {"step": 1}, step=1)
+    held_out = model.evaluate(torch.arange(18).view(2, 9))
+    return [(r.loss, r.aux_loss, r.grad_norm) for r in results], held_out
+
+
+def test_a_loop_of_ones_own_equals_one_device(tmp_path: Path) -> None:
+    expected, held_out = loop(0, {}, str(tmp_path / "one"), False)
+    plan = {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_h1", "microbatches": 2}
+    for found, other in run_on_ranks(4, loop, plan, str(tmp_path / "four"), False):
+        assert found == [pytest.approx(row, rel=1e-9) for row in expected]
+        assert other == pytest.approx(held_out, rel=1e-9)
+    # Saved by four ranks, gone on by one and by two.
+    for num_ranks, plan in ((1, {}), (2, {"dp": 2})):
+        run = run_on_ranks if num_ranks > 1 else lambda _, *call: [call[0](0, *call[1:])]
+        for found, other in run(num_ranks, loop, plan, str(tmp_path / "four"), True):
+            assert found == [pytest.approx(expected[1], rel=1e-9)]
+            assert other == pytest.approx(held_out, rel=1e-9)
+
+
+def test_mistakes_in_a_loop_are_named() -> None:
+    config = mm.load(None, {"model": SMALL})
+    build = {"seq_len": 8, "global_batch": 2}
+    with pytest.raises(UserError, match="the plan needs 2 ranks, the mesh has 1"):
+        plan = mm.load(None, {"model": SMALL, "plan.dp": 2}).plan
+        mm.parallelize(config.model, plan, mm.Mesh.single("cpu"), **build)
+    with pytest.raises(UserError, match="updates weights inside of its stream"):
+        plan = mm.load(None, {"model": SMALL, "plan.schedule": "pipedream"}).plan
+        mm.parallelize(config.model, plan, mm.Mesh.single("cpu"), **build)
+    with pytest.raises(mm.ConfigError, match="zero3 cannot be trained"):
+        plan = config.plan.model_copy(update={"data": "zero3"})
+        mm.parallelize(config.model, plan, mm.Mesh.single("cpu"), **build)
+    model = mm.parallelize(config.model, config.plan, mm.Mesh.single("cpu"), **build)
+    for tokens, words in (
+        (torch.full((2, 9), 256), "hold ids from 256 to 256, the vocabulary those from 0 to 255"),
+        (torch.ones(2, 9), "must be torch.int64"),
+        (torch.ones(9), r"\[B, S\]"),
+    ):
+        with pytest.raises((UserError, IndexError), match=words):
+            model.step(tokens[:, :-1] if tokens.ndim == 2 else tokens, tokens[..., 1:])
+
+
+# Checkpoints of any state.
+
+
+class Net(nn.Module):
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.moe = mm.MoELayer(6, 4, 8, 2, group)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.inner(x))[0]
+
+
+def train_net(rank: int, folder: str, ranks_of_experts: int, sharded: bool) -> Any:
+    """A step of AdamW, a checkpoint, and the whole state."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // ranks_of_experts, ranks_of_experts))
+    model = Net(mesh)
+    if sharded:
+        fully_shard(model, ignored_params=set(mm.expert_parameters(model).values()))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model(torch.ones(3, 6)).sum().backward()
+    for name, parameter in model.named_parameters():
+        if not sharded and "moe.experts" not in name:
+            dist.all_reduce(parameter.grad)
+    model.moe.sync_expert_gradients()
+    optimizer.step()
+    mm.save_checkpoint(folder, {"model": model, "optimizer": optimizer, "at": [1, "x", None]})
+    state = model.state_dict()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
+def load_net(rank: int, folder: str) -> Any:
+    """The checkpoint in other hands: other experts, other moments, until it is loaded."""
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
+    state = mm.load_checkpoint(folder, {"model": model, "optimizer": optimizer, "at": [0, "", 1]})
+    assert state["at"] == [1, "x", None] and optimizer.param_groups[0]["lr"] == 1e-2
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    moments = optimizer.state[model.moe.experts.down]
+    assert moments["exp_avg"].shape == model.moe.experts.down.shape and moments["step"] == 1
+    return model.state_dict(), moments["exp_avg"]
+
+
+@pytest.mark.parametrize(("experts", "sharded"), [(4, False), (2, False), (4, True)])
+def test_saved_by_four_ranks_loaded_by_any(tmp_path: Path, experts: int, sharded: bool) -> None:
+    folder = str(tmp_path)
+    expected = run_on_ranks(4, train_net, folder, experts, sharded)[0]
+    one, whole = load_net(0, folder)
+    parts = run_on_ranks(2, load_net, folder)
+    for found in (one, *(state for state, _ in parts)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(torch.cat([part for _, part in parts]), whole)
+    everything = mm.load_checkpoint(folder)
+    assert torch.equal(everything["model"]["moe.experts.down"], expected["moe.experts.down"])
+    assert everything["at"] == {0: 1, 1: "x", 2: None}
+
+
+def test_any_tree_comes_back(tmp_path: Path) -> None:
+    state = {"a": {3: torch.ones(2), "b": [torch.tensor(1.5), ()]}, "n": 1, "none": None, "e": {}}
+    mm.save_checkpoint(tmp_path, state)
+    found = mm.load_checkpoint(tmp_path, {"a": {3: torch.zeros(2), "b": [torch.zeros(()), ()]}},
+                               strict=False)  # fmt: skip
+    assert found["a"][3].tolist() == [1, 1] and found["a"]["b"][0] == 1.5
+    everything = mm.load_checkpoint(tmp_path)
+    assert everything["n"] == 1 and everything["none"] is None and everything["e"] == {}
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        mm.save_checkpoint(tmp_path, state)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": object()}, "a: object cannot be saved"),
+        ({"a/b": 1}, "keys are integers, or texts"),
+        ({"a": {True: 1}}, "the key True cannot be saved"),
+        ({"a": float("nan")}, "a is nan"),
+        ({"a": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "of no module in the state"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        mm.save_checkpoint(tmp_path / "new", state)
+    assert not (tmp_path / "new" / "step-0").exists()
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    path = mm.save_checkpoint(tmp_path, {"w": torch.arange(4.0), "n": 1})
+    for state, words in (
+        ({"w": torch.zeros(4), "n": 0, "v": torch.zeros(1)}, "does not hold 1 of the names: v"),
+        ({"w": torch.zeros(4)}, "also holds 1 of the names: n"),
+        ({"w": torch.zeros(5), "n": 0}, r"w has shape \[4\], the model has \[5\]"),
+        ({"w": torch.zeros(4, dtype=torch.float64), "n": 0}, "dtypes are not cast"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            mm.load_checkpoint(tmp_path, state)
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="digest"):
+        mm.load_checkpoint(tmp_path, step=0)
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(CheckpointError, match="holds no"),
+    ):
+        mm.load_checkpoint(tmp_path)
+    assert json.loads((path / "manifest.json").read_text())["step"] == 0
+
+
+def save_different(rank: int, folder: str) -> None:
+    with pytest.raises(CheckpointError, match="w differs between ranks 0 and 1"):
+        mm.save_checkpoint(folder, {"w": torch.tensor([rank])})
+    with pytest.raises(CheckpointError, match=r"no rank holds 2 of its 4 elements|overlap"):
+        part = mm.Sharded(torch.ones(2), (4,), (0,))
+        mm.save_checkpoint(folder, {"w": part}, check_replicas=False)
+    mm.save_checkpoint(folder, {"w": torch.tensor([rank])}, check_replicas=False)
+
+
+def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
+    run_on_ranks(2, save_different, str(tmp_path))
+    assert mm.load_checkpoint(tmp_path)["w"].tolist() == [0]
