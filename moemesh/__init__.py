@@ -24,6 +24,7 @@ _HOMES = {
     "load": "moemesh.api.runs",
     "load_checkpoint": "moemesh.api.checkpoints",
     "parallelize": "moemesh.api.training",
+    "partition": "moemesh.planner.stages.partition",
     "plan": "moemesh.api.planning",
     "rebalance_experts": "moemesh.balance.rebalance",
     "save_checkpoint": "moemesh.api.checkpoints",

@@ -35,6 +35,7 @@ NAMES = [
     "load",
     "load_checkpoint",
     "parallelize",
+    "partition",
     "plan",
     "rebalance_experts",
     "save_checkpoint",

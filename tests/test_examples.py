@@ -19,6 +19,7 @@ TESTED = {
     "mixtral.py",
     "moe_layer.py",
     "own_loop.py",
+    "partition_a_model.py",
     "pipelines.py",
     "plan_a_cluster.py",
     "read_a_run.py",
@@ -95,6 +96,12 @@ def test_checkpoint(tmp_path: Path) -> None:
 def test_plan_a_cluster() -> None:
     printed = run(EXAMPLES / "plan_a_cluster.py")
     assert printed.count("GiB: {'pp'") == 3 and "moemesh train --set model.preset=qwen3" in printed
+
+
+def test_partition_a_model() -> None:
+    printed = run(EXAMPLES / "partition_a_model.py")
+    dp, random = (float(seconds) for seconds in re.findall(r"(\S+) s a step", printed))
+    assert dp <= random
 
 
 def test_pipelines() -> None:

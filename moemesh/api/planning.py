@@ -15,14 +15,15 @@ from moemesh.config.toml import format_value
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """One layout: its `plan`, predicted `seconds` of a step with their `breakdown`, the bytes that
-    its fullest device needs, the `command` that trains it, and what of it `moemesh train` does not
+    its fullest device needs, the `command` that trains it (None where
+    nothing does), and what of it `moemesh train` does not
     carry out yet (empty: all is)."""
 
     plan: Plan
     seconds: float
     memory_bytes: float
     breakdown: dict[str, float]
-    command: str
+    command: str | None
     not_trained: tuple[str, ...]
 
 
