@@ -109,7 +109,7 @@ def test_load_takes_texts_and_dicts(tmp_path: Path) -> None:
     assert expected.plan.world_size == 4
     nested = {"plan": {"tp": 2}, "train.dtype": "float64"}
     assert mm.load(tmp_path / "a.toml", nested) == expected
-    with pytest.raises(mm.ConfigError, match="2 problems"):
+    with pytest.raises(mm.ConfigError, match="5 problems"):
         mm.load(None, {"plan": {"tp": 3, "ep": 5}})
 
 
