@@ -85,14 +85,14 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
     if model.config is None:
         message = "`moemesh train` has the models of its presets and of [model] tables only"
         return [Problem(code="not-available", key="model", message=message)]
-    plan, batch = plan_of(layout), {"seq_len": layout.seq_len, "global_batch": layout.global_batch}
+    plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch
     config = RunConfig(
         model=model.config,
         plan=plan,
-        data=DataConfig(**batch),
+        data=DataConfig(seq_len=seq_len, global_batch=batch),
         train=TrainConfig(dtype="bfloat16"),
     )
-    again = from_plan(plan, **batch).changed(
+    again = from_plan(plan, seq_len=seq_len, global_batch=batch).changed(
         ranks_per_node=layout.ranks_per_node, layers_per_stage=layout.layers_per_stage
     )
     unsaid = [

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.planner.activations import layer_kept, layer_kept_whole
+from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.parameters import (
     Weights,
@@ -40,7 +41,6 @@ from moemesh.planner.parameters import (
 )
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
-from moemesh.planner.timing.arithmetic import Number, maximum, where
 from moemesh.schedule.step import alive, weight_copies
 
 

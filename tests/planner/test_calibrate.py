@@ -11,16 +11,16 @@ import pytest
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
-from moemesh.planner.accuracy.calibration import (
+from moemesh.planner.accuracy.calibration_file import calibration_toml
+from moemesh.planner.accuracy.commands import calibrate_command, use_cluster
+from moemesh.planner.accuracy.predict import predict
+from moemesh.planner.accuracy.published import parse_run
+from moemesh.planner.timing.calibration import (
     Calibration,
     prior_calibration,
     read_calibration,
     shipped_calibration,
 )
-from moemesh.planner.accuracy.calibration_file import calibration_toml
-from moemesh.planner.accuracy.commands import calibrate_command, use_cluster
-from moemesh.planner.accuracy.predict import predict
-from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.timing.constants import NAMES, OWN
 from tests.planner.published_rows import ARCHS, llama, write_table
 

@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 
 from moemesh.config.errors import UserError
-from moemesh.planner.accuracy.calibration import Calibration, stack_of
 from moemesh.planner.accuracy.predict import Prediction, fill_in, predict
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.accuracy.unknowns import Unknowns
-from moemesh.planner.timing.arithmetic import FloatArray
+from moemesh.planner.arithmetic import FloatArray
+from moemesh.planner.timing.calibration import Calibration, stack_of
 
 #: The error of a good row: inside one study 1 to 2 % mean something.
 _SCALE = 0.02

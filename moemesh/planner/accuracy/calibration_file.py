@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.toml import format_key, format_value
-from moemesh.planner.accuracy.calibration import Calibration
+from moemesh.planner.timing.calibration import Calibration
 
 #: A factor nearer to one than this is no deviation.
 _NO_DEVIATION = 0.01

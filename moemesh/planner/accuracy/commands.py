@@ -12,7 +12,6 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
-from moemesh.planner.accuracy.calibration import Calibration, prior_calibration, shipped_calibration
 from moemesh.planner.accuracy.calibration_file import calibration_toml, cluster_toml
 from moemesh.planner.accuracy.published import PublishedRun, read_runs
 from moemesh.planner.accuracy.validate import (
@@ -23,6 +22,7 @@ from moemesh.planner.accuracy.validate import (
     summarize,
     validate,
 )
+from moemesh.planner.timing.calibration import Calibration, prior_calibration, shipped_calibration
 from moemesh.planner.timing.constants import NAMES
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.report.agreement import Agreement, agreement_chart

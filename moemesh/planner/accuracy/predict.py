@@ -9,13 +9,13 @@ from typing import TypeVar
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.planner.accuracy.calibration import Calibration, cluster_constants
 from moemesh.planner.accuracy.published import PublishedRun
+from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.arithmetic import FloatArray
+from moemesh.planner.timing.calibration import Calibration, cluster_constants
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,

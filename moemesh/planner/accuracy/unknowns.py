@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moemesh.planner.accuracy.calibration import Calibration, stack_of
 from moemesh.planner.accuracy.predict import run_columns
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.timing.arithmetic import FloatArray
+from moemesh.planner.arithmetic import FloatArray
+from moemesh.planner.timing.calibration import Calibration, stack_of
 from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
 from moemesh.planner.timing.constants import (
     CLUSTER_SHARE,

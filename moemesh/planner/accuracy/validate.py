@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moemesh.planner.accuracy.calibration import Calibration
 from moemesh.planner.accuracy.predict import Prediction, predict
 from moemesh.planner.accuracy.published import PublishedRun
+from moemesh.planner.timing.calibration import Calibration
 
 #: Runs with too little of a layout to be judged by.
 _SANITY_TIERS = frozenset({"C"})

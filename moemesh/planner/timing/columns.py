@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from moemesh.planner.arithmetic import Number
 from moemesh.planner.flops import attention_matmul, mlp_matmul
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.arithmetic import Number
 from moemesh.planner.timing.hardware import Accelerator
 from moemesh.schedule.step import PipelineStep
 

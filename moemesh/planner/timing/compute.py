@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moemesh.planner.timing.arithmetic import Number, maximum, minimum, where
+from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.timing.columns import (
     EAGER,
     FIRST_FLASH,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from moemesh.planner.timing.arithmetic import FloatArray, Number
+from moemesh.planner.arithmetic import FloatArray, Number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moemesh.planner.timing.arithmetic import Number, log2, maximum, minimum, where
+from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.timing.compute import EndTime, ExpertTime, Workload
 from moemesh.planner.timing.layer_time import LayerTime
 from moemesh.planner.timing.links import Links, known

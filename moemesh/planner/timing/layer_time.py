@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.planner.timing.arithmetic import Number, maximum, where
+from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.timing.compute import (
     BlockTime,
     ExpertTime,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moemesh.planner.timing.arithmetic import Number, where
+from moemesh.planner.arithmetic import Number, where
 from moemesh.planner.timing.columns import HardwareColumns
 from moemesh.planner.timing.constants import Constants
 from moemesh.planner.timing.network import LinkTable, Operation, group_bandwidth, members_per_node

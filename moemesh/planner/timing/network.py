@@ -15,7 +15,7 @@ import numpy as np
 
 from moemesh.config.cluster import LinkCurve
 from moemesh.config.errors import UserError
-from moemesh.planner.timing.arithmetic import (
+from moemesh.planner.arithmetic import (
     FloatArray,
     Number,
     floor,

@@ -11,7 +11,7 @@ less, which is what remains when the transfer is the longer one. κ = 0 is perfe
 
 from __future__ import annotations
 
-from moemesh.planner.timing.arithmetic import Number, maximum
+from moemesh.planner.arithmetic import Number, maximum
 
 #: How much less a transfer suffers from computation than computation from it.
 _TRANSFER_SHARE = 0.25

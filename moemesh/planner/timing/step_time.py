@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.arithmetic import Number, maximum, where
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,
