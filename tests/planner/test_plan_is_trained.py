@@ -1,0 +1,134 @@
+"""Whatever `moemesh plan --trainable` answers, `moemesh train` accepts and `estimate` prices alike.
+
+Over presets, clusters, lengths and batches: the printed command passes ``config check`` through the
+command line itself, the stages of its plan are those that were priced, and ``estimate`` of the same
+plan gives the same seconds and bytes. The grid by default is small; the marked one has hundreds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+import moemesh.cli  # noqa: F401  (adds the verbs)
+from moemesh.cli.application import app
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import load_run
+from moemesh.config.stages import cut_layers
+from moemesh.planner.estimate import estimate
+from moemesh.planner.layout_sources import plan_of
+from moemesh.planner.plan_text import read_plan
+from moemesh.planner.search.command import not_trained, plan, train_command
+from moemesh.planner.search.search import Candidate, Found
+from moemesh.planner.search.space import Space
+from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.stage_cut import Stages
+
+MODELS = ("tiny", "llama3-8b", "qwen3-30b-a3b", "mixtral-8x7b")
+CLUSTERS = ("dgx_h100", "dgx_a100", "gb200_nvl72", "laptop_cpu", "hgx_b300", "dgx_h200")
+#: (model, cluster, nodes, sequence length, batch, answers that are looked at).
+FEW = (
+    ("llama3-8b", "dgx_h100", 8, 4096, 64, 20),
+    ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 256, 20),
+    ("qwen3-30b-a3b", "dgx_h200", 1, 65536, 1, 10),
+    ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 10),
+    ("tiny", "laptop_cpu", 2, 128, 32, 10),
+)
+_CHANCE = random.Random(20261122)
+MANY = tuple(
+    (model, cluster, nodes, seq_len, _CHANCE.choice((1, 6, 24, 64, 100, 512)), 12)
+    for model, cluster, nodes, seq_len in itertools.product(
+        MODELS, CLUSTERS, (1, 2, 3, 8), (512, 4096, 32768)
+    )
+)
+
+
+def machine(name: str, nodes: int) -> Cluster:
+    return load_cluster(name).model_copy(update={"nodes": nodes})
+
+
+def answers(
+    model: Model, cluster: Cluster, seq_len: int, batch: int, top: int
+) -> tuple[Candidate, ...]:
+    """The first `top` answers and a few from anywhere in the list of what fits."""
+    space = Space(
+        num_devices=cluster.num_devices,
+        node_size=cluster.gpus_per_node,
+        seq_len=seq_len,
+        global_batch=batch,
+        trainable=True,
+    )
+    found = Found(model.shape, cluster, space)
+    best = found.fitting(found.capacity, top)
+    rest = [index for index in range(found.examined) if found.needed[index] <= found.capacity]
+    others = random.Random(batch + seq_len).sample(rest, min(5, len(rest)))
+    return tuple(found.candidate(index) for index in dict.fromkeys([*best, *others]))
+
+
+def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) -> None:
+    layout = candidate.layout
+    assert not not_trained(layout, model)
+    words = shlex.split(train_command(layout, model))
+    assert words[:2] == ["moemesh", "train"]
+    result = CliRunner().invoke(app, ["config", "check", *words[2:]])
+    assert result.exit_code == 0, (words, result.output, result.exception)
+    settings = [word for word in words[2:] if word != "--set"]
+    config = load_run([], settings).config
+    cut = cut_layers(config.model, config.plan.num_stages, config.plan.layers_per_stage)
+    assert Stages.of(model.shape, layout).sizes == tuple(len(layers) for layers in cut)
+    sizes = {"seq_len": layout.seq_len, "global_batch": layout.global_batch}
+    for text in (layout.text, _as_keys(layout)):
+        planned = read_plan(text, model=model, **sizes)
+        found = estimate(model, planned.layout, cluster, planned.plan)
+        assert found.seconds["total"] == pytest.approx(candidate.seconds, rel=1e-9), text
+        assert found.peak["needed_bytes"] == pytest.approx(candidate.memory.needed, rel=1e-9), text
+        assert found.peak["needed_bytes"] >= found.memory.worst.total
+
+
+def _as_keys(layout: object) -> str:
+    """The keys of the train command, as --plan takes them."""
+    chosen = plan_of(layout).model_dump(exclude_defaults=True)  # type: ignore[arg-type]
+    return ",".join(
+        f"{key}={'-'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in chosen.items()
+    ) or "pp=1"  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case[:2])))
+def test_what_is_planned_can_be_trained_and_costs_what_was_said(case) -> None:
+    name, cluster, nodes, seq_len, batch, top = case
+    model, there = load_model(name), machine(cluster, nodes)
+    found = answers(model, there, seq_len, batch, top)
+    assert len(found) >= min(top, 10)
+    for candidate in found:
+        assert_is_what_runs(model, there, candidate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_hundreds_of_answers() -> None:
+    count = 0
+    for name, cluster, nodes, seq_len, batch, top in MANY:
+        model, there = load_model(name), machine(cluster, nodes)
+        try:
+            found = answers(model, there, seq_len, batch, top)
+        except ConfigError:
+            continue  # no layout of so many devices takes this batch
+        for candidate in found:
+            assert_is_what_runs(model, there, candidate)
+        count += len(found)
+    assert count >= 500
+
+
+def test_a_single_microbatch_is_no_longer_the_best_for_zero_bubble_schedules() -> None:
+    there = machine("dgx_h100", 8)
+    space = Space(num_devices=64, node_size=8, seq_len=4096, global_batch=64, trainable=True)
+    best = plan(load_model("llama3-8b"), there, space, 1).candidates[0]
+    assert best.layout.pp == 1 or best.layout.microbatches > 1
+    assert best.layout.pp == 1 or best.breakdown["bubble"] > 0
