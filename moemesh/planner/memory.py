@@ -131,7 +131,7 @@ def dense_share(weights: Weights, layout: PlannedLayout) -> float:
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     """Bytes that pipeline rank `rank` keeps at its peak, when a microbatch keeps `kept` on each of
     its stages."""
-    if isinstance(layout.microbatches, int):
+    if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
     found = np.zeros(np.broadcast(layout.microbatches, *kept).shape)
     for moments, rows in _same_moments(layout, rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,12 +208,13 @@ def stacked(rows: Sequence[T]) -> T:
 
 def picked(columns: T, rows: NDArray[np.int64]) -> T:
     """Some rows of an object of :func:`stacked`."""
+    source: Any = columns
     found: dict[str, Any] = {}
-    for item in fields(cast(Any, columns)):
-        value = getattr(columns, item.name)
-        is_tuple = isinstance(value, tuple)
-        found[item.name] = tuple(picked(one, rows) for one in value) if is_tuple else value[rows]
-    return cast(T, type(columns)(**found))
+    for item in fields(source):
+        value: Any = getattr(source, item.name)
+        parts: Any = value if isinstance(value, tuple) else ()
+        found[item.name] = tuple(picked(one, rows) for one in parts) if parts else value[rows]
+    return type(source)(**found)
 
 
 def layout_columns(
@@ -309,9 +310,10 @@ def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> La
         if item.name not in special:
             source = traits if hasattr(traits, item.name) else layout
             special[item.name] = getattr(source, item.name)
-    return LayoutColumns(
-        **{name: int(v) if isinstance(v, bool) else v for name, v in special.items()}
-    )
+    for name, value in special.items():
+        if isinstance(value, bool):
+            special[name] = int(value)
+    return LayoutColumns(**special)
 
 
 def _ranks(stages: Stages) -> tuple[RankColumns, ...]:
