@@ -33,6 +33,8 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/words.md",
+    "docs/api.md",
+    "docs/architecture.md",
     "docs/configuration.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
@@ -56,11 +58,21 @@ def text_of(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
 
 
-def tree(old: str) -> str:
-    """Every module of the library with the first line of its docstring, floors from the top."""
+def package_floors() -> list[list[str]]:
+    """The packages of each floor, from the top."""
     config = tomllib.loads(text_of("pyproject.toml"))
     layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
-    floors = [name.strip().rpartition(".")[2] for row in layers for name in row.split("|")]
+    return [[name.strip().rpartition(".")[2] for name in row.split("|")] for row in layers]
+
+
+def floors(old: str) -> str:
+    """The floors as a picture in words."""
+    return "```text\n" + "".join("   ".join(row) + "\n" for row in package_floors()) + "```\n"
+
+
+def tree(old: str) -> str:
+    """Every module of the library with the first line of its docstring, floors from the top."""
+    names = [name for row in package_floors() for name in row]
     written = described(old)
     lines = ["moemesh/"]
 
@@ -77,7 +89,7 @@ def tree(old: str) -> str:
                 add(item, depth + 1)
 
     def place(path: Path) -> tuple[int, str]:
-        return (floors.index(path.stem) if path.stem in floors else -1), path.name
+        return (names.index(path.stem) if path.stem in names else -1), path.name
 
     for path in sorted(filter(is_shown, (ROOT / "moemesh").iterdir()), key=place):
         add(path, 1)
@@ -195,6 +207,7 @@ def presets(old: str) -> str:
 
 
 BLOCKS = {
+    "floors": floors,
     "tree": tree,
     "keys": keys,
     "trains": trains,
