@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import moemesh as mm
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.config.errors import UserError
+from moemesh.schedule.stage_times import estimated_costs
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -168,12 +169,29 @@ def test_a_loop_of_ones_own_equals_one_device(tmp_path: Path) -> None:
     for found, other in run_on_ranks(4, loop, plan, str(tmp_path / "four"), False):
         assert found == [pytest.approx(row, rel=1e-9) for row in expected]
         assert other == pytest.approx(held_out, rel=1e-9)
+    plan = {"pp": 2, "schedule": "search", "microbatches": 2}
+    for found, _ in run_on_ranks(2, loop, plan, str(tmp_path / "search"), False):
+        assert found == [pytest.approx(row, rel=1e-9) for row in expected]
     # Saved by four ranks, gone on by one and by two.
     for num_ranks, plan in ((1, {}), (2, {"dp": 2})):
         run = run_on_ranks if num_ranks > 1 else lambda _, *call: [call[0](0, *call[1:])]
         for found, other in run(num_ranks, loop, plan, str(tmp_path / "four"), True):
             assert found == [pytest.approx(expected[1], rel=1e-9)]
             assert other == pytest.approx(held_out, rel=1e-9)
+
+
+def test_a_search_knows_the_length_of_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def estimated(plan: Any, model: Any, seq_len: int) -> Any:
+        lengths.append(seq_len)
+        return estimated_costs(plan, model, seq_len)
+
+    monkeypatch.setattr("moemesh.schedule.build.estimated_costs", estimated)
+    config = mm.load(None, {"model": SMALL, "plan": {"schedule": "search", "microbatches": 3}})
+    mesh = mm.Mesh.single("cpu")
+    mm.parallelize(config.model, config.plan, mesh, seq_len=24, global_batch=3)
+    assert set(lengths) == {24}
 
 
 def test_mistakes_in_a_loop_are_named() -> None:

@@ -60,12 +60,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_read_a_run(tiny: Path) -> None:
     printed = run(EXAMPLES / "read_a_run.py", tiny)
-    assert "step     2  loss" in printed and "warning" not in printed
+    assert "step     2  loss" in printed and printed.endswith("\nwarnings:\n")
     for axis in ("tp", "ep_etp", "stage"):
         assert re.search(rf"^rank [01] sends +\d+\.\d+ MiB a step over {axis} ", printed, re.M)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+
+
+TRAIN_SLOWLY_WRITTEN = """
+import sys, time
+from pathlib import Path
+import moemesh as mm
+from moemesh.report import page
+write = page.write
+page.write = lambda folder: (time.sleep(1.5), write(folder))
+run = mm.train(mm.load(None, {"plan.tp": 2}), out=sys.argv[1])
+print("report there:", (Path(sys.argv[1]) / "report.html").is_file(), len(run.metrics), flush=True)
+"""
+
+
+def test_train_under_torchrun_returns_when_the_run_is_written(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(TRAIN_SLOWLY_WRITTEN)
+    printed = run(*TORCHRUN, script, tmp_path / "run")
+    assert printed.count("report there: True 2") == 2
 
 
 def test_moe_layer() -> None:

@@ -23,9 +23,9 @@ from moemesh.model.batch import Batch
 from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
 from moemesh.parallel.placement import Placement
-from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.preflight import untrainable
+from moemesh.train.run_schedule import schedule_of_step
 from moemesh.train.step import StepResult, evaluate, gradients_of_step
 
 __all__ = ["ParallelModel", "StepResult", "parallelize"]
@@ -69,7 +69,7 @@ def parallelize(
         seed=seed,
         dtype=getattr(torch, dtype),
         tokens_per_rank=plan.tokens_per_rank(seq_len, global_batch),
-        schedule=build_step(plan, model, seq_len),
+        schedule=schedule_of_step(config, mesh),
     )
     if parallel.pipeline.schedule.update is not None:
         raise UserError(

@@ -245,10 +245,13 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
                 f"pp*stages_per_rank = {plan.pp}*{plan.stages_per_rank} = {plan.num_stages}: take "
                 f"{near}the costs of a run with {plan.num_stages}"
             )
-    elif model is not None:
+    elif model is not None and seq_len:
         costs = estimated_costs(plan, model, seq_len)
     else:
-        raise UserError("plan.schedule = search estimates its costs from a model: none is known")
+        raise UserError(
+            "plan.schedule = search estimates its costs from the model and the length of its "
+            "sequences: give both, or plan.schedule_costs = the folder of a run"
+        )
     found = search(
         plan.pp,
         plan.microbatches,

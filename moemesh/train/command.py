@@ -11,7 +11,7 @@ import torch
 
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
-from moemesh.comm.collectives import gather_json
+from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
@@ -144,6 +144,8 @@ def _rank(
             console=Console(silent=rank > 0),
             stop=stop,
         )
+        # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
+        barrier(mesh.control)
         launch.stop()
         return code
     except UserError as error:

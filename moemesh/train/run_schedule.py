@@ -83,6 +83,16 @@ def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedul
     """The schedule of a step, the same on every rank; all ranks call, after :func:`settle`."""
     if has_name(config.plan):
         return build_step(config.plan)
-    kept = folder.path / SCHEDULE
-    text = kept.read_text(encoding="utf-8") if mesh.rank == 0 else None
-    return from_text(gather_json(text, mesh.control)[0])
+    text = (folder.path / SCHEDULE).read_text(encoding="utf-8") if mesh.rank == 0 else ""
+    return _of_rank_0(text, mesh)
+
+
+def schedule_of_step(config: RunConfig, mesh: Mesh) -> Schedule:
+    """The schedule of a step without a run folder, the same on every rank; all ranks call."""
+    schedule = build_step(config.plan, config.model, config.data.seq_len)
+    return schedule if has_name(config.plan) else _of_rank_0(to_text(schedule), mesh)
+
+
+def _of_rank_0(text: str, mesh: Mesh) -> Schedule:
+    """What rank 0 read or searched: files may differ between nodes."""
+    return from_text(gather_json(text if mesh.rank == 0 else None, mesh.control)[0])

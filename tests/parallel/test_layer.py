@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
+from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.layer import (
     LayerError,
     MoELayer,
@@ -232,6 +233,32 @@ def odd_calls(rank: int) -> None:
 
 def test_empty_inputs_dtypes_padding_and_bias() -> None:
     run_on_ranks(2, odd_calls)
+
+
+def everything_to_rank_zero(rank: int, state: dict[str, Tensor]) -> Any:
+    """All tokens of all ranks to experts 0 and 1: the output, and bytes kept for the backward."""
+    layer = MoELayer(HIDDEN, 256, EXPERTS, TOP_K, router_selection_bias=True)
+    layer.load_state_dict(state)
+    x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    with SavedForBackward(layer.parameters()) as saved:
+        y, aux = layer(x)
+        kept = saved.peak_bytes
+    y.sum().backward()
+    return y.detach(), kept, aux.counts.tolist()
+
+
+def test_memory_is_bounded_whatever_the_routing() -> None:
+    torch.manual_seed(3)
+    layer = MoELayer(HIDDEN, 256, EXPERTS, TOP_K, router_selection_bias=True)
+    layer.router.selection_bias[:2] = 100.0  # type: ignore[index]
+    # One rank computes up to twice its balanced share at once, and keeps nothing of more than that.
+    inner = 2 * 64 * TOP_K * 2 * 256 * 4
+    results = run_on_ranks(RANKS, everything_to_rank_zero, layer.state_dict())
+    for rank, (y, kept, counts) in enumerate(results):
+        x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(rank))
+        torch.testing.assert_close(y, layer(x)[0])
+        assert counts == [64, 64] + [0] * (EXPERTS - 2)
+        assert kept < inner
 
 
 def mistakes(rank: int) -> None:

@@ -57,12 +57,16 @@ def set_experts(
         moe.dispatcher = dispatcher
         if mesh.world_size > 1 or num_chunks > 1:
             moe.runner = overlapped(num_chunks, defers=defers)
-        balanced = tokens_per_rank * config.experts_per_token * plan.etp
-        moe.experts.max_rows = max(ROWS_SLACK * balanced, 1)
+        moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
     if has_replicas:
         codec = codec_of(plan.payload)
         set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)
     return notes
+
+
+def most_rows(config: ModelConfig, plan: Plan, tokens_per_rank: int) -> int:
+    """The bound on the rows that a rank computes at once, for :class:`Experts`."""
+    return max(ROWS_SLACK * tokens_per_rank * config.experts_per_token * plan.etp, 1)
 
 
 def tested_dispatcher(

@@ -54,7 +54,7 @@ from moemesh.model.experts import Experts
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
-from moemesh.parallel.expert.build import tested_dispatcher
+from moemesh.parallel.expert.build import most_rows, tested_dispatcher
 from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.tensor.tokens import ShardedTokens
 
@@ -200,6 +200,8 @@ class MoELayer(nn.Module):
         self.router, self.experts, self.shared = block.router, block.experts, block.shared
         self._block = (block,)
         self._connection: _Connection | None = None
+        #: Tokens of a rank that dispatcher and memory were planned for, at the first forward.
+        self._num_tokens = 0
         #: DDP reads this where the layer is the whole model.
         self._ddp_params_and_buffers_to_ignore = list(EXPERTS) if size > 1 else []
         self.register_state_dict_post_hook(_gather_experts)
@@ -255,6 +257,8 @@ class MoELayer(nn.Module):
         if torch.is_grad_enabled() and not x.requires_grad:
             # A backward runs on all ranks or on none, whatever the inputs of this one.
             x = x.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
+        num_tokens = max(self._num_tokens, math.prod(x.shape[:-1]))
+        self.experts.max_rows = most_rows(self.config, self.plan, num_tokens)
         with torch.autocast(x.device.type, enabled=False):
             x_TH = x.reshape(-1, x.shape[-1]).to(dtype)
             parameters = {
@@ -359,6 +363,7 @@ class MoELayer(nn.Module):
         tokens = self._agree(mesh, x.numel() // x.shape[-1], dtype)
         block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
         block.tokens = ShardedTokens(mesh["tp"], mesh["world"])
+        self._num_tokens = tokens
         self._connection = connection
 
     def _agree(self, mesh: Mesh, num_tokens: int, dtype: torch.dtype) -> int:
