@@ -26,7 +26,7 @@ from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
-from moemesh.planner.timing.columns import KERNELS, Software
+from moemesh.planner.timing.columns import KERNELS, Kernel, Software
 from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 
 #: Columns without which a table says nothing that could be compared.
@@ -237,9 +237,9 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
         return (row.get(column) or usual) == "1"
 
     stages = layout.pp * layout.stages_per_rank
-    kernel = next((known for known in KERNELS if known == row.get("kernel")), "flash")
+    kernels: dict[str, Kernel] = {known: known for known in KERNELS}
     return Software(
-        kernel=kernel,
+        kernel=kernels.get(row.get("kernel", ""), "flash"),
         native_kernel=has("native_kernel", "1"),
         fused_norm=has("fused_norm", "1"),
         balanced_stages=has("balanced") or shape.num_layers % stages != 0,

@@ -212,8 +212,8 @@ def picked(columns: T, rows: NDArray[np.int64]) -> T:
     found: dict[str, Any] = {}
     for item in fields(source):
         value: Any = getattr(source, item.name)
-        parts: Any = value if isinstance(value, tuple) else ()
-        found[item.name] = tuple(picked(one, rows) for one in parts) if parts else value[rows]
+        is_column = isinstance(value, np.ndarray)
+        found[item.name] = value[rows] if is_column else tuple(picked(one, rows) for one in value)
     return type(source)(**found)
 
 
