@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moemesh.config.errors import UserError
+from moemesh.config.cluster import LinkCurve
 from moemesh.planner.timing.network import (
-    LinkSample,
     LinkTable,
     expected_nodes_smooth,
     group_bandwidth,
@@ -62,25 +61,29 @@ def test_smooth_nodes_of_deepseek_v3():
     assert expected_nodes_smooth(256, 8, 8) * 7 / 8 == pytest.approx(4.63, abs=0.005)
 
 
-def sample(size: float, seconds: float, **more) -> LinkSample:
-    known = {"operation": "all_reduce", "ranks": 8, "members_per_node": 8}
-    return LinkSample(num_bytes=size, seconds=seconds, **known | more)
+def curve(**times: float) -> LinkCurve:
+    """An all-reduce of 8 ranks in one node; `times` are seconds by size, "e6" bytes and so on."""
+    return LinkCurve(
+        operation="all_reduce",
+        ranks=8,
+        members_per_node=8,
+        bytes=tuple(float(f"1{size}") for size in times),
+        seconds=tuple(times.values()),
+    )
 
 
 def test_table_interpolates_in_logarithms():
-    table = LinkTable([sample(1e6, 1e-4), sample(1e8, 1e-3)])
-    assert table.seconds("all_reduce", 8, 8, 1e7) == pytest.approx(np.sqrt(1e-7), rel=1e-9)
-    assert table.seconds("all_reduce", 8, 8, 1e6) == pytest.approx(1e-4)
-    assert table.seconds("all_reduce", 8, 8, 1e3) == pytest.approx(1e-4)
-    assert table.seconds("all_reduce", 8, 8, 1e9) == pytest.approx(1e-2)
+    table = LinkTable([curve(e6=1e-4, e8=1e-3)])
+    found = table.column("all_reduce", 8, 8, np.array([1e7, 1e6, 1e3, 1e9]))
+    assert found == pytest.approx([np.sqrt(1e-7), 1e-4, 1e-4, 1e-2], rel=1e-9)
+    twice = LinkTable([curve(e6=1e-4), curve(e6=3e-4)])
+    assert twice.column("all_reduce", 8, 8, 1e6) == pytest.approx(2e-4)
 
 
 def test_table_has_no_answer_for_what_was_not_measured():
-    table = LinkTable([sample(1e6, 1e-4)])
-    assert table.seconds("all_reduce", 16, 8, 1e6) is None
-    assert table.seconds("all_gather", 8, 8, 1e6) is None
-    with pytest.raises(UserError, match="above 0"):
-        LinkTable([sample(1e6, 0.0)])
+    table = LinkTable([curve(e6=1e-4)])
+    assert np.isnan(table.column("all_reduce", 16, 8, 1e6))
+    assert np.isnan(table.column("all_gather", 8, 8, 1e6))
 
 
 def test_a_token_visits_few_nodes_when_its_groups_are_limited():

@@ -15,7 +15,6 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.config.stages import cut_layers
-from moemesh.planner.accuracy.predict import price_layouts
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.architectures import from_arch_entry
 from moemesh.planner.shapes.load import load_model
@@ -31,9 +30,10 @@ from moemesh.planner.timing.columns import (
     model_row,
 )
 from moemesh.planner.timing.constants import Constants
+from moemesh.planner.timing.data_time import overlapped
 from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.layer_time import longer
-from moemesh.planner.timing.overlap import overlapped
+from moemesh.planner.timing.price import pricing
 from moemesh.planner.timing.step_time import StepTime, compute_floor, step_time
 from moemesh.schedule.build import build
 from moemesh.schedule.conditions import ScheduleConditionError
@@ -304,21 +304,21 @@ def test_natural_routing_costs_more_than_forced_balance():
 
 @pytest.mark.parametrize("name", preset_names("clusters"))
 def test_every_cluster_preset_prices_a_step(name):
-    layouts = [PlannedLayout(tp=t, dp=8 // t, seq_len=2048, global_batch=64) for t in (1, 2, 8)]
-    found = price_layouts(DENSE, layouts, load_cluster(name))
-    assert found.total.shape == (3,)
-    assert (found.total > 0).all()
+    known = pricing(load_cluster(name))
+    for tp in (1, 2, 8):
+        layout = PlannedLayout(tp=tp, dp=8 // tp, seq_len=2048, global_batch=64)
+        assert known.seconds(DENSE, layout)["total"] > 0
 
 
 def test_constants_of_a_cluster_file_win():
     cluster = load_cluster("dgx_h100")
-    layouts = [PlannedLayout(dp=8, seq_len=2048, global_batch=64)]
-    usual = price_layouts(DENSE, layouts, cluster).total[0]
+    layout = PlannedLayout(dp=8, seq_len=2048, global_batch=64)
+    usual = pricing(cluster).seconds(DENSE, layout)["total"]
     slow = cluster.model_copy(update={"constants": {"gemm_efficiency": 0.2}})
-    assert price_layouts(DENSE, layouts, slow).total[0] > 2 * usual
+    assert pricing(slow).seconds(DENSE, layout)["total"] > 2 * usual
     wrong = cluster.model_copy(update={"constants": {"speed": 0.2}})
     with pytest.raises(UserError, match="speed"):
-        price_layouts(DENSE, layouts, wrong)
+        pricing(wrong)
 
 
 def test_small_moe_layers_wait_for_the_host_large_ones_hide_it():

@@ -8,26 +8,21 @@ from typing import TypeVar
 
 import numpy as np
 
-from moemesh.config.cluster import Cluster
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
-from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import Calibration, cluster_constants
+from moemesh.planner.timing.calibration import Calibration
 from moemesh.planner.timing.columns import (
     HardwareColumns,
     LayoutColumns,
     ModelColumns,
-    Software,
     hardware_columns,
     layout_columns,
     model_columns,
-    model_row,
 )
 from moemesh.planner.timing.constants import NAMES, Constants
-from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.step_time import StepTime, step_time
 
 #: Microbatches that are tried where a table prints none.
@@ -94,32 +89,6 @@ def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
         # Frozen weights have neither gradients nor optimizer states.
         allocation = replace(allocation, gradient_bytes=0, optimizer_bytes=0)
     return peak_memory(_known(run.shape), _known(run.layout), allocation)
-
-
-def price_layouts(
-    shape: ModelShape, layouts: Sequence[PlannedLayout], cluster: Cluster
-) -> StepTime:
-    """The step times of one model under several layouts on a described cluster, one row each."""
-    device = accelerator_of_cluster(cluster)
-    return step_time(
-        model_row(shape),
-        layout_columns(
-            [shape] * len(layouts), layouts, [software_of_layout(layout) for layout in layouts]
-        ),
-        hardware_columns([device] * len(layouts), layouts),
-        cluster_constants(cluster),
-    )
-
-
-def software_of_layout(layout: PlannedLayout) -> Software:
-    """What a layout itself says about the framework that runs it."""
-    return Software(
-        deduplicated=layout.dispatcher in ("hierarchical", "deepep"),
-        overlapped_exchange=layout.dispatch_chunks > 1 or layout.schedule == "dualpipe",
-        natural_routing=layout.imbalance > 1,
-        token_drop=layout.capacity_factor > 0,
-        scatter_gather=layout.sequence_parallel,
-    )
 
 
 def run_seconds(runs: Sequence[PublishedRun], constants: Constants) -> StepTime:

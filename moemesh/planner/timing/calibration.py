@@ -10,10 +10,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, cast
 
-from moemesh.config.cluster import Cluster
 from moemesh.config.errors import UserError
 from moemesh.planner.peak_memory import Allocation
-from moemesh.planner.timing.constants import NAMES, OWN, PRIORS, Constants, constants_from
+from moemesh.planner.timing.constants import NAMES, OWN, PRIORS, Constants
 from moemesh.planner.timing.hardware import ACCELERATORS
 
 #: A cluster that is not known gets the mean deviation of its relatives, drawn towards none as if
@@ -40,7 +39,7 @@ class Calibration:
         for factors in (self.deviations(cluster), self.release_factors(release)):
             for name, factor in factors.items():
                 values[name] = values[name] * factor
-        return constants_from(values)
+        return Constants(**values)
 
     def release_factors(self, release: str) -> dict[str, float]:
         """Factors of a release ("stack 26.02"); one that is not known has those of the last known
@@ -77,17 +76,10 @@ class Calibration:
             if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
         ]
 
-    def knows(self, cluster: str) -> bool:
-        """Whether the cluster has constants of its own."""
-        return cluster in self.clusters
-
     def allocation(self, cluster: str) -> Allocation:
         """How the software of a cluster allocates."""
         stack = stack_of(cluster)
-        settings = {
-            **self.allocations.get(stack, {}),
-            **self.allocations.get(cluster, {}),
-        }
+        settings = {**self.allocations.get(stack, {}), **self.allocations.get(cluster, {})}
         return Allocation(**cast("dict[str, Any]", settings))
 
 
@@ -110,18 +102,6 @@ def shipped_calibration() -> Calibration:
     return read_calibration(table, "the packaged calibration")
 
 
-def cluster_constants(cluster: Cluster) -> Constants:
-    """The constants of a Cluster file: its own, where it has them; else those of its device."""
-    calibration = shipped_calibration()
-    values = {
-        name: float(getattr(calibration.constants(f"/{cluster.accelerator}"), name))
-        for name in NAMES
-    }
-    if unknown := sorted(set(cluster.constants) - set(NAMES)):
-        raise UserError(f"cluster {cluster.name} has an unknown constant {unknown[0]}")
-    return constants_from({**values, **cluster.constants})
-
-
 def prior_calibration() -> Calibration:
     """Nothing fitted: the priors of every constant."""
     return Calibration(shared=dict(zip(NAMES, (float(value) for value in PRIORS), strict=True)))
@@ -129,24 +109,12 @@ def prior_calibration() -> Calibration:
 
 def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
     """A calibration from parsed TOML. Raises UserError for unknown names and values below zero."""
-    shared = {name: float(value) for name, value in table.get("shared", {}).items()}
-    clusters = {
-        key: {name: float(value) for name, value in values.items()}
-        for key, values in table.get("cluster", {}).items()
-    }
-    stacks = {
-        key: {name: float(value) for name, value in values.items()}
-        for key, values in table.get("stack", {}).items()
-    }
-    releases = {
-        key: {name: float(value) for name, value in values.items()}
-        for key, values in table.get("release", {}).items()
-    }
-    known = set(NAMES)
-    every = (("shared", shared), *stacks.items(), *releases.items(), *clusters.items())
-    for place, values in every:
+    shared = table.get("shared", {})
+    levels = {level: table.get(level, {}) for level in ("stack", "release", "cluster")}
+    groups = [("shared", shared), *(one for level in levels.values() for one in level.items())]
+    for place, values in groups:
         for name, value in values.items():
-            if name not in known:
+            if name not in NAMES:
                 raise UserError(f"{origin}: [{place}] names `{name}`, no constant of the model")
             if not value > 0:
                 raise UserError(f"{origin}: [{place}] {name} must be above 0, not {value}")
@@ -158,8 +126,8 @@ def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
             raise UserError(f"{origin}: [memory.{key}] names {', '.join(sorted(unknown))}")
     return Calibration(
         shared={**defaults, **shared},
-        stacks=stacks,
-        releases=releases,
-        clusters=clusters,
-        allocations=dict(allocations),
+        stacks=levels["stack"],
+        releases=levels["release"],
+        clusters=levels["cluster"],
+        allocations=allocations,
     )

@@ -6,7 +6,6 @@ from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.timing.compute import EndTime, ExpertTime, Workload
 from moemesh.planner.timing.layer_time import LayerTime
 from moemesh.planner.timing.links import Links, known
-from moemesh.planner.timing.overlap import overlapped
 from moemesh.trace import wire
 
 #: Bytes per weight that the optimizer reads and writes: gradient, master, two moments, weight.
@@ -14,6 +13,23 @@ OPTIMIZER_BYTES = 30
 #: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
 _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
+#: How much less a transfer suffers from computation than computation from it.
+_TRANSFER_SHARE = 0.25
+
+
+def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
+    """Seconds of one unit whose transfer runs beside its computation; `slowdown` is κ.
+
+        T = max(compute + κ transfer, transfer + κ/4 compute)
+
+    Overlap is never free: published slowdowns of kernels that share a device with a transfer are 2
+    to 15 %, and more where the transfer's kernels take multiprocessors. A transfer slows the
+    computation beside it by κ of its own length; computation slows a transfer far less, which
+    remains when the transfer is the longer one. κ = 0 is perfect overlap.
+    """
+    bound_by_compute = compute + slowdown * transfer
+    bound_by_transfer = transfer + slowdown * _TRANSFER_SHARE * compute
+    return maximum(bound_by_compute, bound_by_transfer)
 
 
 def replicas(work: Workload) -> tuple[Number, Number]:

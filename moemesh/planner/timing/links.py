@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moemesh.config.cluster import LinkOperation
 from moemesh.planner.arithmetic import Number, where
 from moemesh.planner.timing.columns import HardwareColumns
 from moemesh.planner.timing.constants import Constants
-from moemesh.planner.timing.network import LinkTable, Operation, group_bandwidth, members_per_node
+from moemesh.planner.timing.network import LinkTable, group_bandwidth, members_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Links:
     latency: Number
     contention: Number
     node_size: Number
-    table: LinkTable = field(default_factory=lambda: LinkTable(()))
+    table: LinkTable = field(default_factory=LinkTable)
 
     @classmethod
     def of(
@@ -49,7 +50,7 @@ class Links:
             latency=constants.collective_latency_us * 1e-6,
             contention=constants.network_contention,
             node_size=hardware.node_size,
-            table=table or LinkTable(()),
+            table=table or LinkTable(),
         )
 
     def bandwidth(self, ranks: Number, stride: Number) -> Number:
@@ -64,7 +65,7 @@ class Links:
         )
 
     def measured(
-        self, operation: Operation, ranks: Number, stride: Number, num_bytes: Number
+        self, operation: LinkOperation, ranks: Number, stride: Number, num_bytes: Number
     ) -> Number:
         """The table's seconds of one collective, nan where it has no answer."""
         if not len(self.table):

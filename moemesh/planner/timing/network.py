@@ -6,15 +6,11 @@ forms wherever there is one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from moemesh.config.cluster import LinkCurve
-from moemesh.config.errors import UserError
+from moemesh.config.cluster import LinkCurve, LinkOperation
 from moemesh.planner.arithmetic import (
     FloatArray,
     Number,
@@ -24,8 +20,6 @@ from moemesh.planner.arithmetic import (
     minimum,
     where,
 )
-
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
@@ -80,71 +74,34 @@ def visited_nodes(
     return expected_nodes_smooth(experts * share, per_token, reach)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSample:
-    """One measured collective: `num_bytes` of the full tensor took `seconds`."""
-
-    operation: Operation
-    ranks: int
-    members_per_node: int
-    num_bytes: float
-    seconds: float
-
-
 class LinkTable:
     """Measured collectives, interpolated in log size; what lies outside follows the last slope.
 
-    A group that was not measured has no entry: :meth:`seconds` returns None, and the caller falls
-    back to the closed form.
+    A group that was not measured has no entry: the caller falls back to the closed form. Of several
+    times of one size the median counts.
     """
 
-    def __init__(self, samples: Iterable[LinkSample]) -> None:
-        curves: dict[tuple[Operation, int, int], dict[float, list[float]]] = {}
-        for sample in samples:
-            if sample.seconds <= 0 or sample.num_bytes <= 0:
-                raise UserError(
-                    f"a measured {sample.operation} has {sample.num_bytes} bytes and "
-                    f"{sample.seconds} s; both must be above 0"
-                )
-            key = (sample.operation, sample.ranks, sample.members_per_node)
-            curves.setdefault(key, {}).setdefault(sample.num_bytes, []).append(sample.seconds)
+    def __init__(self, curves: Iterable[LinkCurve] = ()) -> None:
+        measured: dict[tuple[LinkOperation, int, int], dict[float, list[float]]] = {}
+        for curve in curves:
+            points = measured.setdefault((curve.operation, curve.ranks, curve.members_per_node), {})
+            for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
+                points.setdefault(size, []).append(seconds)
         self._curves = {
             key: (
                 np.log([size for size, _ in sorted(points.items())]),
                 np.log([float(np.median(times)) for _, times in sorted(points.items())]),
             )
-            for key, points in curves.items()
+            for key, points in measured.items()
         }
-
-    @classmethod
-    def from_curves(cls, curves: Iterable[LinkCurve]) -> LinkTable:
-        """The table of a Cluster file."""
-        return cls(
-            LinkSample(
-                operation=curve.operation,
-                ranks=curve.ranks,
-                members_per_node=curve.members_per_node,
-                num_bytes=num_bytes,
-                seconds=seconds,
-            )
-            for curve in curves
-            for num_bytes, seconds in zip(curve.bytes, curve.seconds, strict=True)
-        )
 
     def __len__(self) -> int:
         return len(self._curves)
 
-    def seconds(
-        self, operation: Operation, ranks: int, members: int, num_bytes: float
-    ) -> float | None:
-        """Interpolated time, or None when this operation and group shape were not measured."""
-        found = float(self.column(operation, ranks, members, num_bytes))
-        return None if math.isnan(found) else found
-
     def column(
-        self, operation: Operation, ranks: Number, members: Number, num_bytes: Number
+        self, operation: LinkOperation, ranks: Number, members: Number, num_bytes: Number
     ) -> FloatArray:
-        """The same for columns of groups; nan where there is no measured time."""
+        """Interpolated seconds of groups of this shape; nan where there is no measured time."""
         columns = np.broadcast_arrays(ranks, members, num_bytes)
         groups, shares, sizes = (np.asarray(column, dtype=np.float64) for column in columns)
         found = np.full(sizes.shape, np.nan)

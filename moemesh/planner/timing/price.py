@@ -38,7 +38,7 @@ class Pricing:
     device: Accelerator
     constants: Constants
     allocation: Allocation
-    table: LinkTable = field(default_factory=lambda: LinkTable(()))
+    table: LinkTable = field(default_factory=LinkTable)
 
     @property
     def usable_share(self) -> float:
@@ -118,5 +118,5 @@ def pricing(cluster: Cluster) -> Pricing:
         device=device,
         constants=replace(calibrated.constants(key), **cluster.constants),
         allocation=allocation,
-        table=LinkTable.from_curves(cluster.links),
+        table=LinkTable(cluster.links),
     )
