@@ -9,4 +9,4 @@ for answer in mm.plan(**task, trainable=True, top=3):
 print(mm.plan(**task, trainable=True, top=1)[0].command)
 
 own = mm.estimate(**task, plan={"tp": 8, "ep": 8, "microbatches": 64, "recompute": "full"})
-print(f"tp = ep = 8: {own['seconds']['total']:.2f} s, fits: {own['memory']['fits']}")
+print(f"tp = ep = 8: {own.seconds:.2f} s, fits: {own['memory']['fits']}")

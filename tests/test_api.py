@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import moemesh as mm
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.schedule.stage_times import estimated_costs
 from tests.ranks import run_on_ranks
@@ -114,15 +115,31 @@ def test_load_takes_texts_and_dicts(tmp_path: Path) -> None:
         mm.load(None, {"plan": {"tp": 3, "ep": 5}})
 
 
-def test_plans_and_estimates_agree() -> None:
+def test_plans_and_estimates_agree(tmp_path: Path) -> None:
     task: dict[str, Any] = {"model": "tiny", "cluster": "dgx_h100", "seq_len": 256}
     answers = mm.plan(**task, global_batch=64, trainable=True, top=3)
     assert len(answers) == 3
     for answer in answers:
         found = mm.estimate(**task, global_batch=64, plan=answer.plan)
         assert found["seconds"]["total"] == pytest.approx(answer.seconds, rel=1e-12)
-        assert found["memory"]["needed_bytes"] == answer.memory_bytes
+        assert found["memory"]["needed_bytes"] == answer.memory_bytes == found.memory_bytes
+        assert found.seconds == pytest.approx(sum(found.breakdown.values()), rel=1e-12)
+        assert found.plan == answer.plan and found.command == answer.command
+        assert answer.command is not None and answer["command"] == answer.command
         assert answer.command.startswith("moemesh train --set model.preset=tiny")
+    # Objects, paths and names are the same.
+    model, cluster = mm.load().model, load_cluster("dgx_h100")
+    by_objects = {"model": model, "cluster": cluster, "seq_len": 256}
+    again = mm.plan(**by_objects, global_batch=64, trainable=True, top=3)
+    assert again == answers
+    (tmp_path / "tiny.toml").write_text("[model]\npreset = 'tiny'\n")
+    by_path = mm.plan(**task | {"model": tmp_path / "tiny.toml"}, global_batch=64, trainable=True)
+    assert by_path[0].plan == answers[0].plan
+    wider = model.model_copy(update={"hidden_size": 512})
+    command = mm.plan(**by_objects | {"model": wider}, global_batch=64, trainable=True)[0].command
+    assert command is not None and "--set model.hidden_size=512" in command
+    layout = mm.estimate(**task, global_batch=64, plan="dp=2,zero=3")
+    assert layout.plan.zero == 3 and layout.command is None and layout.not_trained
     with pytest.raises(mm.ConfigError, match="tpp"):
         mm.estimate(**task, global_batch=64, plan={"tpp": 2})
     with pytest.raises(mm.ConfigError, match="3 problems"):

@@ -2,97 +2,126 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.cluster import Cluster
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.toml import format_value
+from moemesh.planner.estimate import estimate_named
+from moemesh.planner.layout import PlannedLayout, Precision
+from moemesh.planner.layout_sources import plan_of
+from moemesh.planner.search.command import candidate_json, not_trained, plan_named, train_command
+from moemesh.planner.shapes.load import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One layout: its `plan`, predicted `seconds` of a step with their `breakdown`, the bytes that
-    its fullest device needs, the `command` that trains it (None where
-    nothing does), and what of it `moemesh train` does not
-    carry out yet (empty: all is)."""
+    """One layout and its price; ``answer[key]`` is a key of `details`.
 
-    plan: Plan
+    ``plan``: a Plan, or the PlannedLayout where no keys of [plan] say it. ``seconds`` of one step,
+    with their ``breakdown`` by part; ``memory_bytes`` that the fullest device needs; ``command``
+    trains the layout (None where ``not_trained`` names what ``moemesh train`` does not carry out).
+    ``details``: the object that the verb prints with ``--json``, for this layout.
+    """
+
+    plan: Plan | PlannedLayout
     seconds: float
     memory_bytes: float
     breakdown: dict[str, float]
     command: str | None
     not_trained: tuple[str, ...]
+    details: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.details[key]
 
 
 def plan(
     *,
-    model: str | Path,
-    cluster: str | Path,
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
     seq_len: int,
     global_batch: int,
     nodes: int | None = None,
     top: int = 5,
-    precision: str = "bfloat16",
+    precision: Precision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
 ) -> list[Answer]:
-    """The `top` best layouts, fastest first; options as of ``moemesh plan``.
+    """Returns the `top` best layouts, fastest first; options as of ``moemesh plan``.
 
-    Raises ConfigError with every problem, NothingFits (a ValueError) when no layout fits in memory.
+    `model` and `cluster`: a configuration, the path of one, or the name of a preset. Raises
+    ConfigError with every problem, NothingFits (a ValueError) when no layout fits in memory.
     """
-    from moemesh.planner.search.command import command
-
-    text = command(
-        str(model),
-        str(cluster),
+    found = plan_named(
+        model,
+        cluster,
         seq_len,
         global_batch,
         nodes=nodes,
         top=top,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         anywhere=anywhere,
         trainable=trainable,
-        as_json=True,
     )
     return [
-        Answer(
-            plan=Plan.model_validate(found["plan"]),
-            seconds=found["seconds"],
-            memory_bytes=found["memory_bytes"],
-            breakdown=found["breakdown"],
-            command=found["command"],
-            not_trained=tuple(found["not_trained"]),
+        _answer(
+            plan_of(candidate.layout),
+            candidate.layout,
+            found.model,
+            candidate.breakdown,
+            candidate.memory.needed,
+            candidate_json(candidate, found.model),
         )
-        for found in json.loads(text)["plans"]
+        for candidate in found.candidates
     ]
 
 
 def estimate(
     *,
-    model: str | Path,
-    cluster: str | Path,
-    plan: Plan | Mapping[str, Any] | str,
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
+    plan: Plan | Mapping[str, Any] | str | Path,
     seq_len: int | None = None,
     global_batch: int | None = None,
-) -> dict[str, Any]:
-    """The object of ``moemesh estimate --json``: parameters, flops, memory, traffic, seconds.
+) -> Answer:
+    """Returns the price of one layout: parameters, flops, memory, traffic and seconds.
 
     `plan`: a Plan, a dict of keys of [plan], or what ``--plan`` takes. Raises ConfigError with
     every problem.
     """
-    from moemesh.planner.estimate import command
-
-    text = command(str(model), str(cluster), _text(plan), seq_len, global_batch, as_json=True)
-    return json.loads(text)
-
-
-def _text(plan: Plan | Mapping[str, Any] | str) -> str:
-    """As after ``--plan``."""
-    if isinstance(plan, str):
-        return plan
     if isinstance(plan, Plan):
-        plan = plan.model_dump(exclude_defaults=True) or {"pp": 1}
-    return ",".join(f"{key}={format_value(value)}" for key, value in plan.items())
+        plan = plan.model_dump(exclude_defaults=True)
+    source = plan if isinstance(plan, Mapping) else str(plan)
+    found = estimate_named(model, cluster, source, seq_len, global_batch)
+    return _answer(
+        found.plan or found.layout,
+        found.layout,
+        Model(found.shape, found.config),
+        found.seconds,
+        found.peak["needed_bytes"],
+        found.to_json(),
+    )
+
+
+def _answer(
+    plan: Plan | PlannedLayout,
+    layout: PlannedLayout,
+    model: Model,
+    seconds: Mapping[str, float],
+    memory_bytes: float,
+    details: dict[str, Any],
+) -> Answer:
+    refused = not_trained(layout, model)
+    return Answer(
+        plan=plan,
+        seconds=seconds["total"],
+        memory_bytes=memory_bytes,
+        breakdown={part: value for part, value in seconds.items() if part != "total"},
+        command=None if refused else train_command(layout, model),
+        not_trained=tuple(refused),
+        details=details,
+    )

@@ -144,11 +144,14 @@ def _shown(value: object) -> str:
     return format_value(value)
 
 
-def load_cluster(source: str) -> Cluster:
-    """The preset of that name, or the TOML file at that path.
+def load_cluster(source: str | Path | Cluster) -> Cluster:
+    """The preset of that name, or the TOML file at that path; a cluster stays what it is.
 
     Raises ConfigError with every problem found.
     """
+    if isinstance(source, Cluster):
+        return source
+    source = str(source)
     if source in preset_names("clusters"):
         return _build(read_preset_table(source, "clusters"), f"preset {source}")
     path = Path(source)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moemesh.config.cluster import Cluster, load_cluster
@@ -46,6 +48,9 @@ class Estimate:
     seconds: dict[str, float]
     notes: tuple[str, ...]
     instead: Nearest | str | None = None
+    #: What `moemesh train` would be given (None: it has no such model, no plan says the layout).
+    config: ModelConfig | None = None
+    plan: Plan | None = None
     #: The plan as it was given, where that says more than the layout.
     text: str = ""
 
@@ -110,6 +115,7 @@ def estimate(
     shape = model.shape
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
+    given = plan
     layout, plan = _on_nodes(layout, plan, cluster)
     memory = estimate_memory(shape, layout)
     notes = list(shape.notes)
@@ -133,6 +139,8 @@ def estimate(
         seconds=seconds,
         notes=(*notes, note),
         instead=None if peak["fits"] else _instead(shape, cluster, layout),
+        config=model.config,
+        plan=given,
     )
 
 
@@ -204,16 +212,14 @@ def _measured_models(
     return peak, seconds
 
 
-def command(
-    model: str,
-    cluster: str,
-    plan: str,
+def estimate_named(
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Mapping[str, Any],
     seq_len: int | None,
     global_batch: int | None,
-    *,
-    as_json: bool = False,
-) -> str:
-    """What ``moemesh estimate`` prints. Raises ConfigError with every problem found."""
+) -> Estimate:
+    """Price the layout that `plan` names. Raises ConfigError with every problem found."""
     problems: list[Problem] = []
     found: dict[str, Any] = {}
     readers = {"model": lambda: load_model(model), "cluster": lambda: load_cluster(cluster)}
@@ -230,10 +236,21 @@ def command(
     if problems:
         raise ConfigError(problems)
     result = estimate(found["model"], planned.layout, found["cluster"], planned.plan)
-    result = replace(result, text=planned.text)
-    if as_json:
-        return json.dumps(result.to_json(), indent=2)
-    return table(result)
+    return replace(result, text=planned.text)
+
+
+def command(
+    model: str,
+    cluster: str,
+    plan: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    *,
+    as_json: bool = False,
+) -> str:
+    """The text that ``moemesh estimate`` prints."""
+    result = estimate_named(model, cluster, plan, seq_len, global_batch)
+    return json.dumps(result.to_json(), indent=2) if as_json else table(result)
 
 
 def table(result: Estimate) -> str:

@@ -6,6 +6,7 @@ import json
 import shlex
 import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moemesh.config.cluster import Cluster, load_cluster
@@ -66,9 +67,9 @@ def plan(model: Model, cluster: Cluster, space: Space, top: int) -> Planned:
     )
 
 
-def command(
-    model: str,
-    cluster: str,
+def plan_named(
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
     seq_len: int,
     global_batch: int,
     *,
@@ -77,12 +78,11 @@ def command(
     precision: Precision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
-    as_json: bool = False,
-) -> str:
-    """What ``moemesh plan`` prints. Raises ConfigError with every problem found.
+) -> Planned:
+    """Search for the best layouts. Raises ConfigError with every problem found.
 
-    `anywhere` lets tensor groups cross nodes, `trainable` keeps to what ``moemesh train`` carries
-    out.
+    `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
+    keeps to what ``moemesh train`` carries out.
     """
     problems: list[Problem] = []
     known: dict[str, Any] = {}
@@ -126,7 +126,20 @@ def command(
     )
     if trainable:
         _refuse_untrainable(known["model"], space)
-    planned = plan(known["model"], machine, space, top)
+    return plan(known["model"], machine, space, top)
+
+
+def command(
+    model: str,
+    cluster: str,
+    seq_len: int,
+    global_batch: int,
+    *,
+    as_json: bool = False,
+    **options: Any,
+) -> str:
+    """The text that ``moemesh plan`` prints; `options` are those of :func:`plan_named`."""
+    planned = plan_named(model, cluster, seq_len, global_batch, **options)
     if as_json:
         return json.dumps(to_json(planned), indent=2)
     asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
@@ -143,27 +156,9 @@ def _refuse_untrainable(model: Model, space: Space) -> None:
 
 def to_json(planned: Planned) -> dict[str, Any]:
     """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
-    certificate, advice, model = planned.certificate, planned.advice, planned.model
-    refused = [not_trained(found.layout, model) for found in planned.candidates]
+    certificate, advice = planned.certificate, planned.advice
     return {
-        "plans": [
-            {
-                "plan": plan_keys(found.layout),
-                "seconds": found.seconds,
-                "memory_bytes": found.memory.needed,
-                "breakdown": {k: v for k, v in found.breakdown.items() if k != "total"},
-                "memory": {
-                    "rank": found.memory.rank,
-                    "states": found.memory.states,
-                    "activations": found.memory.activations,
-                    "logits": found.memory.logits,
-                    "working": found.memory.working,
-                },
-                "command": None if reasons else train_command(found.layout, model),
-                "not_trained": reasons,
-            }
-            for found, reasons in zip(planned.candidates, refused, strict=True)
-        ],
+        "plans": [candidate_json(found, planned.model) for found in planned.candidates],
         "lower_bound_seconds": certificate.lower_bound_seconds,
         "compute_floor_seconds": certificate.compute_floor_seconds,
         "examined": certificate.examined,
@@ -172,6 +167,26 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
         "why_not": list(advice.why_not),
+    }
+
+
+def candidate_json(found: Candidate, model: Model) -> dict[str, Any]:
+    """One of the ``plans`` of :func:`to_json`."""
+    refused = not_trained(found.layout, model)
+    return {
+        "plan": plan_keys(found.layout),
+        "seconds": found.seconds,
+        "memory_bytes": found.memory.needed,
+        "breakdown": {k: v for k, v in found.breakdown.items() if k != "total"},
+        "memory": {
+            "rank": found.memory.rank,
+            "states": found.memory.states,
+            "activations": found.memory.activations,
+            "logits": found.memory.logits,
+            "working": found.memory.working,
+        },
+        "command": None if refused else train_command(found.layout, model),
+        "not_trained": refused,
     }
 
 

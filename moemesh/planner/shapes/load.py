@@ -30,11 +30,18 @@ class Model(NamedTuple):
     config: ModelConfig | None
 
 
-def load_model(source: str) -> Model:
-    """The model of a preset's name, or of a config.json (or its folder) or a TOML file.
+def load_model(source: str | Path | ModelConfig | Model) -> Model:
+    """The model of a preset's name, or of a config.json (or its folder) or a TOML file; also of a
+    configuration, which has the name of the preset that it equals.
 
     Raises ConfigError with every problem found.
     """
+    if isinstance(source, Model):
+        return source
+    if isinstance(source, ModelConfig):
+        presets = (name for name in preset_names() if load_model(name).config == source)
+        return Model(from_model_config(source, next(presets, "model")), source)
+    source = str(source)
     if source in preset_names():
         return _from_table(read_preset_table(source), source, f"preset {source}")
     if source in preset_names(SHAPES):

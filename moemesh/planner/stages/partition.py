@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.section import nearest_divisors
 from moemesh.config.suggest import nearest_choice
@@ -42,8 +44,8 @@ _TIME_LIMIT = 60.0
 
 def partition(
     *,
-    model: str | Model,
-    cluster: str | Cluster,
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
     method: Method = "dp",
     seq_len: int = 4096,
     global_batch: int,
@@ -73,8 +75,8 @@ def partition(
 def compare(
     methods: Sequence[str],
     *,
-    model: str | Model,
-    cluster: str | Cluster,
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
     seq_len: int = 4096,
     global_batch: int,
     nodes: int | None = None,
@@ -106,14 +108,12 @@ def compare(
             problems.append(_problem(name, value, message, f"{name} = 1"))
     known = None
     try:
-        if isinstance(model, str) and model != BRANCHING:
+        if model != BRANCHING:
             known = load_model(model)
-        elif isinstance(model, Model):
-            known = model
     except ConfigError as error:
         problems += error.problems
     try:
-        machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        machine = load_cluster(cluster)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if nodes is not None and nodes >= 1:
