@@ -17,18 +17,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moemesh.api.training import ParallelModel
-from moemesh.checkpoint import store
+from moemesh.checkpoint import together
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.store import Checkpoint
+from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.checkpoint.tree import (
     Sharded,
     flatten,
+    is_tensor,
+    map_leaves,
     merged_values,
     own_shards,
     shard_of,
     unflatten,
 )
-from moemesh.comm.collectives import barrier, gather_json
+from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.parallel.expert.layer import sharded_state_dicts
 
@@ -53,29 +55,16 @@ def save_checkpoint(
     steps are as they were. A step is never overwritten.
     """
     axis = _axis(group)
-    names = _names_of(state)
     leaves, problem = dict[str, Any](), None
     try:
-        leaves = flatten(_expanded(state, names))
+        leaves = _State(state).leaves()
     except CheckpointError as error:
         problem = str(error)
-    _agree(axis, problem)
-    shards = [shard_of(path, leaf) for path, leaf in leaves.items() if _is_tensor(leaf)]
-    values = {path: leaf for path, leaf in leaves.items() if not _is_tensor(leaf)}
-
-    def gather(value: object) -> list[Any]:
-        return gather_json(value, axis)
-
-    return store.save(
-        Path(folder),
-        step,
-        own_shards(shards, axis.index, gather, check_replicas=check_replicas),
-        {"values": merged_values(values, gather)},
-        rank=axis.index,
-        world_size=axis.size,
-        gather=gather,
-        barrier=lambda: barrier(axis),
-    )
+    together.agree(problem, axis)
+    shards = [shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)]
+    values = {path: leaf for path, leaf in leaves.items() if not is_tensor(leaf)}
+    own = own_shards(shards, axis, check_replicas=check_replicas)
+    return together.save(Path(folder), step, own, {"values": merged_values(values, axis)}, axis)
 
 
 def load_checkpoint(
@@ -98,25 +87,23 @@ def load_checkpoint(
     for names that differ, and for tensors of another shape or dtype.
     """
     axis = _axis(group)
-    checkpoint = _open(Path(folder), step, axis)
+    checkpoint, skipped = together.open_together(Path(folder), axis, step)
+    for number, why in skipped if axis.index == 0 else ():
+        warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
     saved = cast("dict[str, Any]", checkpoint.state.get("values", {}))
     if state is None:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
         return unflatten(saved | tensors)
-    names = _names_of(state)
-    wanted = flatten(_expanded(state, names, checkpoint=checkpoint))
+    walk = _State(state)
+    leaves = walk.leaves(checkpoint)
     if strict:
-        _compare(wanted, saved, checkpoint, axis)
-    shards = [
-        shard_of(path, leaf)
-        for path, leaf in wanted.items()
-        if _is_tensor(leaf) and (strict or path in checkpoint.manifest.tensors)
-    ]
-    checkpoint.load_into(shards)
-    loaded = {
-        path: leaf if _is_tensor(leaf) else saved.get(path, leaf) for path, leaf in wanted.items()
-    }
-    return _filled(state, loaded, names, "")
+        _compare(leaves, saved, checkpoint, axis)
+    known = saved.keys() | set(checkpoint.names())
+    leaves = {path: leaf for path, leaf in leaves.items() if strict or path in known}
+    checkpoint.load_into([shard_of(path, leaf) for path, leaf in leaves.items() if is_tensor(leaf)])
+    return walk.filled(leaves | saved)
 
 
 def _axis(group: ProcessGroup | None) -> Axis:
@@ -125,156 +112,117 @@ def _axis(group: ProcessGroup | None) -> Axis:
     return Mesh.single("cpu")["world"] if group is None else Axis.from_group(group)
 
 
-def _agree(axis: Axis, problem: str | None) -> None:
-    """CheckpointError on all ranks when one has a problem."""
-    for rank, found in enumerate(gather_json(problem, axis)):
-        if found:
-            raise CheckpointError(f"rank {rank}: {found}" if axis.size > 1 else found)
+class _State:
+    """What a program gave: containers, and in them modules and optimizers as nested state."""
 
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        #: Of every parameter of the modules: id -> name, and the part of it that this rank holds.
+        self.parameters: dict[int, tuple[str, Shard]] = {}
+        map_leaves(state, self._name_parameters)
 
-def _open(folder: Path, step: int | None, axis: Axis) -> Checkpoint:
-    """The checkpoint, its digests checked by the ranks together."""
-    problem = None
-    if axis.index == 0 and step is None:
-        found = store.latest(folder, _warn)
-        if found is None:
-            problem = f"{folder}: holds no checkpoint that can be read"
-        else:
-            step = found.step
-    step, problem = gather_json([step, problem], axis)[0]
-    if problem is not None:
-        raise CheckpointError(problem)
-    assert step is not None
-    checkpoint = None
-    try:
-        checkpoint = store.open_checkpoint(folder, step, verify="sizes")
-        checkpoint.verify(axis.index, axis.size)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    _agree(axis, problem)
-    assert checkpoint is not None
-    return checkpoint
+    def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+        """Path -> tensor or value. With `checkpoint`, optimizers have memory for the state that it
+        holds, whether or not they have state already."""
+        return flatten(
+            map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
+        )
 
+    def filled(self, leaves: Mapping[str, Any]) -> Any:
+        """The state after loading: optimizers have taken theirs, numbers and texts are `leaves`."""
 
-def _warn(step: int, why: str) -> None:
-    warnings.warn(f"checkpoint of step {step} skipped: {why}", stacklevel=5)
+        def fill(path: str, node: Any) -> Any:
+            if isinstance(node, torch.optim.Optimizer):
+                self._fill_optimizer(node, f"{path}/" if path else "", leaves)
+            return leaves.get(path, node)
 
+        return map_leaves(self.state, fill)
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, Sharded))
+    def _name_parameters(self, path: str, node: Any) -> None:
+        if isinstance(node, (nn.Module, ParallelModel)):
+            parts = _state_dict(node)
+            every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
+            for name, parameter in node.named_parameters(**every):
+                part = shard_of(name, parts.get(name, parameter))
+                self.parameters[id(parameter)] = name, part
 
-
-def _names_of(state: Any) -> dict[int, tuple[str, Any]]:
-    """Of every parameter of the modules in `state`: id -> (name, its part)."""
-    found: dict[int, tuple[str, Any]] = {}
-    for node in _objects(state):
-        if isinstance(node, ParallelModel):
-            parts = node.state_dict()
-            found |= {id(p): (name, parts[name]) for name, p in node.named_parameters()}
-        elif isinstance(node, nn.Module):
-            with sharded_state_dicts():
-                parts = node.state_dict()
-            found |= {
-                id(p): (name, parts.get(name, p))
-                for name, p in node.named_parameters(remove_duplicate=False)
-            }
-    return found
-
-
-def _objects(node: Any) -> list[Any]:
-    if isinstance(node, Mapping):
-        return [found for child in node.values() for found in _objects(child)]
-    if isinstance(node, (list, tuple)) and not isinstance(node, Sharded):
-        return [found for child in node for found in _objects(child)]
-    return [node]
-
-
-def _expanded(
-    node: Any,
-    names: Mapping[int, tuple[str, Any]],
-    path: str = "",
-    checkpoint: Checkpoint | None = None,
-) -> Any:
-    """`node` with modules and optimizers as dicts; an optimizer that is to be filled from
-    `checkpoint` gets memory for what was saved."""
-    if isinstance(node, Mapping):
-        return {
-            key: _expanded(child, names, f"{path}{key}/", checkpoint) for key, child in node.items()
-        }
-    if isinstance(node, (list, tuple)) and not isinstance(node, Sharded):
-        return [
-            _expanded(child, names, f"{path}#{key}/", checkpoint) for key, child in enumerate(node)
-        ]
-    if isinstance(node, ParallelModel):
-        return node.state_dict()
-    if isinstance(node, nn.Module):
-        with sharded_state_dicts():
-            return dict(node.state_dict())
-    if isinstance(node, torch.optim.Optimizer):
-        return _optimizer_state(node, names, path, checkpoint)
-    return node
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, tuple[str, Any]],
-    path: str,
-    checkpoint: Checkpoint | None,
-) -> dict[str, Any]:
-    """The state by names of parameters, its tensors placed like them."""
-    state: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
+    def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
+        if isinstance(node, (nn.Module, ParallelModel)):
+            return _state_dict(node)
+        if not isinstance(node, torch.optim.Optimizer):
+            return node
+        state: dict[str, dict[str, Any]] = {}
+        for parameter in (p for group in node.param_groups for p in group["params"]):
+            if id(parameter) not in self.parameters:
                 raise CheckpointError(
-                    f"{path.rstrip('/')}: a parameter of the optimizer {list(parameter.shape)} is "
-                    'of no module in the state: save both, as {"model": ..., "optimizer": ...}'
+                    f"{path}: a parameter of the optimizer {list(parameter.shape)} is of no module "
+                    'in the state: save both, as {"model": ..., "optimizer": ...}'
                 )
-            name, part = names[id(parameter)]
-            own = dict(optimizer.state.get(parameter, {}))
+            name, part = self.parameters[id(parameter)]
+            own = dict(node.state.get(parameter, {}))
             if checkpoint is not None:
-                own = _saved_state(f"{path}state/{name}/", parameter, part, checkpoint)
-            kept = {kind: _placed(value, parameter, part) for kind, value in own.items()}
-            if kept:
-                state[name] = kept
-        groups.append({key: value for key, value in group.items() if key != "params"})
-    return {"state": state, "param_groups": groups}
+                own = _memory(f"{path}/state/{name}/".lstrip("/"), parameter, part, checkpoint)
+            if own:
+                state[name] = {key: _placed(value, parameter, part) for key, value in own.items()}
+        return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
+
+    def _fill_optimizer(
+        self, optimizer: torch.optim.Optimizer, below: str, leaves: Mapping[str, Any]
+    ) -> None:
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        for place, group in enumerate(optimizer.param_groups):
+            known = f"{below}param_groups/#{place}"
+            options = map_leaves(_options(group), lambda path, node: leaves.get(path, node), known)
+            first = len(state)
+            groups.append(options | {"params": list(range(first, first + len(group["params"])))})
+            for parameter in group["params"]:
+                prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
+                state[len(state)] = {
+                    path.removeprefix(prefix): leaf.tensor if isinstance(leaf, Sharded) else leaf
+                    for path, leaf in leaves.items()
+                    if path.startswith(prefix)
+                }
+        found = {number: own for number, own in state.items() if own}
+        optimizer.load_state_dict({"state": found, "param_groups": groups})
 
 
-def _placed(value: Any, parameter: Tensor, part: Any) -> Any:
-    """A tensor of the parameter's shape lies where the parameter lies."""
-    if not isinstance(value, Tensor) or hasattr(value, "device_mesh"):
+def _state_dict(module: nn.Module | ParallelModel) -> dict[str, Any]:
+    with sharded_state_dicts():
+        return dict(module.state_dict())
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _placed(value: Any, parameter: Tensor, part: Shard) -> Any:
+    """State of the parameter's shape lies where the parameter lies."""
+    is_part = isinstance(value, Tensor) and value.shape == parameter.shape
+    if not is_part or hasattr(value, "device_mesh"):
         return value
-    if value.shape != parameter.shape:
-        return value
-    where = shard_of("", part)
-    return Sharded(value, where.shape, where.offset)
+    return Sharded(value, part.shape, part.offset)
 
 
-def _saved_state(
-    prefix: str, parameter: Tensor, part: Any, checkpoint: Checkpoint
-) -> dict[str, Any]:
-    """Memory for the tensors that were saved of one parameter's state."""
-    own: dict[str, Any] = {}
-    where = shard_of("", part)
-    for name in checkpoint.names():
-        if not name.startswith(prefix):
-            continue
+def _memory(
+    prefix: str, parameter: Tensor, part: Shard, checkpoint: Checkpoint
+) -> dict[str, Tensor]:
+    """Zeros for the state of one parameter that was saved under `prefix`."""
+    found: dict[str, Tensor] = {}
+    for name in (name for name in checkpoint.names() if name.startswith(prefix)):
         dtype, shape = checkpoint.dtype(name), checkpoint.shape(name)
-        if shape != tuple(where.shape):
-            own[name.removeprefix(prefix)] = torch.zeros(shape, dtype=dtype)
-        elif hasattr(parameter, "device_mesh"):
-            own[name.removeprefix(prefix)] = torch.zeros_like(parameter, dtype=dtype)
+        if shape != tuple(part.shape):
+            zeros = torch.zeros(shape, dtype=dtype)
         else:
-            own[name.removeprefix(prefix)] = torch.zeros_like(where.tensor, dtype=dtype)
-    return own
+            zeros = torch.zeros_like(parameter, dtype=dtype)
+        found[name.removeprefix(prefix)] = zeros
+    return found
 
 
 def _compare(
     wanted: Mapping[str, Any], saved: Mapping[str, Any], checkpoint: Checkpoint, axis: Axis
 ) -> None:
-    """CheckpointError on all ranks where the names of all ranks together are not those saved."""
+    """Raise CheckpointError on all ranks where the names of all together are not those saved."""
     there = {*saved, *checkpoint.names()}
     asked = set[str]().union(*gather_json(sorted(wanted), axis))
     for names, words in ((asked - there, "does not hold"), (there - asked, "also holds")):
@@ -284,53 +232,3 @@ def _compare(
                 f"{checkpoint.path} {words} {len(names)} of the names: {first}; strict=False "
                 "leaves them alone"
             )
-
-
-def _filled(
-    node: Any, leaves: Mapping[str, Any], names: Mapping[int, tuple[str, Any]], path: str
-) -> Any:
-    """`node` after loading: optimizers have taken their state, numbers and texts are the saved."""
-    below = f"{path}/" if path else ""
-    if isinstance(node, torch.optim.Optimizer):
-        _load_optimizer(node, leaves, names, below)
-        return node
-    if isinstance(node, (nn.Module, ParallelModel)):
-        return node
-    if isinstance(node, Mapping):
-        return {k: _filled(v, leaves, names, f"{below}{_key(k)}") for k, v in node.items()}
-    if isinstance(node, (list, tuple)) and not isinstance(node, Sharded):
-        return type(node)(
-            _filled(v, leaves, names, f"{below}#{place}") for place, v in enumerate(node)
-        )
-    return leaves.get(path, node)
-
-
-def _key(key: object) -> str:
-    return f"#{key}" if isinstance(key, int) else str(key)
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    leaves: Mapping[str, Any],
-    names: Mapping[int, tuple[str, Any]],
-    below: str,
-) -> None:
-    """Give `optimizer` the state whose tensors have been filled."""
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for place, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        kept = _filled(options, leaves, names, f"{below}param_groups/#{place}")
-        groups.append(kept | {"params": list(range(number, number + len(group["params"])))})
-        for parameter in group["params"]:
-            prefix = f"{below}state/{names[id(parameter)][0]}/"
-            own = {
-                path.removeprefix(prefix): leaf.tensor if isinstance(leaf, Sharded) else leaf
-                for path, leaf in leaves.items()
-                if path.startswith(prefix)
-            }
-            if own:
-                state[number] = own
-            number += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -171,20 +171,12 @@ class ParallelModel:
             found[name] = self._part(self.parallel.placements[name], master.detach())
         return found | dict(self.parallel.model.named_buffers())
 
-    def placement(self, parameter: nn.Parameter) -> tuple[str, Sharded] | None:
-        """Name and place of one of :meth:`parameters`, for the state of an optimizer."""
-        for name, master in self._masters.items():
-            if master is parameter:
-                return name, self._part(self.parallel.placements[name], master.detach())
-        return None
-
     def close(self) -> None:
         """Free what dispatchers hold outside of torch; all ranks call it, at the end."""
         self.parallel.close()
 
     def _part(self, where: Placement, tensor: Tensor) -> Sharded:
-        offset = tuple(part.start for part in where.slices(self.parallel.mesh))
-        return Sharded(tensor, where.shape, offset)
+        return Sharded(tensor, where.shape, where.offset(self.parallel.mesh))
 
     def _update_biases(self, result: StepResult) -> None:
         first = self.parallel.model.config.num_dense_layers

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.store import Gather, Shard
+from moemesh.checkpoint.store import Shard
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Axis
+
+#: Leaves that JSON holds; of the containers only empty ones are leaves.
+_VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
 
 
 class Sharded(NamedTuple):
@@ -25,30 +30,42 @@ class Sharded(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
+    def row(self, place: int) -> Sharded:
+        """One row of the part, as a part of a tensor of its own."""
+        return Sharded(self.tensor[place], self.shape[1:], self.offset[1:])
+
+
+def is_tensor(leaf: object) -> bool:
+    """Whether a leaf is saved as a tensor, else as a value of JSON."""
+    return isinstance(leaf, (Tensor, Sharded))
+
+
+def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """The same containers with ``function(path, leaf)`` in place of leaves and empty containers."""
+    if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
+        return function(path, node)
+    below = f"{path}/" if path else ""
+    if isinstance(node, Mapping):
+        pairs = cast("Mapping[Any, Any]", node).items()
+        return {key: map_leaves(one, function, below + _word(key, path)) for key, one in pairs}
+    places = enumerate(cast("Sequence[Any]", node))
+    return type(node)(map_leaves(one, function, f"{below}#{place}") for place, one in places)
+
 
 def flatten(tree: Any) -> dict[str, Any]:
     """Path -> tensor, Sharded, or a value of JSON; empty containers are values."""
-    return dict(_leaves(tree, ""))
+    found: dict[str, Any] = {}
 
+    def take(path: str, leaf: Any) -> None:
+        if not is_tensor(leaf) and not isinstance(leaf, _VALUES):
+            raise CheckpointError(
+                f"{path or 'the state'}: {type(leaf).__name__} cannot be saved; it takes tensors, "
+                "numbers, texts, None, and dicts and lists of them"
+            )
+        found[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Sharded):
-        yield path, node
-        return
-    children: Sequence[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        children = list(cast("Mapping[Any, Any]", node).items())
-    elif isinstance(node, (list, tuple)):
-        children = list(enumerate(cast("Sequence[Any]", node)))
-    elif not isinstance(node, (Tensor, bool, int, float, str, type(None))):
-        raise CheckpointError(
-            f"{path or 'the state'}: {type(node).__name__} cannot be saved; it takes tensors, "
-            "numbers, texts, None, and dicts and lists of them"
-        )
-    if not children:
-        yield path, [] if isinstance(node, tuple) else node
-    for key, child in children:
-        yield from _leaves(child, f"{path}/{_word(key, path)}" if path else _word(key, path))
+    map_leaves(tree, take)
+    return found
 
 
 def _word(key: object, path: str) -> str:
@@ -104,19 +121,20 @@ def shard_of(name: str, leaf: Any) -> Shard:
     return Shard(name=name, shape=tuple(leaf.shape), offset=(0,) * leaf.ndim, tensor=leaf)
 
 
-def own_shards(
-    shards: Sequence[Shard], rank: int, gather: Gather, *, check_replicas: bool
-) -> list[Shard]:
+def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
     """Of equal parts on several ranks, those that this rank saves: the lowest one that holds them.
 
     Raises CheckpointError on every rank where such parts differ.
     """
     mine = {_place(shard): shard for shard in shards if shard.tensor.numel()}
-    everyone = [{tuple(map(_hashable, place)) for place in held} for held in gather(list(mine))]
+    everyone = [
+        {tuple(map(_hashable, place)) for place in held} for held in gather_json(list(mine), axis)
+    ]
     holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
     if check_replicas:
         shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
-        said = gather([[shard.name, *shard.offset, _digest(shard.tensor)] for shard in shared])
+        digests = [[shard.name, *shard.offset, _digest(shard.tensor)] for shard in shared]
+        said = gather_json(digests, axis)
         known: dict[tuple[Any, ...], tuple[int, str]] = {}
         for other, digests in enumerate(said):
             for *place, digest in digests:
@@ -128,7 +146,7 @@ def own_shards(
                         "rank, or check_replicas=False to save that of the lowest rank"
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
-    return empty + [shard for place, shard in mine.items() if holders[place][0] == rank]
+    return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
 
 
 def _place(shard: Shard) -> tuple[Any, ...]:
@@ -144,10 +162,10 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
 
 
-def merged_values(values: Mapping[str, Any], gather: Gather) -> dict[str, Any]:
+def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """The values of all ranks by path; the lowest rank that has one decides."""
     merged: dict[str, Any] = {}
-    for theirs in reversed(gather(_finite(values))):
+    for theirs in reversed(gather_json(_finite(values), axis)):
         merged |= theirs
     return merged
 

@@ -50,6 +50,10 @@ class Placement:
             parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
         return tuple(parts)
 
+    def offset(self, mesh: Mesh) -> tuple[int, ...]:
+        """Where the part of this rank begins."""
+        return tuple(part.start for part in self.slices(mesh))
+
     def experts(self, mesh: Mesh) -> Sequence[int]:
         """The logical ids of the experts that this rank holds, in the order of its stack."""
         held = self.slices(mesh)[0]

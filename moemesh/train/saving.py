@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint import store
+from moemesh.checkpoint import store, together
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
-from moemesh.comm.collectives import barrier, gather_json
+from moemesh.checkpoint.tree import Sharded, shard_of
+from moemesh.comm.collectives import barrier
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.folder import RunFolder
@@ -44,16 +45,8 @@ def save(
         shards += _owned(parallel, f"optimizer.{kind}", tensors)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, owned=True)
-    store.save(
-        folder.checkpoints,
-        step,
-        shards,
-        {**state, "moments": sorted(moments), "updates": optimizer.num_updates},
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        gather=lambda value: gather_json(value, mesh.control),
-        barrier=lambda: barrier(mesh.control),
-    )
+    own = {**state, "moments": sorted(moments), "updates": optimizer.num_updates}
+    together.save(folder.checkpoints, step, shards, own, mesh.control)
     if mesh.rank == 0:
         store.prune(folder.checkpoints, keep)
     barrier(mesh.control)
@@ -64,24 +57,19 @@ def newest(
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, the same on every rank; None when there is none."""
     mesh = parallel.mesh
-    found, skipped = None, []
-    if mesh.rank == 0:
-        found = store.latest(folder.checkpoints, lambda *why: skipped.append(why))
-    step, bad = gather_json([found.step if found else None, skipped], mesh.control)[0]
-    if step is None and bad:
-        reasons = "\n".join(f"  step {number}: {why}" for number, why in bad)
+    found, skipped = together.open_together(folder.checkpoints, mesh.control)
+    if found is None and skipped:
+        reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
         raise CheckpointError(
             f"no checkpoint in {folder.checkpoints} can be read:\n{reasons}\nrestore one of them, "
             "or choose another folder to start again"
         )
-    for number, why in skipped:
+    for number, why in skipped if mesh.rank == 0 else ():
         on_skip(number, why)
         # Out of the way, not away: the run will write this step again.
         broken = folder.checkpoints / f"step-{number}"
         broken.rename(folder.checkpoints / f"broken-step-{number}-{time.time_ns()}")
-    if step is None or found is not None:
-        return found
-    return store.open_checkpoint(folder.checkpoints, step, verify="sizes")
+    return found
 
 
 def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) -> None:
@@ -113,32 +101,20 @@ def _held(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -
 def _shards(
     parallel: ParallelModel, prefix: str, where: Placement, tensor: Tensor
 ) -> Iterator[Shard]:
-    slices = where.slices(parallel.mesh)
-    offset = tuple(part.start for part in slices)
-    tensor = tensor.detach()
+    part = Sharded(tensor, where.shape, where.offset(parallel.mesh))
     if not where.is_expert:
-        yield Shard(name=f"{prefix}.{where.name}", shape=where.shape, offset=offset, tensor=tensor)
+        yield shard_of(f"{prefix}.{where.name}", part)
         return
     module, _, leaf = where.name.rpartition(".")
     for place, expert in enumerate(where.experts(parallel.mesh)):
-        yield Shard(
-            name=f"{prefix}.{module}.{expert}.{leaf}",
-            shape=where.shape[1:],
-            offset=offset[1:],
-            tensor=tensor[place],
-        )
+        yield shard_of(f"{prefix}.{module}.{expert}.{leaf}", part.row(place))
 
 
 def _buffers(parallel: ParallelModel, *, owned: bool = False) -> list[Shard]:
     """The routers' biases: whole and equal on every rank that holds the layer; `owned`: only those
     that this rank saves."""
     return [
-        Shard(
-            name=f"model.{name}",
-            shape=tuple(buffer.shape),
-            offset=(0,) * buffer.ndim,
-            tensor=buffer,
-        )
+        shard_of(f"model.{name}", buffer)
         for name, buffer in parallel.model.named_buffers()
         if not owned or _first_holder(parallel, name) == parallel.mesh["pp"].index
     ]
