@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ from moemesh.planner.parameters import (
 )
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
-from moemesh.schedule.step import alive, weight_copies
+from moemesh.schedule.step import PipelineStep, alive, weight_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +155,22 @@ def _same_moments(
 ) -> Iterator[tuple[tuple[tuple[float, ...], ...], NDArray[np.bool_]]]:
     """What is alive at the peaks, with the rows of a column of microbatches where it is that."""
     column = np.asarray(layout.microbatches)
-    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
-    for count in np.flatnonzero(np.bincount(column)).tolist():
-        moments = alive(pipeline_step(layout, count))[rank]
-        groups.setdefault(moments, []).append(count)
-    for moments, counts in groups.items():
+    counts = tuple(np.flatnonzero(np.bincount(column)).tolist())
+    for moments, same in _counts_by_moments(pipeline_step(layout, 1), rank, counts):
         wanted = np.zeros(int(column.max()) + 1, dtype=np.bool_)
-        wanted[counts] = True
+        wanted[list(same)] = True
         yield moments, wanted[column]
+
+
+@lru_cache(maxsize=4096)
+def _counts_by_moments(
+    step: PipelineStep, rank: int, counts: tuple[int, ...]
+) -> tuple[tuple[tuple[tuple[float, ...], ...], tuple[int, ...]], ...]:
+    """The numbers of microbatches of `step` that keep the same alive at the peaks of `rank`."""
+    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
+    for count in counts:
+        groups.setdefault(alive(step.of(count))[rank], []).append(count)
+    return tuple((moments, tuple(same)) for moments, same in groups.items())
 
 
 def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemory:

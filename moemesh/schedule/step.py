@@ -254,23 +254,26 @@ def _moments(schedule: Schedule, rank: int, stages: Sequence[int]) -> set[tuple[
     mirrored = schedule.num_pipes > 1
     place = {stage: index for index, stage in enumerate(stages)}
     held = [0] * len(stages)
-    found: set[tuple[float, ...]] = set()
+    found: set[tuple[int, ...]] = set()
     for entry in schedule.orders[rank]:
         for op in entry:
             if op.kind == "F":
                 held[place[op.stage]] += 1
-        found.add(tuple(count / schedule.num_slices for count in held))
+        found.add(tuple(held))
         for op in entry:
             if op.kind in ("B", "W"):
                 held[place[op.stage]] -= 1
     assert mirrored or not any(held)
-    return found
+    return {tuple(count / schedule.num_slices for count in one) for one in found}
 
 
 def _undominated(moments: Iterable[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
     """Those that no other exceeds everywhere, in order."""
     kept: list[tuple[float, ...]] = []
     for one in sorted(moments, reverse=True):
-        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in kept):
+        # In this order the first numbers fall, so that of pairs the last one kept has the largest
+        # second number.
+        others = kept[-1:] if len(one) <= 2 else kept
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in others):
             kept.append(one)
     return tuple(kept)
