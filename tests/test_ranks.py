@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from moemesh.config.layout import Layout
 from moemesh.model.dispatcher import LocalDispatcher
-from moemesh.ops import pending
+from moemesh.ops import weight_gradient
+from moemesh.ops.weight_gradient import WeightGradientQueue
 from tests import ranks
 from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
 
@@ -38,7 +39,7 @@ def look(rank: int) -> tuple[int, dict[str, object]]:
         "random": (torch.rand(1).item(), float(np.random.rand()), random.random()),
         "environment": os.environ.get("LEFT_BEHIND"),
         "folder": os.getcwd(),
-        "name": pending._watcher,
+        "name": type(weight_gradient._active),
         "attribute": LocalDispatcher.plan.__qualname__,
         "container": list(_NOTES),
         "gradients": torch.is_grad_enabled(),
@@ -62,7 +63,7 @@ def change_folder(rank: int) -> None:
 
 
 def change_name(rank: int) -> None:
-    pending._watcher = []
+    weight_gradient._active = WeightGradientQueue()
 
 
 def change_attribute(rank: int) -> None:

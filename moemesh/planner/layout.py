@@ -254,8 +254,8 @@ class PlannedLayout:
 
     @cached_property
     def key(self) -> str:
-        """The whole layout for messages and JSON: "seq_len=128,global_batch=32,tp=8,…"."""
-        return f"seq_len={self.seq_len},global_batch={self.global_batch},{self.text}"
+        """The whole layout for messages and JSON: "tp=8,…,seq_len=128,global_batch=32"."""
+        return f"{self.text},seq_len={self.seq_len},global_batch={self.global_batch}"
 
     @property
     def text(self) -> str:
