@@ -35,6 +35,7 @@ DOCUMENTS = (
     "docs/words.md",
     "docs/api.md",
     "docs/architecture.md",
+    "docs/modules.md",
     "docs/configuration.md",
     "docs/run-folder.md",
     "docs/parallelism.md",

@@ -1,1 +1,1 @@
-"""What `import moemesh as mm` offers beside classes and functions of other packages."""
+"""Functions behind `import moemesh as mm`: configuration, training, planning, checkpoints."""

@@ -1,4 +1,4 @@
-"""Where experts live: static placement with replicas, bounds, increments, shares and quotas."""
+"""Placement of experts: static placement with replicas, bounds, increments, shares and quotas."""
 
 from moemesh.balance.incremental import Replan, rebalance_incremental, replan_from_scratch
 from moemesh.balance.inputs import BalanceError

@@ -1,4 +1,4 @@
-"""What no MoE layer can beat: its expert products and its exchanges, and nothing else.
+"""Lower bound of a MoE layer: its expert products and its exchanges, and nothing else.
 
 Legend: R rows grouped by expert, N rows received, L local experts, H hidden, F width, G = 2 F.
 Everything that is read or written is there before the clock starts.

@@ -1,4 +1,4 @@
-"""What one device computes: the rate of matrix products, bytes a second of a copy, memory.
+"""Rates of one device: matrix products, bytes a second of a copy, memory.
 
 A product of [M, K] and [K, N] is taken to run at peak / ((1 + r 64/M) (1 + n 64/N) (1 + n 64/K)),
 as the planner's time model has it: three measured shapes give the peak, r and n.

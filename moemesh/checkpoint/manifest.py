@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: names, slices, files, state, and whether they are complete.
+"""The manifest of a checkpoint: names, slices, files, state, and whether they are complete.
 
 The manifest is canonical JSON (sorted keys, no spaces) with a digest of itself, so that any change
 of the file is seen, and its slices cover every logical tensor exactly: no hole, no overlap.

@@ -1,1 +1,1 @@
-"""What a run is told: model, cluster, plan, data and training, checked before anything starts."""
+"""Configuration of a run: model, cluster, plan, data and training, checked before a start."""

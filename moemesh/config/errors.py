@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that the reader can repair it at once."""
+"""Configuration errors: every problem with its numbers, its origin and a fix."""
 
 from __future__ import annotations
 

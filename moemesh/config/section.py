@@ -1,4 +1,4 @@
-"""What every section of a configuration shares: strict frozen fields, ranges, legal values."""
+"""Base of the configuration's sections: strict frozen fields, ranges, legal values."""
 
 from __future__ import annotations
 

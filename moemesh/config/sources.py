@@ -1,4 +1,4 @@
-"""Where values come from: files, presets, environment and --set, each as leaves with an origin."""
+"""Sources of values: files, presets, environment and --set, each as leaves with an origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages: contiguous layers, embedding and head at the ends."""
+"""The cut of a model into pipeline stages: contiguous layers, embedding and head at the ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run trains: steps, optimizer, precision, checkpoints."""
+"""The section [train]: steps, optimizer, precision, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moemesh train` refuses of a configuration that keeps every rule: the one table of it.
+"""Refusals: legal configurations that `moemesh train` cannot run yet, in one table.
 
 `moemesh train` and `config check` refuse by it, the planner names what it finds here beside a plan,
 and ``plan --trainable`` keeps to the rest. Only the machine itself adds to it (is a kernel there?).

@@ -1,4 +1,4 @@
-"""Where parallelism enters the plain model: the seams, each with a default for one device.
+"""Seams of the plain model, where parallelism enters, each with a default for one device.
 
 | seam | decides |
 |---|---|

@@ -1,4 +1,4 @@
-"""Where each parameter lives: sharded dims, own slices, and the axis of its gradient sum.
+"""Placement of parameters: sharded dims, own slices, and the axis of each gradient sum.
 
 The residual stream is always token-sharded, so the local gradient of every parameter is *partial*
 on every axis on which the parameter is replicated: the true gradient is the SUM over those axes.

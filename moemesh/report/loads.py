@@ -1,4 +1,4 @@
-"""Who got the tokens: heat maps of expert load, and imbalance over the steps."""
+"""Pictures of expert loads: heat maps, and imbalance over the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fills each rank's memory: stacked bars with the measured peak."""
+"""Pictures of each rank's memory: stacked bars with the measured peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, numbers, ticks, and the frame that makes a figure accessible.
+"""Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
 data. Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics).

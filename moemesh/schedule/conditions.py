@@ -1,4 +1,4 @@
-"""What a generator demands of its numbers, and the nearest ones that it would take."""
+"""Conditions of a generator on its numbers, and the nearest numbers that satisfy them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations and messages of a pipeline cost: numbers, lists per stage, or functions.
+"""Costs of operations and messages of a pipeline: numbers, lists per stage, or functions.
 
 Letters of the literature: tF forward, tI input gradient, tW weight gradient, tB = tI + tW full
 backward, tFB one overlapped block of a forward and a backward.

@@ -1,4 +1,4 @@
-"""How much a schedule holds: live contexts, activations and weight gradients still owed, per rank.
+"""Memory of a schedule: live contexts, activations and deferred weight gradients per rank.
 
 A forward adds M_a, the activation of its microbatch; ``B`` gives it back; ``I`` gives back
 M_a - M_w and leaves M_w (inputs and output gradients of the linear layers) to ``W``. In a block

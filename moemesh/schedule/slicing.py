@@ -1,4 +1,4 @@
-"""Where TeraPipe cuts the sequences of a model: slices that take the costliest stage equally long.
+"""TeraPipe's slices of a sequence: those on which the costliest stage takes equally long.
 
 A slice late in the sequence looks back at more keys than one at its start, so equal times are
 unequal lengths.

@@ -1,1 +1,1 @@
-"""What was predicted or measured: ledger, timeline, memory, loads, a whole run."""
+"""Traces, predicted or measured: ledger, timeline, memory, loads, a whole run."""

@@ -1,4 +1,4 @@
-"""How many tokens each expert and each rank received, layer by layer, step by step.
+"""Tokens that each expert and each rank received, layer by layer, step by step.
 
 `loads.jsonl` holds one object a line, one line a (step, layer). A layer without any token is legal
 (an empty batch, a rank with nothing to do); all ratios are then those of a perfect balance.

@@ -1,4 +1,4 @@
-"""What memory holds, rank by rank, predicted or measured.
+"""Contents of memory, rank by rank, predicted or measured.
 
 Everything in bytes. The parts are what the training state is made of; `peak` is the highest
 use seen (or foreseen) at any one moment, so it may be less than the sum of the parts, each of which

@@ -1,4 +1,4 @@
-"""What the records of a pipeline say together: messages, activations held, weight gradients owed.
+"""Pipeline figures from a timeline: messages, activations held, deferred weight gradients.
 
 Everything follows from the records alone, so that simulated, virtual and measured timelines are
 read alike.

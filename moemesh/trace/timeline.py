@@ -1,4 +1,4 @@
-"""Who did what and when: one type for simulated, virtual and measured time.
+"""Timelines: one type for simulated, virtual and measured time.
 
 A :class:`Timeline` is made by a pipeline simulator, by a virtual clock or by the running ranks, so
 that one can be laid over another. A record starts when its inputs have arrived; the time spent

@@ -1,5 +1,8 @@
-"""Training: the loop of a rank, its data, optimizer, checkpoints and reports. The package can be
-called: ``moemesh.train(config, out=...)`` is :func:`moemesh.train.from_python.train`."""
+"""Training: the loop of a rank, its data, optimizer, checkpoints and reports.
+
+The package can be called: ``moemesh.train(config, out=...)`` is
+:func:`moemesh.train.from_python.train`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Deterministic combine: return every (token, expert) output unreduced and sum in expert order, so
-that bits do not depend on ep.
+"""Deterministic combine: outputs return unreduced and are summed in expert order.
 
 Pre-reduced sums depend on which experts share a rank, hence on ep and on the dispatcher. Here all K
 weighted rows of a token come back and are added by their owner, in fp32 at least, in ascending

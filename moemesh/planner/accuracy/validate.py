@@ -1,4 +1,4 @@
-"""How good the planner is on a table of measured runs: errors, memory labels, selection regret."""
+"""Accuracy on a table of measured runs: errors, memory labels, selection regret."""
 
 from __future__ import annotations
 

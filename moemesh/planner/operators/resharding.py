@@ -1,4 +1,4 @@
-"""What it costs to change the layout of a tensor over the axes of a mesh.
+"""The cost of changing the layout of a tensor over the axes of a mesh.
 
 A layout has one placement a mesh axis, outermost axis first:
 

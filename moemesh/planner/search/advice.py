@@ -1,4 +1,4 @@
-"""What a person asks of a plan: what binds it, what more memory buys, why not another."""
+"""Explain a plan: binding constraint, value of more memory, near misses."""
 
 from __future__ import annotations
 

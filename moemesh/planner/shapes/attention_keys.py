@@ -1,4 +1,4 @@
-"""What the keys of a family say about its attention, its biases and its norms."""
+"""Attention keys of Hugging Face configurations: attention, biases and norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of a family say about its experts: which layers have them, how wide they are."""
+"""Expert keys of Hugging Face configurations: which layers have experts, how wide they are."""
 
 from __future__ import annotations
 

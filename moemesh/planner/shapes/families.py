@@ -1,4 +1,4 @@
-"""What each model family's code fixes and its configuration does not say: a table of families.
+"""Facts that a model family's code fixes and its configuration omits: a table of families.
 
 Which projections have biases, which norms there are, where the experts stand, what a left-out key
 means: from the published model code of each family. A key that is not in `defaults` and that no

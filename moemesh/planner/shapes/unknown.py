@@ -1,4 +1,4 @@
-"""What the planner has no formula for: families, layers and switches that are refused by name."""
+"""Families, layers and switches without a formula in the planner, refused by name."""
 
 from __future__ import annotations
 

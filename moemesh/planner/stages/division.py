@@ -1,4 +1,4 @@
-"""Where to cut a model into pipeline stages: inter-operator dynamic programming.
+"""Division of a model into pipeline stages: inter-operator dynamic programming.
 
 With m microbatches and stage times t_i (forward and backward of one microbatch) a step of 1F1B or
 GPipe takes

@@ -1,4 +1,4 @@
-"""What transient replicas add to a MoE layer's traffic: shared counts, weights, other ways of rows.
+"""Traffic that transient replicas add to a MoE layer: shared counts, weights, rerouted rows.
 
 Legend: P ranks of ep, X ranks of etp, E experts, W numbers of one expert's local shard, w bytes.
 

@@ -1,4 +1,4 @@
-"""Where tokens go: the expected counts that routing-dependent traffic follows from.
+"""Expected token counts per expert and rank, from which routing-dependent traffic follows.
 
 Uniform routing chooses k of E experts with equal probability. A token then has an expert in a given
 part of n of them with probability 1 - C(E - n, k) / C(E, k), so it visits N times that of N nodes,

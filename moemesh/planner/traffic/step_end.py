@@ -1,4 +1,4 @@
-"""What a step enters once: counts before it, sums of gradients, norms and reports behind it.
+"""Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
 
 Three ways for a step to end (E experts, M MoE layers, s numbers of the gradient norm, one a logical
 tensor and one an expert of a stack):
