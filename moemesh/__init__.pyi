@@ -12,8 +12,8 @@ from moemesh.checkpoint.tree import Sharded as Sharded
 from moemesh.comm.mesh import Mesh as Mesh
 from moemesh.config.errors import ConfigError as ConfigError
 from moemesh.parallel.expert.layer import MoELayer as MoELayer
-from moemesh.parallel.expert.layer import clip_grad_norm_ as clip_grad_norm_
-from moemesh.parallel.expert.layer import expert_parameters as expert_parameters
+from moemesh.parallel.expert.spread import clip_grad_norm_ as clip_grad_norm_
+from moemesh.parallel.expert.spread import expert_parameters as expert_parameters
 from moemesh.planner.stages.partition import partition as partition
 from moemesh.schedule.simulate import simulate as simulate
 from moemesh.trace.run import Run as Run

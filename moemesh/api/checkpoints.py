@@ -32,7 +32,7 @@ from moemesh.checkpoint.tree import (
 )
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.parallel.expert.layer import sharded_state_dicts
+from moemesh.parallel.expert.spread import sharded_state_dicts
 
 
 def save_checkpoint(

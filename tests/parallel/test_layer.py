@@ -17,13 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.ops.saved import SavedForBackward
-from moemesh.parallel.expert.layer import (
-    LayerError,
-    MoELayer,
-    RoutingOptions,
-    clip_grad_norm_,
-    expert_parameters,
-)
+from moemesh.parallel.expert.layer import MoELayer
+from moemesh.parallel.expert.layer_options import RoutingOptions
+from moemesh.parallel.expert.spread import LayerError, clip_grad_norm_, expert_parameters
 from tests.ranks import run_on_ranks
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, STEPS, RANKS = 8, 12, 8, 2, 2, 4
@@ -233,6 +229,44 @@ def odd_calls(rank: int) -> None:
 
 def test_empty_inputs_dtypes_padding_and_bias() -> None:
     run_on_ranks(2, odd_calls)
+
+
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+def test_auxiliary_losses_have_the_gradients_of_their_formulas(gradients: Any) -> None:
+    torch.manual_seed(1)
+    layer = MoELayer(
+        HIDDEN,
+        WIDTH,
+        EXPERTS,
+        TOP_K,
+        gradients=gradients,
+        dtype=torch.float64,
+        router_score="softmax",
+        aux_loss_scope="sequence",
+        aux_loss_coefficient=0.3,
+        z_loss_coefficient=0.2,
+    )
+    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64)
+    _, aux = layer(x)
+    weight = layer.router.weight.detach().clone().requires_grad_()
+    balance = z = torch.zeros((), dtype=torch.float64)
+    for logits in x @ weight.T:
+        chosen = torch.bincount(logits.topk(TOP_K).indices.flatten(), minlength=EXPERTS)
+        shares = chosen / (TOP_K * len(logits))
+        balance = balance + 0.3 * EXPERTS * (shares * logits.softmax(1).mean(0)).sum()
+        z = z + 0.2 * logits.logsumexp(1).square().mean()
+    parts = 3 if gradients == "mean" else 1
+    for found, expected in (
+        (aux.balance_loss, balance / parts),
+        (aux.z_loss, z / parts),
+        (aux.loss, (balance + z) / parts),
+    ):
+        torch.testing.assert_close(found, expected)
+        ours, theirs = (
+            torch.autograd.grad(loss, of, retain_graph=True)[0]
+            for loss, of in ((found, layer.router.weight), (expected, weight))
+        )
+        torch.testing.assert_close(ours, theirs)
 
 
 def everything_to_rank_zero(rank: int, state: dict[str, Tensor]) -> Any:
