@@ -1,7 +1,8 @@
-"""Every test starts alike: one thread, one seed; of long grids the default takes a sample."""
+"""Every test starts alike: one thread, one seed; long grids run their representatives."""
 
 import sys
-from collections import Counter
+from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,43 +21,28 @@ hypothesis.settings.register_profile("moemesh", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("moemesh")
 
 
-#: Grids of whole training runs: by default every n-th case of each test, all with ``-m slow``.
-SAMPLED = {
-    "tests/parity/test_asynchronous.py": 4,
-    "tests/parity/test_balancing.py": 4,
-    "tests/parity/test_exact.py": 4,
-    "tests/parity/test_experts.py": 4,
-    "tests/parity/test_losses.py": 4,
-    "tests/parity/test_parity.py": 3,
-    "tests/parity/test_pipelines.py": 3,
-    "tests/parity/test_recompute.py": 4,
-    "tests/parity/test_terapipe.py": 4,
-    "tests/parity/test_tiny.py": 2,
-    "tests/parallel/test_dispatchers.py": 3,
-    "tests/parallel/test_overlapped.py": 2,
-    "tests/parallel/test_post_validation.py": 5,
-    "tests/parallel/test_self_test.py": 2,
-    "tests/planner/test_search.py": 2,
-    "tests/schedule/test_check.py": 2,
-    "tests/schedule/test_generators.py": 4,
-    "tests/schedule/test_search.py": 4,
-    "tests/schedule/test_simulate.py": 2,
-    "tests/train/test_balancing.py": 3,
-    "tests/train/test_post_validated.py": 3,
-    "tests/train/test_train.py": 2,
-    "tests/twins/test_planner_runs.py": 2,
-}
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Of a test with the mark ``representative(*ids)``, cases with other ids are slow.
+
+    The hook sees the cases of one function together, before anything is selected from them.
+    """
+    made = yield
+    cases = {_id_of(case): case for case in made} if isinstance(made, list) else {}
+    first = next(iter(cases.values()), None)
+    mark = first.get_closest_marker("representative") if first is not None else None
+    if mark is None:
+        return made
+    for unknown in set(mark.args) - set(cases):
+        raise collector.CollectError(
+            f"{first.nodeid.partition('[')[0]} has no case {unknown!r} for its mark "
+            f"`representative`; its cases: {', '.join(map(repr, cases))}"
+        )
+    for case in set(cases) - set(mark.args):
+        cases[case].add_marker(pytest.mark.slow)
+    return made
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the sample leaves out; tests without parameters always run."""
-    places: Counter[str] = Counter()
-    for item in items:
-        every = SAMPLED.get(item.nodeid.split("::")[0])
-        if every is None or "[" not in item.name or item.get_closest_marker("slow"):
-            continue
-        function = item.nodeid.split("[")[0]
-        if places[function] % every:
-            item.add_marker(pytest.mark.slow)
-        places[function] += 1
+def _id_of(case: pytest.Item) -> str:
+    """What stands in brackets behind the name of a test."""
+    return case.name.partition("[")[2].removesuffix("]")

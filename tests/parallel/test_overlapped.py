@@ -231,6 +231,7 @@ def blocks_of(case: Case, rank: int) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.representative("dualpipe")
 @pytest.mark.parametrize("schedule", [DUALPIPE, DUALPIPE_V], ids=["dualpipe", "dualpipe_v"])
 def test_exchanges_run_under_the_other_microbatchs_work(schedule: dict[str, Any]) -> None:
     """Also where one of the two expert-parallel ranks has no token at all."""

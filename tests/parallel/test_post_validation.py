@@ -96,8 +96,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe", "adamw", {"pp": 2, "schedule": "zb_h2", "microbatches": 4}),
     ("tied", "sgd", {"pp": 2, "schedule": "1f1b", "microbatches": 3}),
     ("sigmoid", "sgd", {"pp": 4, "schedule": "zb_h1", "microbatches": 4}),
-]
-MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("moe", "adamw", {"pp": 4, "schedule": "1f1b", "microbatches": 5}),
     ("tied", "sgd", {"pp": 4, "schedule": "zb_h2", "microbatches": 5}),
     ("sigmoid", "adamw", {"pp": 2, "schedule": "zb_v", "microbatches": 4}),
@@ -110,11 +108,8 @@ MORE: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
-    ids=str,
-)
+@pytest.mark.representative("moe-adamw-{'pp': 2, 'schedule': 'zb_h2', 'microbatches': 4}")
+@pytest.mark.parametrize(("model", "optimizer", "plan"), CASES, ids=str)
 def test_faults_on_any_rank_end_as_in_one_process(
     model: str, optimizer: str, plan: dict[str, Any]
 ) -> None:
@@ -140,6 +135,7 @@ def test_every_rank_has_its_clip_and_its_infinity() -> None:
     assert got.redone() == [2, 3, 5]
 
 
+@pytest.mark.representative("no fault")
 @pytest.mark.parametrize("faults", [(), SWAPPED], ids=["no fault", "faults"])
 def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> None:
     """By default a rank steps early after three steps without a clip or a skip."""
@@ -159,6 +155,9 @@ def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> No
     assert got.redone() == []
 
 
+@pytest.mark.representative(
+    "sigmoid-{'pp': 2, 'dp': 2, 'ep': 2, 'schedule': 'zb_h1', 'microbatches': 2}",
+)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -196,6 +195,7 @@ def test_a_bad_router_stops_every_rank_with_one_message() -> None:
     assert "layer 3" in said[0]
 
 
+@pytest.mark.representative("0")
 @pytest.mark.parametrize("arm_after", [0, 9])
 def test_a_wish_to_stop_reaches_every_rank_with_the_same_step(arm_after: int) -> None:
     """With the next step's validation, or, where each step waits for its own, at once."""
@@ -245,6 +245,7 @@ def _take_back(mesh: Mesh, schedules: list[Schedule], ahead: int) -> list[list[O
     return found
 
 
+@pytest.mark.representative("2-2")
 @pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 2), (4, 0)])
 def test_the_warm_up_of_any_schedule_can_be_taken_back(num_ranks: int, ahead: int) -> None:
     """With messages that have been asked for already, and with none."""

@@ -56,15 +56,12 @@ DELAYED: list[Any] = [
     ("stash bf16", DEEP, STREAM | {"pp": 2}, ADAMW | {"dtype": "bfloat16"}, SHAPE),
     ("2bw 2", BIASED, TWO | {"pp": 2, "update_window": 2}, ADAMW, SHAPE),
     ("2bw dp", BIASED, TWO | {"pp": 2, "dp": 2}, SGD, SHAPE),
-    pytest.param(("2bw 4", DEEP, TWO | {"pp": 4}, SGD, PADDED), marks=pytest.mark.slow),
+    ("2bw 4", DEEP, TWO | {"pp": 4}, SGD, PADDED),
 ]
 MESSAGES: list[Any] = [
     ("ampnet 2", BIASED, AMPNET | {"pp": 2, "update_window": 2}, ADAMW, PADDED),
     ("live 2", DEEP, AMPNET | {"pp": 2, "update_window": 1, "ampnet_backward": "live"}, SGD, SHAPE),
-    pytest.param(
-        ("ampnet 4", DEEP, AMPNET | {"pp": 4, "update_window": 1, "max_in_flight": 6}, SGD, SHAPE),
-        marks=pytest.mark.slow,
-    ),
+    ("ampnet 4", DEEP, AMPNET | {"pp": 4, "update_window": 1, "max_in_flight": 6}, SGD, SHAPE),
 ]
 
 
@@ -99,6 +96,7 @@ def assert_versions(found: Streamed) -> None:
     assert found.lags == [stage.lag for stage in stages]
 
 
+@pytest.mark.representative("stash bf16", "2bw dp")
 @pytest.mark.parametrize("case", DELAYED, ids=lambda case: case[0])
 def test_delayed_gradients(case: Any) -> None:
     _, model, plan, keys, shape = case
@@ -109,6 +107,7 @@ def test_delayed_gradients(case: Any) -> None:
     assert_versions(found)
 
 
+@pytest.mark.representative("ampnet 2")
 @pytest.mark.parametrize("case", MESSAGES, ids=lambda case: case[0])
 def test_recorded_orders_replay(case: Any) -> None:
     _, model, plan, keys, shape = case
@@ -127,10 +126,9 @@ def test_recorded_orders_replay(case: Any) -> None:
     assert replay(reference, found.schedule).losses != expected.losses
 
 
+@pytest.mark.representative("ampnet")
 @pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(STREAM, marks=pytest.mark.slow), AMPNET | {"update_window": 2}],
-    ids=["stash", "ampnet"],
+    "schedule", [STREAM, AMPNET | {"update_window": 2}], ids=["stash", "ampnet"]
 )
 def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
     plan = schedule | {"pp": 2, "tp": 2, "ep": 2}
@@ -173,6 +171,7 @@ def test_learning_rate_zero_changes_nothing() -> None:
         assert torch.equal(found.weights[name], weight), name
 
 
+@pytest.mark.representative("static")
 @pytest.mark.parametrize("schedule", [STREAM, AMPNET], ids=["static", "messages"])
 def test_a_stop_request_ends_the_stream_everywhere(schedule: dict[str, Any]) -> None:
     """At the end of a step, and with the weights of a run of so many steps."""
@@ -346,6 +345,7 @@ def one_backward_late() -> None:
     AsynchronousProgram.finished = finished  # type: ignore[method-assign]
 
 
+@pytest.mark.representative("pipedream-no_stash")
 @pytest.mark.parametrize(
     ("plan", "mutate"),
     [
@@ -363,6 +363,7 @@ def test_a_wrong_version_shows(plan: dict[str, Any], mutate: Callable[[], None])
     assert found.losses != expected.losses
 
 
+@pytest.mark.representative("pipedream")
 @pytest.mark.parametrize("plan", [STREAM, TWO], ids=lambda plan: plan["schedule"])
 def test_a_copy_that_is_dropped_early_is_missed(plan: dict[str, Any]) -> None:
     with pytest.raises(RankFailed, match="failed on pipeline rank"):

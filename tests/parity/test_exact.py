@@ -30,6 +30,7 @@ def assert_same_bits(got: Trained, expected: Trained) -> None:
         assert torch.equal(got.gradients[name], expected.gradients[name]), name
 
 
+@pytest.mark.representative("float32-{'dp': 4}")
 @pytest.mark.parametrize("base", BASES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_is_bitwise_the_same(base: dict[str, Any], dtype: str) -> None:

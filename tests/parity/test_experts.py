@@ -49,6 +49,7 @@ def assert_equal(keys: dict[str, Any], cases: list[Case]) -> None:
             assert worst <= 1e-10, f"{case}: {field} differs by {worst:.1e}"
 
 
+@pytest.mark.representative("{'dp': 4, 'ep': 4, 'ranks_per_node': 2}")
 @pytest.mark.parametrize("keys", MESHES, ids=str)
 def test_a_layer_equals_one_device(keys: dict[str, Any]) -> None:
     assert_equal(keys, CASES)

@@ -15,7 +15,7 @@ from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, microbatches, train
+from tests.parity.training import Shape, Trained, microbatches, name_of, train
 from tests.ranks import mesh_on_ranks
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -73,13 +73,25 @@ def one_device(model: str, shape: Shape) -> Trained:
     return train(MODELS[model], {}, TRAIN, shape)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+@pytest.mark.representative(
+    "microbatch-tp=2-ep=2-padded",
+    "global-dp=4-ep=4-microbatches=2-lonely",
+    "expert_choice-tp=2-dp=2-ep=4-dispatch_chunks=2",
+    "sinkhorn-tp=2-dp=2-ep=4",
+    "jitter-tp=4-ep=4-dispatcher=all_gather-padded",
+    "probability-tp=4-etp=4-padded",
+    "position-tp=2-dp=2-ep=4-microbatches=2",
+)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
     model, plan, shape = case
     assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
 
 
-@pytest.mark.parametrize("plan", [{"dp": 5}, {"microbatches": 5}, {"dp": 2, "microbatches": 3}])
+@pytest.mark.representative("{'dp': 2, 'microbatches': 3}")
+@pytest.mark.parametrize(
+    "plan", [{"dp": 5}, {"microbatches": 5}, {"dp": 2, "microbatches": 3}], ids=str
+)
 def test_microbatches_of_one_sequence_are_sequences(plan: dict[str, Any]) -> None:
     """Every scope is counted once, however microbatches and ranks share them out."""
     found = train(MODELS["microbatch"], plan, TRAIN)
@@ -138,6 +150,7 @@ def fault_on_rank(mesh: Mesh, plan_keys: dict[str, Any], culprit: int) -> str:
     return "no error"
 
 
+@pytest.mark.representative("3")
 @pytest.mark.parametrize("culprit", [0, 3])
 def test_nan_logits_stop_all_ranks_with_one_message(culprit: int) -> None:
     plan = {"tp": 2, "dp": 2, "ep": 4}
@@ -183,6 +196,7 @@ def test_a_routing_is_replayed_in_any_plan() -> None:
         assert found == pytest.approx((loss, norm), rel=1e-10)
 
 
+@pytest.mark.representative("expert", "width")
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -191,6 +205,7 @@ def test_a_routing_is_replayed_in_any_plan() -> None:
         ("rows", "rank 2: layer 1: a routing of 13 tokens for a microbatch of 14"),
         ("width", "replayed routings of one layer differ in experts per token between ranks"),
     ],
+    ids=["expert", "layer", "rows", "width"],
 )
 def test_a_bad_replay_stops_all_ranks_with_one_message(mistake: str, words: str) -> None:
     messages = mesh_on_ranks(Plan(**WIDE).layout, replay_on_rank, WIDE, mistake)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import PADDED, Shape, Trained, train
+from tests.parity.training import PADDED, Shape, Trained, name_of, train
 
 MODEL: dict[str, Any] = {
     "vocab_size": 37,
@@ -104,12 +104,6 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
 ]
 
 
-def name_of(case: tuple[str, dict[str, Any], Shape]) -> str:
-    model, plan, shape = case
-    data = {LONELY: "-lonely", PADDED: "-padded"}.get(shape, "")
-    return model + "-" + "-".join(f"{key}={value}" for key, value in plan.items()) + data
-
-
 @cache
 def one_device(model: str, shape: Shape) -> Trained:
     return train(MODELS[model], {}, TRAIN, shape)
@@ -132,12 +126,23 @@ def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> No
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
 
 
+@pytest.mark.representative(
+    "moe-tp=2-ep=2-attention_exit=reduce_scatter",
+    "grouped-tp=2-ep=2-attention_exit=all_to_all",
+    "no_shared-tp=2-dp=2-ep=4-attention_exit=all_reduce",
+    "moe-dp=3-microbatches=2",
+    "moe-tp=2-dp=2-ep=2-etp=2-dispatcher=all_gather",
+    "dense-tp=2-dp=2",
+    "moe-tp=8-ep=4-etp=2-lonely",
+    "sigmoid-tp=2-dp=2-ep=2-etp=2-padded",
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
     model, plan, shape = case
     assert_same(train(MODELS[model], plan, TRAIN, shape), one_device(model, shape))
 
 
+@pytest.mark.representative("{'vocab_size': 3, 'tied_embeddings': True}-{'tp': 4, 'ep': 2}")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -15,7 +15,7 @@ import torch
 
 from moemesh.schedule.files import save
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, train
+from tests.parity.training import Shape, Trained, name_of, train
 from tests.schedule.orders import random_schedule
 
 DEEP: dict[str, dict[str, Any]] = {
@@ -65,10 +65,6 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def name_of(plan: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in plan.items())
-
-
 @cache
 def one_process(model: str, microbatches: int, steps: int = 1) -> Trained:
     threads = torch.get_num_threads()
@@ -89,6 +85,14 @@ def worst_difference(got: Trained, expected: Trained) -> float:
     )
 
 
+@pytest.mark.representative(
+    "pp=2-schedule=interleaved_1f1b-stages_per_rank=2-microbatches=4",
+    "pp=2-schedule=zb_h1-microbatches=4",
+    "pp=2-schedule=zb_h2-microbatches=4",
+    "pp=4-schedule=zb_v-microbatches=8",
+    "pp=2-schedule=dualpipe_v-microbatches=4",
+    "pp=2-schedule=1f1b-microbatches=4-layers_per_stage=(7, 1)",
+)
 @pytest.mark.parametrize("plan", BITWISE, ids=name_of)
 def test_gradients_are_bitwise_those_of_one_process(plan: dict[str, Any]) -> None:
     got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
@@ -98,6 +102,11 @@ def test_gradients_are_bitwise_those_of_one_process(plan: dict[str, Any]) -> Non
     assert (got.losses, got.norms, got.loads) == (expected.losses, expected.norms, expected.loads)
 
 
+@pytest.mark.representative(
+    "pp=2-schedule=gpipe-microbatches=4",
+    "pp=2-schedule=chimera-microbatches=4",
+    "pp=2-schedule=dualpipe-microbatches=4",
+)
 @pytest.mark.parametrize("plan", REORDERED, ids=name_of)
 def test_reordered_sums_differ_by_rounding_only(plan: dict[str, Any]) -> None:
     got = train(DEEP["moe"], plan, ONE_STEP, SHAPE)
@@ -105,7 +114,11 @@ def test_reordered_sums_differ_by_rounding_only(plan: dict[str, Any]) -> None:
     assert got.loads == one_process("moe", plan["microbatches"]).loads
 
 
-@pytest.mark.parametrize(("model", "plan"), MIXED, ids=lambda value: str(value)[:60])
+@pytest.mark.representative(
+    "tied-pp=2-tp=2-ep=2-schedule=zb_h1-microbatches=3",
+    "sigmoid-pp=2-dp=2-ep=2-schedule=dualpipe-microbatches=4",
+)
+@pytest.mark.parametrize(("model", "plan"), MIXED, ids=map(name_of, MIXED))
 def test_pipelines_join_the_other_axes(model: str, plan: dict[str, Any]) -> None:
     got = train(DEEP[model], plan, TRAIN | {"steps": 2}, SHAPE)
     assert_same(got, one_process(model, plan["microbatches"], 2))
@@ -128,6 +141,7 @@ rank 1: 0F0 0F2 0F1 0B0 0I2 0B1 0W2
 """
 
 
+@pytest.mark.representative("anywhere", "two pipes")
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_file_of_any_order_equals_one_process(tmp_path: Path, name: str) -> None:
     placement, counts, slices = RANDOM[name]
@@ -155,7 +169,8 @@ def test_a_hand_written_file_equals_one_process(tmp_path: Path) -> None:
     assert_same(train(DEEP["moe"], plan, TRAIN | {"steps": 2}, SHAPE), one_process("moe", 3, 2))
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.representative("1")
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_searched_schedule_equals_one_process(stages: int) -> None:
     """The automatic scheduler keeps microbatches in order: not one bit differs."""
     plan = {"pp": 4, "microbatches": 8, "schedule": "search", "stages_per_rank": stages}

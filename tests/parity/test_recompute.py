@@ -20,7 +20,7 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.test_losses import MODELS as LOSSES
 from tests.parity.test_parity import MODEL, MODELS
-from tests.parity.training import Shape, microbatches
+from tests.parity.training import Shape, microbatches, name_of
 from tests.ranks import mesh_on_ranks
 
 SHAPE = Shape(global_batch=6, seq_len=8, padding=True)
@@ -82,6 +82,7 @@ def assert_same_bits(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(got["gradients"][name], gradient), name
 
 
+@pytest.mark.representative("sigmoid-bfloat16", "jitter-float64", "expert_choice-float64")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("model", ALONE)
 def test_no_bit_changes_and_nothing_is_decided_twice(
@@ -121,7 +122,11 @@ def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.representative(
+    "dp=2-tp=2-ep=4-dispatch_chunks=3",
+    "tp=2-ep=2-dispatcher=low_latency-attention_exit=all_to_all",
+)
+@pytest.mark.parametrize("plan", PLANS, ids=name_of)
 def test_on_many_ranks_only_what_is_read_is_sent_again(plan: dict[str, Any]) -> None:
     dtype = "bfloat16" if "payload" in plan else "float64"
     for none, selective, full in mesh_on_ranks(Plan(**plan).layout, run_all, plan, dtype):

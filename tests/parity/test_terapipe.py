@@ -13,7 +13,7 @@ import pytest
 
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
 from tests.parity.test_pipelines import worst_difference
-from tests.parity.training import Shape, Trained, train
+from tests.parity.training import Shape, Trained, name_of, train
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2, "num_layers": 4}
 DEEP: dict[str, dict[str, Any]] = {
@@ -41,15 +41,10 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ("dense", {"pp": 2, "slices": 5, "recompute": "full"}, SHAPE),
 ]
 #: With the other axes, over several steps, clipping and all.
-MIXED: list[Any] = [
+MIXED: list[tuple[str, dict[str, Any], Shape]] = [
     ("sequence", {"pp": 2, "tp": 2, "ep": 2, "recompute": "full", "dispatch_chunks": 2}, PADDED),
     ("global", {"pp": 2, "dp": 2, "ep": 2, "slices": 3}, SHAPE),
-    pytest.param(
-        "sigmoid",
-        {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"},
-        PADDED,
-        marks=pytest.mark.slow,
-    ),
+    ("sigmoid", {"pp": 2, "tp": 2, "dp": 2, "ep": 4, "dispatcher": "all_gather"}, PADDED),
 ]
 
 
@@ -58,11 +53,11 @@ def one_process(model: str, microbatches: int, shape: Shape, steps: int = 1) -> 
     return train(DEEP[model], {"microbatches": microbatches}, TRAIN | {"steps": steps}, shape)
 
 
-def name_of(value: object) -> str:
-    return str(value).replace(" ", "")[:70]
-
-
-@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=name_of)
+@pytest.mark.representative(
+    "global-pp=4-microbatches=3",
+    "microbatch-pp=2-slices=3-microbatches=2-recompute=selective-padded",
+)
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
 def test_slices_have_the_gradients_of_whole_sequences(
     model: str, plan: dict[str, Any], shape: Shape
 ) -> None:
@@ -73,7 +68,8 @@ def test_slices_have_the_gradients_of_whole_sequences(
     assert got.losses + got.aux == pytest.approx(expected.losses + expected.aux, rel=1e-14)
 
 
-@pytest.mark.parametrize(("model", "plan", "shape"), MIXED, ids=name_of)
+@pytest.mark.representative("sequence-pp=2-tp=2-ep=2-recompute=full-dispatch_chunks=2-padded")
+@pytest.mark.parametrize(("model", "plan", "shape"), MIXED, ids=map(name_of, MIXED))
 def test_slices_join_the_other_axes(model: str, plan: dict[str, Any], shape: Shape) -> None:
     got = train(DEEP[model], plan | {"schedule": "terapipe"}, TRAIN | {"steps": 2}, shape)
     assert_same(got, one_process(model, plan.get("microbatches", 1), shape, 2))

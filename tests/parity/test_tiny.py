@@ -15,6 +15,7 @@ MESH: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 4, "ranks_per_node": 2}
 DISPATCHERS = ["all_gather", "hierarchical", "low_latency", "auto"]
 
 
+@pytest.mark.representative("fast")
 @pytest.mark.parametrize("combine", ["fast", "exact"])
 def test_every_dispatcher_trains_tiny_to_the_same_losses(combine: str) -> None:
     plan = MESH | {"combine": combine}

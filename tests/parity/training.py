@@ -14,6 +14,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.step import gradients_of_step, update
@@ -30,6 +31,19 @@ class Shape(NamedTuple):
 
 WHOLE = Shape()
 PADDED = Shape(padding=True)
+
+
+def name_of(value: object) -> str:
+    """The id of a case, from its model, plan and shape: ``key=value`` of all keys of the plan."""
+    match value:
+        case dict():
+            return "-".join(f"{key}={item}" for key, item in value.items())
+        case Shape():
+            return "lonely" if value.global_batch == 1 else "padded" if value.padding else ""
+        case tuple():
+            return "-".join(name for part in value if (name := name_of(part)))
+        case _:
+            return str(value)
 
 
 class Trained(NamedTuple):
@@ -81,7 +95,15 @@ def train_on_rank(
     train = TrainConfig(**train_keys)
     dtype = getattr(torch, train.dtype)
     tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
-    parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
+    parallel = parallelize(
+        config,
+        plan,
+        mesh,
+        seed=train.seed,
+        dtype=dtype,
+        tokens_per_rank=tokens,
+        schedule=build_step(plan, config, shape.seq_len),
+    )
     optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
     steps = []
     for step in range(1, train.steps + 1):

@@ -44,6 +44,7 @@ def found(model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096)
 CASES = [("mixtral-8x7b", 4), ("llama3-8b", 2), ("deepseek-v2-lite", 2), ("qwen3-30b-a3b", 2)]
 
 
+@pytest.mark.representative("llama3-8b-2", "deepseek-v2-lite-2")
 @pytest.mark.parametrize(("model", "nodes"), CASES)
 def test_columns_and_single_layouts_need_the_same_memory(model: str, nodes: int) -> None:
     all_of_it = found(model, nodes)
@@ -55,6 +56,7 @@ def test_columns_and_single_layouts_need_the_same_memory(model: str, nodes: int)
         ).key
 
 
+@pytest.mark.representative("llama3-8b-2", "deepseek-v2-lite-2")
 @pytest.mark.parametrize(("model", "nodes"), CASES)
 def test_the_bound_of_the_time_is_below_the_price_and_close(model: str, nodes: int) -> None:
     all_of_it = found(model, nodes)
@@ -66,6 +68,7 @@ def test_the_bound_of_the_time_is_below_the_price_and_close(model: str, nodes: i
         assert bound >= 0.6 * price, all_of_it.layout(index).key
 
 
+@pytest.mark.representative("45.0")
 @pytest.mark.parametrize("memory_gib", [45.0, 80.0])
 def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:
     machine = cluster(1, memory_gib)

@@ -49,6 +49,7 @@ def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Pa
     assert "moe.replicas" in callers
 
 
+@pytest.mark.representative("pipedream")
 @pytest.mark.parametrize("schedule", ["pipedream", "ampnet"])
 def test_a_run_that_never_drains_counts_what_replicas_computed(
     tmp_path: Path, schedule: str

@@ -180,12 +180,14 @@ def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) < 20
 
 
+@pytest.mark.representative("bfloat16")
 @pytest.mark.parametrize(
     "keys",
     [
         {"train__dtype": "bfloat16"},
         {"train__dtype": "float64", "train__optimizer": "sgd", "train__momentum": 0.9},
     ],
+    ids=["bfloat16", "float64 with sgd"],
 )
 def test_precisions_train_and_resume(tmp_path: Path, keys: dict[str, object]) -> None:
     out = tmp_path / "run"

@@ -147,6 +147,16 @@ def check(case: Case, *, activations: bool = True) -> None:
             assert abs(error) <= 0.05, f"rank {rank}: activations {error:+.1%}"
 
 
+@pytest.mark.representative(
+    "dtype=float32",
+    "tp=2-etp=2-attention_exit=all_reduce-dtype=float32",
+    "tp=4-ep=4-attention_exit=all_to_all-dtype=float64",
+    "dp=4-ep=4-dispatcher=all_gather-dtype=float32",
+    "dp=4-ep=4-dispatcher=hierarchical-ranks_per_node=2-dtype=bfloat16",
+    "dp=2-tp=2-ep=4-dispatcher=low_latency-dtype=float32",
+    "dp=2-ep=2-payload=fp8-dispatch_chunks=3-dtype=bfloat16",
+    "dp=4-ep=2-combine=exact-dtype=float32",
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_predicted_is_measured(case: Case) -> None:
     check(case)
@@ -164,6 +174,12 @@ def test_predicted_traffic_is_measured(case: Case) -> None:
     check(case, activations=False)
 
 
+@pytest.mark.representative(
+    "first_dense_layers=2-recompute=full-pp=2-microbatches=4-tp=2-ep=2-dtype=bfloat16",
+    "pp=2-microbatches=4-schedule=zb_h2-optimizer_validation=after-dp=2-ep=2-dtype=float32",
+    "dp=4-ep=4-spare_slots=2-dtype=float32",
+    "pp=2-schedule=ampnet-microbatches=3-tp=2-ep=2-dtype=float32",
+)
 @pytest.mark.parametrize("case", ENDS, ids=name_of)
 def test_predicted_traffic_of_other_ends_of_a_step_is_measured(case: Case) -> None:
     check(case, activations=False)
