@@ -190,14 +190,28 @@ def build_section(kind: type[S], leaves: Mapping[str, Leaf]) -> tuple[S, list[Pr
     try:
         return kind.model_validate(values), []
     except ValidationError as error:
-        problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False):
-            field = str(detail["loc"][0])
-            if field not in problems:
-                leaf = leaves[f"{name}.{field}"]
-                problems[field] = _type_problem(kind, field, leaf, detail["type"], detail["msg"])
+        problems = type_problems(kind, leaves, error)
         rest = {field: value for field, value in values.items() if field not in problems}
         return kind.model_validate(rest), list(problems.values())
+
+
+def type_problems(
+    kind: type[Section], leaves: Mapping[str, Leaf], error: ValidationError
+) -> dict[str, Problem]:
+    """Field -> what is wrong with its value, or that it is missing."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        field = str(detail["loc"][0])
+        if field in problems:
+            continue
+        key = f"{kind.section}.{field}"
+        if key in leaves:
+            leaf = leaves[key]
+            problems[field] = _type_problem(kind, field, leaf, detail["type"], detail["msg"])
+        else:
+            message = f"the {kind.section} has no {field}"
+            problems[field] = Problem(code="missing", key=key, message=message)
+    return problems
 
 
 def _type_problem(kind: type[Section], field: str, leaf: Leaf, reason: str, words: str) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ def test_weights_that_an_asynchronous_schedule_stashes_are_counted() -> None:
 
 def test_activations_are_those_that_the_schedule_keeps() -> None:
     """Deferred weight gradients hold their inputs: ZB-H2 keeps 7 of 8 on every one of 4 ranks."""
-    shape = replace(load_model("llama3-8b").shape, num_layers=4, vocab_size=8)
+    shape = load_model("llama3-8b").shape.changed(num_layers=4, vocab_size=8)
     for name, counts in (("zb_h2", (7, 7, 7, 7)), ("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))):
         layout = PlannedLayout(
             pp=4, schedule=name, seq_len=8, global_batch=8, layers_per_stage=(1, 1, 1, 1)

@@ -10,9 +10,10 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names
-from moemesh.planner.shapes.architectures import alternating_windows, from_arch_table
+from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.load import SHAPES, load_model
 from moemesh.planner.shapes.shape import LayerKind, ModelShape, from_model_config
+from moemesh.planner.shapes.windows import alternating_windows
 
 DENSE: dict[str, Any] = {
     "type": "dense", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
@@ -128,7 +129,10 @@ def test_toml_files(tmp_path: Path, text: str, moe_layers: tuple[int, ...]) -> N
         (BARE + "n_routed_experts = 8\n", ("here it is called num_experts",)),
         (BARE + "intermediate_size = 8\nnum_experts = 8\n", ("no layer holds them",)),
         (BARE + "intermediate_size = 0\n", ("intermediate_size must be at least 1",)),
-        (BARE + "intermediate_size = 'wide'\n", ("is a int, not a str",)),
+        (
+            BARE + "intermediate_size = 'wide'\n",
+            ("intermediate_size must be an integer",),
+        ),
         (
             BARE.replace("num_kv_heads = 4", "num_kv_heads = 3") + "intermediate_size = 8\n",
             ("num_kv_heads (3) must divide num_heads (4)",),

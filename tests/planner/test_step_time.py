@@ -216,7 +216,7 @@ def bound(shape: ModelShape, layout: PlannedLayout, stages: list[Stages] | None 
 
 def test_a_cut_by_weight_of_a_published_run():
     """LLaMA-30B with a vocabulary of 128k over 16 stages: the table weighs 1.6 layers."""
-    shape = replace(DENSE, num_layers=60, hidden_size=6656, intermediate_size=17920, num_heads=52,
+    shape = DENSE.changed(num_layers=60, hidden_size=6656, intermediate_size=17920, num_heads=52,
                     num_kv_heads=52, vocab_size=128_000)  # fmt: skip
     assert cut_by_weight(shape, 16) == (2, *[4] * 14, 2)
     for stages in (1, 2, 3, 7, 16):

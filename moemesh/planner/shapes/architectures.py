@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.shapes.windows import alternating_windows
 
 _GPT = re.compile(r"gpt:(\d+)x(\d+)a(\d+)(?:v(\d+))?")
 _TRUNCATED = re.compile(r"(.+)#L(\d+)")
@@ -74,103 +75,66 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
 def from_arch_entry(name: str, entry: Mapping[str, Any]) -> ModelShape:
     """One entry of such a table. Raises ConfigError for a missing or an unknown key."""
     _check_entry(name, entry)
-    layers = int(entry["layers"])
-    is_moe = entry["type"] == "moe"
-    dense = int(entry.get("dense_layers", 0)) if is_moe else layers
-    gelu = entry["act"] == "gelu"
-    details: dict[str, Any] = dict(_GPT_DETAILS) if gelu else {}
-    details["tied_embeddings"] = bool(entry.get("tied_embeddings", False))
-    if entry.get("attention_bias"):
-        details |= {"qkv_bias": True, "output_bias": True}
-    mla = cast("Mapping[str, int]", entry.get("mla") or {})
-    if mla:
-        details |= {
-            "attention": "mla",
-            "q_lora_rank": mla["q_lora"],
-            "kv_lora_rank": mla["kv_lora"],
-            "qk_nope_head_dim": mla["qk_nope"],
-            "qk_rotary_head_dim": mla["qk_rope"],
-            "v_head_dim": mla["v_head"],
-        }
-    if entry.get("sliding_window"):
-        every = int(entry.get("sliding_window_every", 1))
-        details["windows"] = alternating_windows(layers, int(entry["sliding_window"]), every)
+    layers, is_moe, gelu = entry["layers"], entry["type"] == "moe", entry["act"] == "gelu"
+    found: dict[str, Any] = {"tied_embeddings": False, "activation": entry["act"]}
+    if gelu:
+        found = _GPT_DETAILS | found
+    given = {key: value for key, value in entry.items() if value}
+    for key in given.keys() & (_SIZES.keys() | (_EXPERTS.keys() if is_moe else set())):
+        found[(_SIZES | _EXPERTS)[key]] = given[key]
+    if given.get("attention_bias"):
+        found |= {"qkv_bias": True, "output_bias": True}
+    if latent := cast("Mapping[str, int]", given.get("mla", {})):
+        found |= {"attention": "mla"} | {_LATENT[key]: value for key, value in latent.items()}
+    if window := given.get("sliding_window"):
+        every = entry.get("sliding_window_every", 1)
+        found["windows"] = alternating_windows(layers, window, every)
     if is_moe:
-        details |= {
-            "moe_layers": tuple(range(dense, layers)),
-            "num_experts": entry["experts"],
-            "experts_per_token": entry["topk"],
-            "expert_intermediate_size": entry["moe_ffn"],
-            "shared_intermediate_size": entry.get("shared_ffn", 0),
-            "expert_bias": bool(entry.get("expert_bias")),
-            "router_logit_bias": bool(entry.get("expert_bias")),
-            "router_groups": entry.get("router_groups", 1),
-            "router_groups_kept": entry.get("router_group_topk", 1),
-        }
-    return ModelShape(
-        name=name,
-        num_layers=layers,
-        hidden_size=entry["hidden"],
-        vocab_size=entry["vocab"],
-        num_heads=entry["heads"],
-        num_kv_heads=entry["kv_heads"],
-        head_dim=entry["head_dim"],
-        intermediate_size=int(entry.get("dense_ffn", 0)) if is_moe else entry["ffn"],
-        activation="gelu" if gelu else "swiglu",
-        **details,
-    )
+        found["moe_layers"] = tuple(range(given.get("dense_layers", 0), layers))
+        has_bias = bool(given.get("expert_bias"))
+        found |= {"expert_bias": has_bias, "router_logit_bias": has_bias}
+    found["intermediate_size"] = given.get("dense_ffn", 0) if is_moe else entry["ffn"]
+    return ModelShape(name=name, **found)
 
 
-def alternating_windows(num_layers: int, window: int, every: int) -> tuple[int, ...]:
-    """One layer in `every` sees the whole sequence, the last of each `every`; the others (all, when
-    `every` is 1) see `window` tokens."""
-    if every == 1:
-        return (window,) * num_layers
-    return tuple(0 if index % every == every - 1 else window for index in range(num_layers))
-
-
-_ENTRY_KEYS = {
-    "type", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "act", "ffn", "experts",
-    "topk", "moe_ffn", "shared_ffn", "dense_layers", "dense_ffn", "mla", "tied_embeddings",
-    "attention_bias", "expert_bias", "sliding_window", "sliding_window_every", "router_groups",
-    "router_group_topk", "source",
+#: Keys of an entry that are fields of ModelShape under another name.
+_SIZES = {
+    "layers": "num_layers", "hidden": "hidden_size", "heads": "num_heads",
+    "kv_heads": "num_kv_heads", "head_dim": "head_dim", "vocab": "vocab_size",
+    "tied_embeddings": "tied_embeddings",
 }  # fmt: skip
-_ENTRY_NEEDS = ("type", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "act")
-_ENTRY_NEEDS_MOE = ("experts", "topk", "moe_ffn")
+_EXPERTS = {
+    "experts": "num_experts", "topk": "experts_per_token", "moe_ffn": "expert_intermediate_size",
+    "shared_ffn": "shared_intermediate_size", "router_groups": "router_groups",
+    "router_group_topk": "router_groups_kept",
+}  # fmt: skip
+_LATENT = {
+    "q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "qk_nope": "qk_nope_head_dim",
+    "qk_rope": "qk_rotary_head_dim", "v_head": "v_head_dim",
+}  # fmt: skip
+_CHOICES = {"type": ("dense", "moe"), "act": ("swiglu", "gelu")}
+_OTHERS = (
+    "ffn", "dense_layers", "dense_ffn", "mla", "attention_bias", "expert_bias", "sliding_window",
+    "sliding_window_every", "source",
+)  # fmt: skip
+_KNOWN = (*_CHOICES, *_SIZES, *_EXPERTS, *_OTHERS)
 
 
 def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
-    problems: list[Problem] = []
-    needed: Sequence[str] = (
-        *_ENTRY_NEEDS,
-        *(_ENTRY_NEEDS_MOE if entry.get("type") == "moe" else ("ffn",)),
-    )
-    for key in needed:
-        if key not in entry:
-            problems.append(
-                Problem(code="missing", key=f"{name}.{key}", message=f"the entry has no `{key}`")
-            )
+    needed = [*_CHOICES, *_SIZES, *(list(_EXPERTS)[:3] if entry.get("type") == "moe" else ("ffn",))]
+    needed.remove("tied_embeddings")
+    found = [("missing", key, f"the entry has no `{key}`") for key in needed if key not in entry]
     for key in entry:
-        if key not in _ENTRY_KEYS:
-            known = ", ".join(sorted(_ENTRY_KEYS))
-            problems.append(
-                Problem(
-                    code="unknown-key",
-                    key=f"{name}.{key}",
-                    value=entry[key],
-                    message=f"the planner does not know `{key}`",
-                    fix=f"known: {known}",
-                )
-            )
-    for key, choices in (("type", ("dense", "moe")), ("act", ("swiglu", "gelu"))):
+        if key not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            message = f"the planner does not know `{key}` (known: {known})"
+            found.append(("unknown-key", key, message))
+    for key, choices in _CHOICES.items():
         if key in entry and entry[key] not in choices:
-            problems.append(
-                Problem(
-                    code="unknown-layer",
-                    key=f"{name}.{key}",
-                    value=entry[key],
-                    message=f"no layer of this kind is known (known: {', '.join(choices)})",
-                )
-            )
-    if problems:
-        raise ConfigError(problems)
+            message = f"no layer of this kind is known (known: {', '.join(choices)})"
+            found.append(("unknown-layer", key, message))
+    if found:
+        raise ConfigError(
+            Problem(code=code, key=f"{name}.{key}", value=entry.get(key), message=message)
+            for code, key, message in found
+        )

@@ -1,9 +1,10 @@
 """The shape of a model from a Hugging Face ``config.json``, by model family, without torch.
 
 A configuration names most sizes and leaves the rest to its family's code: which projections have
-biases, which norms exist, whether the table is tied. Those facts are written down per family, from
-the published model code. What would change the counts and is not understood (a layer kind, a
-family, a switch, a size that is missing) is an error that names the key, never a guess.
+biases, which norms exist, whether the table is tied. Those facts are data, a row a family, from the
+published model code: ``presets/huggingface/families.toml``. What would change the counts and is not
+understood (a layer kind, a family, a switch, a size that is missing) is an error that names the
+key, never a guess.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.shapes.families import FAMILIES, SAME, Family
-from moemesh.planner.shapes.keys import Config, Record, first, num_layers, wrong
+from moemesh.planner.shapes.keys import (
+    Config,
+    Record,
+    first,
+    known_families,
+    names,
+    num_layers,
+    whole,
+    wrong,
+)
+from moemesh.planner.shapes.readers import READERS
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.shapes.unknown import REFUSED_FAMILIES, unknown_layers, unread_parameters
+from moemesh.planner.shapes.unknown import unknown_layers, unread_parameters
 from moemesh.planner.shapes.windows import attention_windows
 
 #: Where multimodal configurations keep their text model.
@@ -32,17 +42,16 @@ def read_huggingface(config: Config, name: str = "model") -> ModelShape:
     """
     config, notes = _text_model(config)
     kind = str(config.get("model_type") or "")
-    family = FAMILIES.get(SAME.get(kind, kind))
-    if family is None:
-        raise ConfigError([_unknown_family(kind)])
-    values = {key: family.defaults.get(key) for key in {*family.defaults} - {*config}}
+    family = _family(kind)
+    defaults: Config = family.get("defaults", {})
+    values = dict(defaults)
     for key, value in config.items():
-        values[key] = family.defaults.get(key) if value is None else value
+        values[key] = defaults.get(key) if value is None else value
     if problems := unknown_layers(values, kind):
         raise ConfigError(problems)
     record = Record(values)
     try:
-        sizes = _sizes(record, family, SAME.get(kind, kind))
+        sizes = _sizes(record, family)
     except KeyError as error:
         raise ConfigError([_missing(str(error.args[0]), kind)]) from None
     has_norm = sizes.get("qk_norm", "none") != "none"
@@ -70,11 +79,16 @@ def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:
     return config, ()
 
 
-def _sizes(config: Config, family: Family, kind: str) -> dict[str, Any]:
-    hidden, heads, layers = first(config, "hidden_size"), first(config, "num_heads"), 0
-    found: dict[str, Any] = dict(family.details)
-    for read in family.read:
-        found |= read(config)
+def _sizes(config: Config, family: Config) -> dict[str, Any]:
+    hidden, heads = first(config, "hidden_size"), first(config, "num_heads")
+    found: dict[str, Any] = dict(family.get("details", {}))
+    for read in family.get("read", ()):
+        found |= READERS[read](config)
+    for key, fields in family.get("when", {}).items():
+        if config.get(key):
+            found |= fields
+    if "positions" in family:
+        found["learned_positions"] = _positions(config, family)
     layers = num_layers(config)
     found |= {
         "num_layers": layers,
@@ -83,13 +97,24 @@ def _sizes(config: Config, family: Family, kind: str) -> dict[str, Any]:
         "num_heads": heads,
         "tied_embeddings": bool(config.get("tie_word_embeddings")),
         "num_mtp_layers": first(config, "num_mtp_layers", 0),
-        "windows": attention_windows(config, kind),
+        "windows": attention_windows(config, family.get("windows", 0)),
     }
     if "num_kv_heads" not in found:
-        found["num_kv_heads"] = first(config, "num_kv_heads")
+        size, *left_out = family.get("kv_heads", ("num_kv_heads",))
+        found["num_kv_heads"] = first(config, size, heads if left_out else None)
     if "head_dim" not in found:
         found["head_dim"] = _head_dim(config, hidden, heads)
     return found | _experts(config, found, layers)
+
+
+def _positions(config: Config, family: Config) -> int:
+    """Rows of the table of positions: of the first of its keys that is there, and those that are
+    never used."""
+    keys = cast("list[str]", family["positions"])
+    found = next((key for key in keys if config.get(key) is not None), None)
+    if found is None:
+        raise KeyError(" or ".join(keys))
+    return whole(config, found) + family.get("unused_positions", 0)
 
 
 def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -118,30 +143,26 @@ def _head_dim(config: Config, hidden: int, heads: int) -> int:
     if size:
         return size
     if heads < 1 or hidden % heads:
-        key = next(
-            name
-            for name in ("num_attention_heads", "n_head", "n_heads", "num_heads")
-            if name in config
-        )
+        key = next(name for name in names("num_heads") if name in config)
         message = f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
         raise wrong("not-divisible", key, heads, message)
     return hidden // heads
 
 
-def _unknown_family(kind: str) -> Problem:
-    if what := REFUSED_FAMILIES.get(kind):
-        message = f"{kind} has {what}, which the planner has no formula for"
-        fix = "a TOML file of its sizes when a transformer of the same size is a fair stand-in"
-        return Problem(code="unknown-layer", key="model_type", value=kind, message=message, fix=fix)
-    known = tuple(sorted({*FAMILIES, *SAME}))
+def _family(kind: str) -> Config:
+    """The row of a family, by any name that it goes by."""
+    known = known_families()
+    same = {other: name for name, others in known["same"].items() for other in others}
+    if (found := known["family"].get(same.get(kind, kind))) is not None:
+        return found
+    for what, families in known["refused"].items():
+        if kind in families:
+            message = f"{kind} has {what}, which the planner has no formula for"
+            fix = "a TOML file of its sizes when a transformer of the same size is a fair stand-in"
+            raise wrong("unknown-layer", "model_type", kind, message, fix)
     message = "the planner does not know the layers of this model family"
-    return Problem(
-        code="unknown-model",
-        key="model_type",
-        value=kind or None,
-        message=message,
-        fix=nearest_choice(kind, known),
-    )
+    fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})))
+    raise wrong("unknown-model", "model_type", kind or None, message, fix)
 
 
 def _missing(names: str, kind: str) -> Problem:

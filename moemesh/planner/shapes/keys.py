@@ -7,48 +7,30 @@ named instead of dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 
 Config = Mapping[str, Any]
-Reader = Callable[[Config], dict[str, Any]]
 
-#: Our size -> the names it goes by; the first that is there counts.
-NAMES: dict[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "vocab_size": ("vocab_size",),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
-    "head_dim": ("head_dim", "attention_head_dim"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_experts": (
-        "num_local_experts",
-        "num_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-    ),
-    "experts_per_token": (
-        "num_experts_per_tok",
-        "experts_per_token",
-        "num_experts_per_token",
-        "moe_topk",
-        "moe_k",
-        "moe_top_k",
-    ),
-    "expert_intermediate_size": ("moe_intermediate_size", "expert_intermediate_size"),
-    "num_shared": (
-        "n_shared_experts",
-        "num_shared_experts",
-        "moe_num_shared_experts",
-        "num_shared_expert",
-    ),
-    "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers"),
-}
 #: More layers than any model has: a slip of the hand must not fill the memory with them.
 MOST_LAYERS = 100_000
+
+
+@cache
+def known_families() -> dict[str, Any]:
+    """What is known of published configurations: ``presets/huggingface/families.toml``."""
+    home = files("moemesh.config") / "presets" / "huggingface"
+    return tomllib.loads((home / "families.toml").read_text(encoding="utf-8"))
+
+
+def names(size: str) -> list[str]:
+    """The names that one of our sizes goes by."""
+    return known_families()["names"][size]
 
 
 class Record(Mapping[str, Any]):
@@ -72,14 +54,14 @@ class Record(Mapping[str, Any]):
 def first(config: Config, size: str, default: int | None = None) -> int:
     """The first of a size's names that the configuration has. Raises KeyError with them."""
     found: int | None = None
-    for name in NAMES[size]:
+    for name in names(size):
         # All are asked for: two names of one size are one size.
         if config.get(name) is not None and found is None:
             found = scalar(name, config[name])
     if found is not None:
         return found
     if default is None:
-        raise KeyError(" or ".join(NAMES[size]))
+        raise KeyError(" or ".join(names(size)))
     return default
 
 
@@ -130,6 +112,13 @@ def words(config: Config, key: str) -> tuple[str, ...]:
     return tuple(str(item) for item in cast("Sequence[object]", value))
 
 
+def check_length(key: str, values: Sequence[object], layers: int) -> None:
+    """Raises ConfigError where a list has not one entry for each layer."""
+    if len(values) != layers:
+        message = f"{key} has {len(values)} entries for {layers} layers"
+        raise wrong("shape", key, list(values), message)
+
+
 def table(config: Config, key: str) -> Config:
     """A nested object; empty when there is none."""
     value: object = config.get(key)
@@ -144,7 +133,7 @@ def num_layers(config: Config) -> int:
     """The number of layers, at most MOST_LAYERS."""
     found = first(config, "num_layers")
     if found > MOST_LAYERS:
-        key = next(name for name in NAMES["num_layers"] if name in config)
+        key = next(name for name in names("num_layers") if name in config)
         message = f"{key} ({found}) exceeds {MOST_LAYERS}"
         raise wrong("too-large", key, found, message, f"{key} = {MOST_LAYERS}")
     return found

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from pydantic import ValidationError
-
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
-from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.sources import Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.planner.shapes.huggingface import read_huggingface
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
@@ -80,6 +79,13 @@ def _toml(text: str, source: str) -> dict[str, Any]:
 
 
 def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
+    try:
+        return _model(table, name)
+    except ConfigError as error:
+        raise ConfigError(replace(problem, origin=origin) for problem in error.problems) from None
+
+
+def _model(table: Mapping[str, Any], name: str) -> Model:
     """A section [model] as `moemesh train` reads it, or a bare table of sizes, which must name all.
 
     Bare tables with a key that only trained models have are fields of ModelConfig, others fields of
@@ -98,10 +104,9 @@ def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
             fix = nearest_choice(str(preset), preset_names())
             raise _refused("unknown-preset", str(preset), "there is no such model preset", fix)
         table = read_preset_table(str(preset)) | table
-    shape_fields = {item.name: item for item in fields(ModelShape)}
-    config_fields = set(ModelConfig.model_fields)
+    shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
     problems = [
-        _unknown_key(key, value, origin)
+        _unknown_key(key, value)
         for key, value in table.items()
         if key not in config_fields and key not in shape_fields
     ]
@@ -110,105 +115,48 @@ def _from_table(table: Mapping[str, Any], name: str, origin: str) -> Model:
     trained = set(table) - set(shape_fields)
     if is_section and set(table) <= config_fields:
         trained = trained or {"preset"}
-    needed = [key for key, item in shape_fields.items() if item.default is MISSING]
+    needed = [key for key, item in shape_fields.items() if item.is_required()]
     if not is_section and (missing := [key for key in needed if key not in table]):
-        raise ConfigError(_missing(key, origin) for key in missing)
+        raise ConfigError(_problem("missing", key, f"the model has no {key}") for key in missing)
     if trained and set(table) <= config_fields:
-        config = _config(table if is_section else {"num_experts": 0} | table, origin)
+        config = _config(table if is_section else {"num_experts": 0} | table)
         return Model(from_model_config(config, name), config)
     if trained:
-        raise ConfigError(_mixed(key, table[key], origin) for key in sorted(trained))
-    return Model(_shape(table, name, origin), None)
-
-
-def _config(table: Mapping[str, Any], origin: str) -> ModelConfig:
-    try:
-        config = ModelConfig.model_validate(dict(table))
-    except ValidationError as error:
+        message = "is a key of trained models and does not go with keys of planned shapes"
         raise ConfigError(
-            Problem(
-                code="wrong-type",
-                key="model." + ".".join(str(part) for part in item["loc"]),
-                value=item["input"],
-                origin=origin,
-                message=item["msg"],
-            )
-            for item in error.errors(include_url=False)
-        ) from None
-    if problems := config.check():
+            _problem("conflict", key, f"`{key}` {message}", table[key], f"leave `{key}` out")
+            for key in sorted(trained)
+        )
+    return Model(_shape(table, name), None)
+
+
+def _config(table: Mapping[str, Any]) -> ModelConfig:
+    leaves = {f"model.{key}": Leaf(value=value, origin="") for key, value in table.items()}
+    config, broken = build_section(ModelConfig, leaves)
+    if problems := broken or config.check():
         raise ConfigError(problems)
     return config
 
 
-def _shape(table: Mapping[str, Any], name: str, origin: str) -> ModelShape:
-    """Tuples may be lists, and `moe_layers = "all"` or a first layer in place of a list."""
-    values = dict(table)
+def _shape(table: Mapping[str, Any], name: str) -> ModelShape:
+    """`moe_layers = "all"` may stand in place of a list."""
+    values = {"name": name, **table}
     layers = values.get("num_layers")
-    if isinstance(layers, int) and isinstance(values.get("moe_layers"), str):
+    if isinstance(layers, int) and values.get("moe_layers") == "all":
         values["moe_layers"] = tuple(range(layers))
-    problems: list[Problem] = []
-    for item in fields(ModelShape):
-        value = values.get(item.name)
-        if isinstance(value, list):
-            values[item.name] = tuple(cast("list[Any]", value))
-        elif item.default is not MISSING and value is not None:
-            default = cast("object", item.default)
-            if isinstance(default, bool) != isinstance(value, bool) or not isinstance(
-                value, type(default)
-            ):
-                wanted = type(default).__name__
-                message = f"{item.name} is a {wanted}, not a {type(value).__name__}"
-                problems.append(
-                    Problem(
-                        code="wrong-type",
-                        key=f"model.{item.name}",
-                        value=value,
-                        origin=origin,
-                        message=message,
-                    )
-                )
-        elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            message = f"{item.name} is a whole number"
-            key = f"model.{item.name}"
-            problems.append(
-                Problem(code="wrong-type", key=key, value=value, origin=origin, message=message)
-            )
-    if problems:
-        raise ConfigError(problems)
-    values.setdefault("name", name)
     return ModelShape(**values)
 
 
-def _unknown_key(key: str, value: object, origin: str) -> Problem:
-    known = tuple(dict.fromkeys([*ModelConfig.model_fields, *(f.name for f in fields(ModelShape))]))
+def _unknown_key(key: str, value: object) -> Problem:
+    known = tuple(dict.fromkeys([*ModelConfig.model_fields, *ModelShape.model_fields]))
     fix = nearest_choice(key, known)
     if (foreign := aliases().get(key, "")).startswith("model."):
         fix = f"here it is called {foreign.removeprefix('model.')}"
-    message = f"a model has no key `{key}`"
-    return Problem(
-        code="unknown-key",
-        key=f"model.{key}",
-        value=value,
-        origin=origin,
-        message=message,
-        fix=fix,
-    )
+    return _problem("unknown-key", key, f"a model has no key `{key}`", value, fix)
 
 
-def _missing(key: str, origin: str) -> Problem:
-    message = f"the model has no {key}"
-    return Problem(code="missing", key=f"model.{key}", origin=origin, message=message)
-
-
-def _mixed(key: str, value: object, origin: str) -> Problem:
-    return Problem(
-        code="conflict",
-        key=f"model.{key}",
-        value=value,
-        origin=origin,
-        message=f"`{key}` is a key of trained models and does not go with keys of planned shapes",
-        fix=f"leave `{key}` out",
-    )
+def _problem(code: str, key: str, message: str, value: object = None, fix: str = "") -> Problem:
+    return Problem(code=code, key=f"model.{key}", value=value, message=message, fix=fix)
 
 
 def _refused(code: str, source: str, message: str, fix: str = "") -> ConfigError:

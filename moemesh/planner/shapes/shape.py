@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import Sizes
+from moemesh.config.section import Section, as_tuple
+from moemesh.config.sources import Leaf
 
 Attention = Literal["gqa", "mla"]
 QKNorm = Literal["none", "head", "full"]
@@ -28,14 +32,18 @@ class LayerKind(NamedTuple):
     window: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
+Layers = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
+
+
+class ModelShape(Section):
     """Every size of a decoder-only transformer. Names are those of ModelConfig where both have one.
 
     Widths are in channels, `intermediate_size` that of a dense MLP, `expert_intermediate_size` of
     one expert, `shared_intermediate_size` of all shared experts of a layer together. Raises
-    ConfigError with every rule that is broken.
+    ConfigError with every value of a wrong type, else with every rule that is broken.
     """
+
+    section: ClassVar[str] = "model"
 
     name: str = "model"
     num_layers: int
@@ -64,10 +72,10 @@ class ModelShape:
     #: A second query projection that gates the attention output.
     attention_gate: bool = False
     #: Attention window of every layer in tokens, 0 for none; empty when no layer has one.
-    windows: tuple[int, ...] = ()
+    windows: Layers = ()
 
     #: Layers (from 0) with experts.
-    moe_layers: tuple[int, ...] = ()
+    moe_layers: Layers = ()
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
@@ -94,15 +102,20 @@ class ModelShape:
     dropout: bool = False
     num_mtp_layers: int = 0
     #: What the description leaves out, for a person.
-    notes: tuple[str, ...] = ()
+    notes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
 
-    def __post_init__(self) -> None:
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            leaves = {f"model.{key}": Leaf(value=x, origin="") for key, x in values.items()}
+            raise ConfigError(type_problems(ModelShape, leaves, error).values()) from None
         if problems := _check(self):
             raise ConfigError(problems)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(tuple(self.to_json().values()))
 
     def __hash__(self) -> int:
         # Computed once: shapes are keys of the caches that make a layout cheap to price.
@@ -194,6 +207,10 @@ class ModelShape:
         """Width of the attention output in front of its projection."""
         return self.num_heads * self.value_head_dim
 
+    def changed(self, **values: Any) -> ModelShape:
+        """A copy with other values."""
+        return ModelShape(**(self.to_json() | values))
+
     def truncated(self, num_layers: int) -> ModelShape:
         """The same model cut to its first `num_layers` layers, at least one of them dense where the
         whole model has dense layers, and at most one of those in front of experts."""
@@ -209,8 +226,7 @@ class ModelShape:
         if self.is_moe and not moe:
             experts = dict.fromkeys((*_EXPERT_SIZES, "shared_intermediate_size"), 0)
             experts |= {"router_groups": 1, "router_groups_kept": 1}
-        return replace(
-            self,
+        return self.changed(
             **experts,
             name=f"{self.name}#L{num_layers}",
             num_layers=num_layers,
@@ -220,40 +236,26 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Every field, for JSON."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in ModelShape.model_fields}
 
 
 def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
     """The shape of one of our own models, exactly as `moemesh train` would build it."""
     moe = tuple(range(config.num_dense_layers, config.num_layers)) if config.num_experts else ()
-    return ModelShape(
-        name=name,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size if config.num_dense_layers else 0,
-        attention=config.attention,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rotary_head_dim=config.qk_rotary_head_dim,
-        v_head_dim=config.v_head_dim,
-        qk_norm="head" if config.qk_norm else "none",
-        moe_layers=moe,
-        num_experts=config.num_experts if moe else 0,
-        experts_per_token=config.experts_per_token if moe else 0,
-        expert_intermediate_size=config.expert_intermediate_size if moe else 0,
-        shared_intermediate_size=config.shared_width if moe else 0,
-        router_logit_bias=config.router_logit_bias,
-        router_selection_bias=config.router_selection_bias,
-        router_groups=config.router_groups if moe else 1,
-        router_groups_kept=config.router_groups_kept if moe else 1,
-        tied_embeddings=config.tied_embeddings,
-        num_mtp_layers=config.num_mtp_layers,
-    )
+    same = set(ModelShape.model_fields) & set(ModelConfig.model_fields)
+    values = {key: getattr(config, key) for key in same}
+    if not moe:
+        for key in (*_EXPERT_SIZES, "router_groups", "router_groups_kept"):
+            del values[key]
+    if not config.num_dense_layers:
+        del values["intermediate_size"]
+    values |= {
+        "name": name,
+        "moe_layers": moe,
+        "qk_norm": "head" if config.qk_norm else "none",
+        "shared_intermediate_size": config.shared_width if moe else 0,
+    }
+    return ModelShape(**values)
 
 
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
@@ -278,12 +280,11 @@ def _check(shape: ModelShape) -> list[Problem]:
             Problem(code="shape", key=f"model.{key}", value=value, message=message, fix=fix)
         )
 
-    for field in fields(shape):
-        value = getattr(shape, field.name)
+    for key, value in shape.to_json().items():
         if isinstance(value, int) and not isinstance(value, bool):
-            least = 1 if field.name in needed else 0
+            least = 1 if key in needed else 0
             if value < least:
-                complain(field.name, f"{field.name} must be at least {least}, not {value}")
+                complain(key, f"{key} must be at least {least}, not {value}")
     if problems:
         return problems
     if shape.attention == "gqa" and shape.num_heads % shape.num_kv_heads:

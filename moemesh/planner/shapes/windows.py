@@ -6,38 +6,33 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.shapes.keys import Config, num_layers, scalar, whole, words, wrong
+from moemesh.planner.shapes.keys import (
+    Config,
+    check_length,
+    num_layers,
+    scalar,
+    whole,
+    words,
+    wrong,
+)
 
 FULL_LAYERS = ("full_attention", "attention", "global", "full")
 WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attention")
 
-#: Families in which one layer in so many sees the whole sequence when no key says which.
-_PERIODS = {
-    "gemma2": 2,
-    "gpt_oss": 2,
-    "gemma3_text": 6,
-    "cohere2": 4,
-    "olmo3": 4,
-    "exaone4": 4,
-    "llama4_text": 4,
-}
 _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
-#: Families whose window has a switch that is off when it is left out.
-_SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
-#: Families whose first `max_window_layers` layers see the whole sequence.
-_FROM_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1")
 
 
-def attention_windows(config: Config, family: str) -> tuple[int, ...]:
+def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     """The attention window of every layer in tokens, 0 for none; () when no layer has one.
 
-    Raises ConfigError for kinds of layers without a formula, and for a list of another length.
+    `usual`: where no list says which layers have it, one in so many sees the whole sequence, or
+    the key of the first layer that has it. Raises ConfigError for kinds of layers without a
+    formula, for a list of another length, and for a list that is missing.
     """
     layers = num_layers(config)
     kinds = _kinds(config, layers)
-    if family in _SWITCHED and not config.get("use_sliding_window"):
-        return ()
-    if config.get("use_sliding_window") is False:
+    is_on = config.get("use_sliding_window")
+    if is_on is not None and not is_on:
         return ()
     window = _window(config)
     if not window:
@@ -45,13 +40,13 @@ def attention_windows(config: Config, family: str) -> tuple[int, ...]:
     if kinds:
         found = tuple(window if kind in WINDOW_LAYERS else 0 for kind in kinds)
         return found if any(found) else ()
-    if family == "smollm3":
+    if usual == "layer_types":
         message = "which layers have the window is not said: layer_types is missing"
         raise wrong("missing", "layer_types", None, message)
-    if family in _FROM_LAYER:
-        start = whole(config, "max_window_layers", 0)
+    if isinstance(usual, str):
+        start = whole(config, usual, 0)
         return tuple(window if index >= start else 0 for index in range(layers))
-    return _periodic(config, family, layers, window)
+    return _periodic(config, usual, layers, window)
 
 
 def _window(config: Config) -> int:
@@ -62,12 +57,8 @@ def _window(config: Config) -> int:
     return 0
 
 
-def _periodic(config: Config, family: str, layers: int, window: int) -> tuple[int, ...]:
-    pattern: Any = _PERIODS.get(family, 0)
-    for key in _PERIOD_KEYS:
-        if config.get(key):
-            pattern = config[key]
-            break
+def _periodic(config: Config, usual: int, layers: int, window: int) -> tuple[int, ...]:
+    pattern: Any = next((config[key] for key in _PERIOD_KEYS if config.get(key)), usual)
     if isinstance(pattern, str):
         # Letters, L for a window and G for none, over and over; the last layer has none.
         if set(pattern) - set("LG"):
@@ -76,9 +67,15 @@ def _periodic(config: Config, family: str, layers: int, window: int) -> tuple[in
         local = [pattern[index % len(pattern)] == "L" for index in range(layers - 1)] + [False]
         return tuple(window if is_local else 0 for is_local in local)
     period = scalar("sliding_window_pattern", pattern)
-    if not period:
-        return (window,) * layers
-    return tuple(0 if index % period == period - 1 else window for index in range(layers))
+    return alternating_windows(layers, window, period)
+
+
+def alternating_windows(num_layers: int, window: int, every: int) -> tuple[int, ...]:
+    """One layer in `every` sees the whole sequence, the last of each `every`; the others (all, when
+    `every` is 0 or 1) see `window` tokens."""
+    return tuple(
+        0 if every > 1 and index % every == every - 1 else window for index in range(num_layers)
+    )
 
 
 def _kinds(config: Config, layers: int) -> tuple[str, ...]:
@@ -92,9 +89,8 @@ def _kinds(config: Config, layers: int) -> tuple[str, ...]:
             message = f"`{kind}` is no layer kind that the planner has a formula for"
             fix = nearest_choice(kind, known)
             raise wrong("unknown-layer", "layer_types", kind, message, fix)
-    if kinds and len(kinds) != layers:
-        message = f"layer_types has {len(kinds)} entries for {layers} layers"
-        raise wrong("shape", "layer_types", list(kinds), message)
+    if kinds:
+        check_length("layer_types", kinds, layers)
     return kinds
 
 

@@ -1,15 +1,19 @@
-"""Expert keys of Hugging Face configurations: which layers have experts, how wide they are."""
+"""Functions that read more than one key of a published configuration: attention, norms, experts.
+
+Each gives fields of ModelShape; ``presets/huggingface/families.toml`` names those of a family.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moemesh.planner.shapes.keys import (
-    NAMES,
     Config,
-    Reader,
+    check_length,
     first,
     indices,
+    names,
     num_layers,
     scalar,
     table,
@@ -20,6 +24,83 @@ from moemesh.planner.shapes.keys import (
 
 #: What published configurations call a layer with and without experts.
 _MLP_KINDS = {"sparse": True, "moe": True, "dense": False, "mlp": False}
+
+
+def four_hidden(config: Config) -> dict[str, Any]:
+    """A family whose MLP is 4 h wide when its width is left out."""
+    return {
+        "intermediate_size": first(config, "intermediate_size", 4 * first(config, "hidden_size"))
+    }
+
+
+def latent_attention(config: Config) -> dict[str, Any]:
+    """MLA. `q_lora_rank` may be null, which is a plain query projection, but not left out."""
+    if "q_lora_rank" not in config:
+        raise KeyError("q_lora_rank")
+    has_bias = bool(config.get("attention_bias"))
+    without_rotary = whole(config, "qk_nope_head_dim")
+    return {
+        "attention": "mla",
+        "q_lora_rank": whole(config, "q_lora_rank", 0),
+        "kv_lora_rank": whole(config, "kv_lora_rank"),
+        "qk_nope_head_dim": without_rotary,
+        "qk_rotary_head_dim": whole(config, "qk_rope_head_dim"),
+        "v_head_dim": whole(config, "v_head_dim"),
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        # Decompressed heads: the per-head width has no key of its own.
+        "head_dim": without_rotary,
+        "num_kv_heads": first(config, "num_heads"),
+    }
+
+
+def falcon(config: Config) -> dict[str, Any]:
+    """One key head, or as many as there are query heads, or (40B and later) a number of its own;
+    attention and MLP side by side behind one norm, behind one norm each, or one after the other."""
+    heads = first(config, "num_heads")
+    newer = bool(config.get("new_decoder_architecture"))
+    parallel = bool(config.get("parallel_attn", True))
+    if newer:
+        num_kv_heads = first(config, "num_kv_heads", heads)
+        norms = whole(config, "num_ln_in_parallel_attn", 2) if parallel else 2
+    else:
+        num_kv_heads = 1 if config.get("multi_query", True) else heads
+        norms = 1 if parallel else 2
+        first(config, "num_kv_heads", heads)  # Read, and without effect in the older code.
+    fields = ("qkv_bias", "output_bias", "mlp_bias")
+    return dict.fromkeys(fields, bool(config.get("bias"))) | {
+        "num_kv_heads": num_kv_heads,
+        "norms_per_layer": norms,
+    }
+
+
+def one_key_head(config: Config) -> dict[str, Any]:
+    """GPT-BigCode: one key head for all query heads, unless `multi_query` is false."""
+    single = bool(config.get("multi_query", True))
+    return {"num_kv_heads": 1 if single else first(config, "num_heads")}
+
+
+def mpt(config: Config) -> dict[str, Any]:
+    """MPT: ALiBi in place of learned positions, no biases, an MLP of 4 h."""
+    attention = table(config, "attn_config")
+    if not config.get("no_bias", True):
+        message = "an MPT with biases is not known"
+        raise wrong("unknown-layer", "no_bias", False, message, "no_bias = true")
+    if attention.get("qk_ln"):
+        message = "norms of queries and keys in an MPT are not known"
+        raise wrong("unknown-layer", "attn_config.qk_ln", True, message)
+    kind = attention.get("attn_type", "multihead_attention")
+    if kind != "multihead_attention":
+        known = "known: multihead_attention"
+        raise wrong("unknown-layer", "attn_config.attn_type", kind, f"is not known ({known})")
+    if not attention.get("alibi", True) and config.get("learned_pos_emb", True):
+        message = "an MPT with learned positions is not known"
+        raise wrong("unknown-layer", "attn_config.alibi", False, message, "alibi = true")
+    if (ratio := whole(config, "expansion_ratio", 4)) != 4:
+        message = "the code of an MPT is 4 times as wide whatever this key says"
+        raise wrong("unknown-layer", "expansion_ratio", ratio, message, "expansion_ratio = 4")
+    width = 4 * first(config, "hidden_size")
+    return {"intermediate_size": width, "num_kv_heads": first(config, "num_heads")}
 
 
 def router_groups(config: Config) -> dict[str, Any]:
@@ -45,10 +126,7 @@ def _listed(config: Config) -> tuple[int, ...] | None:
     kinds = words(config, "mlp_layer_types")
     if not kinds:
         return None
-    layers = num_layers(config)
-    if len(kinds) != layers:
-        message = f"mlp_layer_types has {len(kinds)} entries for {layers} layers"
-        raise wrong("shape", "mlp_layer_types", list(kinds), message)
+    check_length("mlp_layer_types", kinds, num_layers(config))
     for kind in kinds:
         if kind not in _MLP_KINDS:
             message = f"`{kind}` is no kind of MLP that the planner knows"
@@ -57,24 +135,18 @@ def _listed(config: Config) -> tuple[int, ...] | None:
     return tuple(index for index, kind in enumerate(kinds) if _MLP_KINDS[kind])
 
 
-def first_dense(*, key: str = "first_k_dense_replace", default: int | None = None) -> Reader:
-    """The first layers are dense, as many as `key` says; of the others one in `moe_layer_freq` has
+def first_dense(config: Config) -> dict[str, Any]:
+    """The first `first_k_dense_replace` layers are dense; of the others one in `moe_layer_freq` has
     experts, or the list in that key says which."""
-
-    def read(config: Config) -> dict[str, Any]:
-        if (listed := _listed(config)) is not None:
-            return {"moe_layers": listed}
-        layers, often = num_layers(config), config.get("moe_layer_freq")
-        if isinstance(often, (list, tuple)):
-            flags = indices(config, "moe_layer_freq")
-            if len(flags) != layers:
-                message = f"moe_layer_freq has {len(flags)} entries for {layers} layers"
-                raise wrong("shape", "moe_layer_freq", list(flags), message)
-            return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
-        dense, step = whole(config, key, default), _step(config, "moe_layer_freq")
-        return {"moe_layers": tuple(i for i in range(dense, layers) if i % step == 0)}
-
-    return read
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    layers, often = num_layers(config), config.get("moe_layer_freq")
+    if isinstance(often, (list, tuple)):
+        flags = indices(config, "moe_layer_freq")
+        check_length("moe_layer_freq", flags, layers)
+        return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
+    dense, step = whole(config, "first_k_dense_replace"), _step(config, "moe_layer_freq")
+    return {"moe_layers": tuple(i for i in range(dense, layers) if i % step == 0)}
 
 
 def sparse_step(config: Config) -> dict[str, Any]:
@@ -199,8 +271,18 @@ def arctic(config: Config) -> dict[str, Any]:
 
 def shared_experts(config: Config) -> dict[str, Any]:
     """So many shared experts, each as wide as one of the others; null is none."""
-    if not any(name in config for name in NAMES["num_shared"]):
-        raise KeyError(" or ".join(NAMES["num_shared"]))
+    if not any(name in config for name in names("num_shared")):
+        raise KeyError(" or ".join(names("num_shared")))
     shared = first(config, "num_shared", 0)
     width = first(config, "expert_intermediate_size") if shared else 0
     return {"shared_intermediate_size": shared * width}
+
+
+READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    read.__name__: read
+    for read in (
+        four_hidden, latent_attention, falcon, one_key_head, mpt, router_groups, first_dense,
+        sparse_step, experts_in_mlp_key, aria, gated_shared, shared_width, ling_shared, llama4,
+        ernie, hunyuan, minimax_m2, dbrx, arctic, shared_experts,
+    )
+}  # fmt: skip
