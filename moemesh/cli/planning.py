@@ -128,9 +128,9 @@ def validate(
 
         moemesh validate runs.csv --json predictions.json
     """
-    from moemesh.planner.accuracy import commands
+    from moemesh.cli import accuracy
 
-    text = commands.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
+    text = accuracy.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
     typer.echo(text)
 
 
@@ -147,6 +147,6 @@ def calibrate(
     ] = False,
 ) -> None:
     """Fit the few constants of a cluster to measured runs and write its Cluster file."""
-    from moemesh.planner.accuracy import commands
+    from moemesh.cli import accuracy
 
-    typer.echo(commands.calibrate_command(runs, archs, out, cluster, shared))
+    typer.echo(accuracy.calibrate_command(runs, archs, out, cluster, shared))

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moemesh.cli.accuracy import calibrate_command
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
-from moemesh.planner.accuracy.calibration_file import calibration_toml
-from moemesh.planner.accuracy.commands import calibrate_command, use_cluster
+from moemesh.planner.accuracy.calibration_file import calibration_toml, use_cluster
 from moemesh.planner.accuracy.predict import predict
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.timing.calibration import (

@@ -8,6 +8,7 @@ import pytest
 
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import estimate_memory, rank_memory
+from moemesh.planner.parameters import count_parameters
 from moemesh.planner.peak_memory import GIB, Allocation, _rank_peak, peak_memory
 from moemesh.planner.shapes.architectures import from_arch_entry, from_arch_table
 from moemesh.planner.shapes.load import load_model
@@ -124,3 +125,11 @@ def test_the_worst_rank_is_the_worst_of_all():
         )  # fmt: skip
         every = max(_rank_peak(shape, planned, Allocation(), rank).needed for rank in range(ranks))
         assert peak_memory(shape, planned, Allocation()).needed == every
+
+
+def test_workers_of_a_parameter_server_hold_no_optimizer() -> None:
+    layout = PlannedLayout(dp=4, seq_len=512, global_batch=4, optimizer_bytes=0)
+    server = layout.changed(parameter_server=True)
+    saved = peak_memory(LLAMA, layout, Allocation()).states
+    saved -= peak_memory(LLAMA, server, Allocation()).states
+    assert saved == 12 * count_parameters(LLAMA).total

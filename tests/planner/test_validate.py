@@ -7,8 +7,9 @@ import json
 import pytest
 
 from moemesh.cli import main
+from moemesh.cli.accuracy import report
 from moemesh.planner.accuracy.published import parse_run, read_runs
-from moemesh.planner.accuracy.validate import error_statistics, report, validate
+from moemesh.planner.accuracy.validate import error_statistics, validate
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
 

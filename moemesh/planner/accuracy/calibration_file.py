@@ -1,12 +1,20 @@
-"""Writing calibrations: the table that ships with the package, and Cluster files of users."""
+"""Calibrations as files: the table that ships with the package, and Cluster files of users."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.errors import UserError
+from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
+from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.timing.calibration import Calibration
+from moemesh.planner.timing.constants import NAMES
+from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 
 #: A factor nearer to one than this is no deviation.
 _NO_DEVIATION = 0.01
@@ -50,3 +58,81 @@ def _value(value: object) -> str:
     if isinstance(value, float) and 0 < abs(value) < 1e5:
         return f"{value:.4g}" if "." in f"{value:.4g}" or "e" in f"{value:.4g}" else f"{value:.1f}"
     return format_value(value)
+
+
+def use_cluster(
+    runs: Sequence[PublishedRun], calibration: Calibration, cluster: Cluster
+) -> tuple[list[PublishedRun], Calibration]:
+    """Let a Cluster file speak for the rows of its device: its data sheet and its constants.
+
+    Raises UserError when the file names a constant that the time model does not have.
+    """
+    device = accelerator_of_cluster(cluster)
+    if unknown := sorted(set(cluster.constants) - set(NAMES)):
+        nearest = nearest_choice(unknown[0], NAMES)
+        raise UserError(f"cluster {cluster.name} has an unknown constant {unknown[0]}; {nearest}")
+    factors = {name: value / calibration.shared[name] for name, value in cluster.constants.items()}
+    known = dict(calibration.clusters)
+    changed: list[PublishedRun] = []
+    for run in runs:
+        if run.device is None or run.device.name != device.name:
+            changed.append(run)
+            continue
+        key = f"{run.cluster.rpartition('/')[0]}/{cluster.name}"
+        known[key] = {**calibration.deviations(run.cluster), **factors}
+        changed.append(replace(run, device=device, cluster=key, release=""))
+    return changed, replace(calibration, clusters=known)
+
+
+def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[PublishedRun]:
+    """The runs of the one cluster of a table, or of the one `wanted`. Raises UserError else."""
+    counts = Counter(run.cluster for run in runs)
+    if not counts:
+        raise UserError(
+            "no row of the table has a finished run with a layout and a step time; "
+            "`moemesh validate` says why for each row"
+        )
+    if wanted is None and len(counts) > 1:
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(8))
+        raise UserError(
+            f"the table has runs of {len(counts)} clusters: {listed}; choose one with --cluster"
+        )
+    name = wanted or next(iter(counts))
+    if name not in counts:
+        nearest = nearest_choice(name, tuple(counts))
+        raise UserError(f"the table has no finished run of cluster {name}; {nearest}")
+    return [run for run in runs if run.cluster == name]
+
+
+def fitted_cluster(runs: Sequence[PublishedRun], calibration: Calibration) -> Cluster:
+    """The Cluster of some runs: the data sheet of their device and their calibrated constants."""
+    first = runs[0]
+    device = first.device
+    assert device is not None
+    constants = calibration.constants(first.cluster)
+    nodes = max(math.ceil(int(float(run.row["gpus"])) / device.node_size) for run in runs)
+    latency = float(constants.collective_latency_us) * 1e-6
+    return Cluster(
+        name=first.cluster,
+        accelerator=device.name,
+        nodes=nodes,
+        gpus_per_node=device.node_size,
+        memory_bytes=int(device.memory_bytes),
+        memory_bandwidth=device.memory_bandwidth,
+        peak_flops=_peaks(device),
+        intra_node_bandwidth=device.intra_node_bandwidth,
+        intra_node_latency=latency,
+        inter_node_bandwidth=device.inter_node_bandwidth,
+        inter_node_latency=latency,
+        constants={name: float(f"{getattr(constants, name):.6g}") for name in NAMES},
+    )
+
+
+def _peaks(device: Accelerator) -> dict[str, float]:
+    half, eight, four = device.peak_flops
+    found = {"bfloat16": half}
+    if eight > half:
+        found["float8"] = eight
+    if four > eight:
+        found["float4"] = four
+    return found

@@ -15,7 +15,6 @@ from moemesh.planner.timing.calibration import Calibration
 
 #: Runs with too little of a layout to be judged by.
 _SANITY_TIERS = frozenset({"C"})
-_NUM_WORST = 12
 #: Alternatives below which "which one would it pick" says nothing.
 _FEWEST_CHOICES = 2
 
@@ -230,61 +229,6 @@ def _selection_statistics(selections: Sequence[Selection]) -> SelectionStatistic
         mean_regret=numbers.fmean(regrets) if regrets else 0.0,
         worst_regret=max(regrets, default=0.0),
         out_of_memory=len(selections) - len(regrets),
-    )
-
-
-def report(validation: Validation) -> str:
-    """The statistics as a table for a terminal, worst rows last."""
-    lines = [f"{'source':<24} {'rows':>5} {'median':>8} {'p95':>8} {'worst':>8} {'bias':>8}"]
-    for name, found in validation.by_source.items():
-        lines.append(_line(name, found))
-    lines += ["", *by_kind(validation)]
-    if validation.memory:
-        lines.append(_line("memory", validation.memory))
-    if fit := validation.fit:
-        lines.append(
-            f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
-            f"{fit.wrongly_fits:.1%} said to fit but ran out of memory"
-        )
-    if chosen := validation.selection:
-        lines.append(
-            f"selection in {chosen.groups} groups: mean regret {chosen.mean_regret:.1%}, "
-            f"worst {chosen.worst_regret:.1%}, {chosen.out_of_memory} picks out of memory"
-        )
-    worst = sorted(
-        (one for one in validation.predictions if one.error is not None),
-        key=lambda one: -abs(one.error or 0.0),
-    )[:_NUM_WORST]
-    if worst:
-        lines += ["", "worst rows (id, model, predicted s, measured s, error)"]
-    for one in worst:
-        name = one.run.row.get("model", "")[:28]
-        lines.append(
-            f"{one.run.id:>6} {name:<28} {one.seconds:10.4g} {one.run.seconds:10.4g} "
-            f"{one.error:+8.1%}"
-        )
-    unpriced = [one.run for one in validation.predictions if one.seconds is None]
-    if unpriced:
-        lines += ["", f"{len(unpriced)} rows not priced:"]
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for run in unpriced:
-            reasons[run.reason].append(run.id)
-        for reason, ids in reasons.items():
-            shown = ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else "")
-            lines.append(f"  {reason} ({shown})")
-    return "\n".join(lines)
-
-
-def by_kind(validation: Validation) -> list[str]:
-    """One line for dense models, one for MoE models."""
-    kinds = (("dense step time", validation.dense), ("MoE step time", validation.moe))
-    return [_line(name, found) for name, found in kinds if found]
-
-
-def _line(name: str, found: ErrorStatistics) -> str:
-    return (
-        f"{name:<24} {found.count:>5} {found.median:>8.1%} {found.p95:>8.1%} "
-        f"{found.worst:>8.1%} {found.bias:>+8.1%}"
     )
 
 

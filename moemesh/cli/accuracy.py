@@ -1,0 +1,182 @@
+"""The verbs `validate` and `calibrate`: tables of measured runs in, statistics or constants out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moemesh.cli.table import table
+from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import UserError
+from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs
+from moemesh.planner.accuracy.calibration_file import (
+    calibration_toml,
+    cluster_toml,
+    fitted_cluster,
+    runs_of_cluster,
+    use_cluster,
+)
+from moemesh.planner.accuracy.published import PublishedRun, read_runs
+from moemesh.planner.accuracy.validate import (
+    ErrorStatistics,
+    Validation,
+    json_text,
+    summarize,
+    validate,
+)
+from moemesh.planner.timing.calibration import Calibration, prior_calibration, shipped_calibration
+from moemesh.report.agreement import Agreement, agreement_chart
+
+_NUM_WORST = 12
+
+_SHARED_HEADING = """\
+Constants of the time and memory model, fitted by `moemesh calibrate --shared` to published runs.
+[shared]: values for every cluster; [cluster."stack/device"]: factors on them, [stack.name] on
+devices it was not seen on, [release."stack 26.02"] of its releases; [memory.stack]: how software
+allocates (see moemesh.planner.peak_memory.Allocation)."""
+
+
+def validate_command(
+    runs_file: Path,
+    archs: Path | None,
+    out: Path | None,
+    clusters: Sequence[str],
+    *,
+    plot: Path | None = None,
+    cross: bool = False,
+) -> str:
+    """Predict every row of a table; writes the JSON object to `out` and the picture to `plot`.
+
+    Returns the statistics. With `cross` every finished run is predicted by a fit that saw no run
+    of its group instead of the packaged constants: minutes, and the honest figures.
+    """
+    runs = read_runs(runs_file, archs)
+    calibration = shipped_calibration()
+    for source in clusters:
+        runs, calibration = use_cluster(runs, calibration, load_cluster(source))
+    further = ""
+    if cross:
+        start = replace(prior_calibration(), allocations=calibration.allocations)
+        validation = summarize(cross_validate(runs, start))
+        further = _further_left_out(runs, start)
+    else:
+        validation = validate(runs, calibration)
+    if out is not None:
+        _write(out, json_text(validation))
+    if plot is not None:
+        _write(plot, _picture(validation))
+    return report(validation) + further
+
+
+def _further_left_out(runs: Sequence[PublishedRun], start: Calibration) -> str:
+    """Errors of models, and of software stacks, that a fit has not seen at all."""
+    lines: list[str] = []
+    kinds: tuple[tuple[LeftOut, str], ...] = (("model", "model"), ("stack", "software stack"))
+    for kind, name in kinds:
+        found = summarize(cross_validate(runs, start, left_out=kind))
+        lines += ["", f"with a whole {name} left out:", _errors(_by_kind(found))]
+    return "\n" + "\n".join(lines)
+
+
+def _picture(validation: Validation) -> str:
+    points = [
+        Agreement(
+            name=f"{one.run.id} {one.run.row.get('model', '')}",
+            series=one.run.source or one.run.cluster,
+            measured=one.run.seconds,
+            predicted=one.seconds,
+        )
+        for one in validation.predictions
+        if one.seconds and one.run.seconds and one.run.ended == "ok"
+    ]
+    title = "Step time of published runs, predicted and measured"
+    return agreement_chart("agreement", title, points, unit="seconds a step")
+
+
+def calibrate_command(
+    runs_file: Path, archs: Path | None, out: Path, wanted: str | None, shared: bool
+) -> str:
+    """Fit the constants of the one cluster of a table (or of the one `wanted`) and write its
+    Cluster file; with `shared` all constants of all clusters, as the package ships them."""
+    runs = read_runs(runs_file, archs)
+    if shared:
+        start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
+        found = fit(runs, start)
+        _write(out, calibration_toml(found, _SHARED_HEADING))
+        return report(validate(runs, found))
+    chosen = runs_of_cluster(measured_runs(runs), wanted)
+    calibration = fit(chosen, shipped_calibration(), share=False)
+    cluster = fitted_cluster(chosen, calibration)
+    _write(out, cluster_toml(cluster, f"Fitted to {len(chosen)} runs of {runs_file.name}."))
+    return f"{report(validate(chosen, calibration))}\n\nwrote {out}: {cluster.name}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def report(validation: Validation) -> str:
+    """The statistics as a table for a terminal, worst rows last."""
+    errors = [*validation.by_source.items(), *_by_kind(validation)]
+    if validation.memory:
+        errors.append(("memory", validation.memory))
+    lines = [_errors(errors)]
+    if fit := validation.fit:
+        lines.append(
+            f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
+            f"{fit.wrongly_fits:.1%} said to fit but ran out of memory"
+        )
+    if chosen := validation.selection:
+        lines.append(
+            f"selection in {chosen.groups} groups: mean regret {chosen.mean_regret:.1%}, "
+            f"worst {chosen.worst_regret:.1%}, {chosen.out_of_memory} picks out of memory"
+        )
+    off = [one for one in validation.predictions if one.error is not None]
+    if worst := sorted(off, key=lambda one: -abs(one.error or 0.0))[:_NUM_WORST]:
+        rows = [
+            (
+                one.run.id,
+                one.run.row.get("model", "")[:28],
+                f"{one.seconds:.4g}",
+                f"{one.run.seconds:.4g}",
+                f"{one.error:+.1%}",
+            )
+            for one in worst
+        ]
+        header = ("worst row", "model", "predicted s", "measured s", "error")
+        lines += ["", table(header, rows, left=2)]
+    unpriced = [one.run for one in validation.predictions if one.seconds is None]
+    if unpriced:
+        lines += ["", f"{len(unpriced)} rows not priced:"]
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for run in unpriced:
+            reasons[run.reason].append(run.id)
+        for reason, ids in reasons.items():
+            shown = ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else "")
+            lines.append(f"  {reason} ({shown})")
+    return "\n".join(lines)
+
+
+def _by_kind(validation: Validation) -> list[tuple[str, ErrorStatistics]]:
+    kinds = (("dense step time", validation.dense), ("MoE step time", validation.moe))
+    return [(name, found) for name, found in kinds if found]
+
+
+def _errors(rows: Sequence[tuple[str, ErrorStatistics]]) -> str:
+    return table(
+        ("source", "rows", "median", "p95", "worst", "bias"),
+        [
+            (
+                name,
+                str(found.count),
+                *(f"{size:.1%}" for size in (found.median, found.p95, found.worst)),
+                f"{found.bias:+.1%}",
+            )
+            for name, found in rows
+        ],
+    )
