@@ -1,6 +1,8 @@
 """Verbs of the planner: estimate, plan, validate, calibrate."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -45,9 +47,15 @@ def estimate(
         moemesh estimate --model qwen3-30b-a3b --cluster dgx_h100 \\
             --plan "tp=2,dp=4,ep=8,data=zero1,microbatch=1" --seq-len 4096 --global-batch 256
     """
-    from moemesh.planner import estimate as planner
+    from moemesh.planner.estimate import estimate_named
 
-    typer.echo(planner.command(model, cluster, plan, seq_len, global_batch, as_json=as_json))
+    found = estimate_named(model, cluster, plan, seq_len, global_batch)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    from moemesh.cli.planning_text import estimate_text
+
+    typer.echo(estimate_text(found))
 
 
 @app.command(short_help="The best layouts of a model on a cluster.")
@@ -75,9 +83,9 @@ def plan(
 
     moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4096 --global-batch 256
     """
-    from moemesh.planner.search import command as search_command
+    from moemesh.planner.search.command import plan_named, to_json
 
-    found = search_command.command(
+    found = plan_named(
         model,
         cluster,
         seq_len,
@@ -87,9 +95,14 @@ def plan(
         precision=precision.value,
         anywhere=anywhere,
         trainable=trainable,
-        as_json=as_json,
     )
-    typer.echo(found)
+    if as_json:
+        typer.echo(json.dumps(to_json(found), indent=2))
+        return
+    from moemesh.cli.planning_text import plan_text
+
+    asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
+    typer.echo(plan_text(found, shlex.join(map(str, [*asked, "--global-batch", global_batch]))))
 
 
 RunsTable = Annotated[

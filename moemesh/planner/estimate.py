@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -18,13 +17,12 @@ from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
-from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.shapes.load import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory import format_bytes
 
 if TYPE_CHECKING:
     from moemesh.planner.search.nearest import Nearest
@@ -126,6 +124,12 @@ def estimate(
         )
     traffic, note = _traffic(shape, model.config, plan, layout, memory.worst.rank)
     peak, seconds = _measured_models(shape, layout, cluster)
+    near = None
+    if not peak["fits"]:
+        # As for prices: only a layout that does not fit has to wait for a search.
+        from moemesh.planner.search.nearest import instead
+
+        near = instead(shape, cluster, layout)
     return Estimate(
         shape=shape,
         layout=layout,
@@ -138,7 +142,7 @@ def estimate(
         traffic=traffic,
         seconds=seconds,
         notes=(*notes, note),
-        instead=None if peak["fits"] else _instead(shape, cluster, layout),
+        instead=near,
         config=model.config,
         plan=given,
     )
@@ -154,13 +158,6 @@ def _on_nodes(
     if plan is not None:
         plan = plan.model_copy(update={"ranks_per_node": node})
     return layout.changed(ranks_per_node=node), plan
-
-
-def _instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Nearest | str:
-    # As above: only a layout that does not fit has to wait for a search.
-    from moemesh.planner.search.nearest import instead
-
-    return instead(shape, cluster, layout)
 
 
 def _traffic(
@@ -221,93 +218,12 @@ def estimate_named(
 ) -> Estimate:
     """Price the layout that `plan` names. Raises ConfigError with every problem found."""
     problems: list[Problem] = []
-    found: dict[str, Any] = {}
-    readers = {"model": lambda: load_model(model), "cluster": lambda: load_cluster(cluster)}
-    for name, read in readers.items():
-        try:
-            found[name] = read()
-        except ConfigError as error:
-            problems += error.problems
-    known = found.get("model")
+    known, machine = load_both(model, cluster, problems)
     try:
         planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=known)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if problems:
+    if known is None or machine is None:
         raise ConfigError(problems)
-    result = estimate(found["model"], planned.layout, found["cluster"], planned.plan)
-    return replace(result, text=planned.text)
-
-
-def command(
-    model: str,
-    cluster: str,
-    plan: str,
-    seq_len: int | None,
-    global_batch: int | None,
-    *,
-    as_json: bool = False,
-) -> str:
-    """The text that ``moemesh estimate`` prints."""
-    result = estimate_named(model, cluster, plan, seq_len, global_batch)
-    return json.dumps(result.to_json(), indent=2) if as_json else table(result)
-
-
-def table(result: Estimate) -> str:
-    """The estimate for a person."""
-    lines = [
-        f"model       {_count(result.parameters.total)} parameters, "
-        f"{_count(result.parameters.active)} active   ({result.shape.name})"
-    ]
-    lines.append(
-        f"plan        {result.layout.world_size} devices   {result.text or result.layout.key}"
-    )
-    causal, full = result.causal.training / 1e9, result.full.training / 1e9
-    lines.append(f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)")
-    fits = "fits" if result.peak.get("fits") else "does NOT fit"
-    device = format_bytes(result.cluster.memory_bytes)
-    needed = format_bytes(result.peak.get("needed_bytes", result.memory.worst.total))
-    lines += ["", f"memory      {needed} needed, {device} there: {fits}"]
-    if result.instead is not None:
-        from moemesh.planner.search.nearest import describe
-
-        lines.append(f"            {describe(result.instead, result.seconds['total'])}")
-    if result.peak:
-        lines.append("            (the exact parts below, and what an allocator adds to them)")
-    lines += _memory_lines(result)
-    lines += ["", "traffic     of one rank and step", *_traffic_lines(result.traffic)]
-    lines += ["", f"step        {result.seconds['total']:.4g} s"]
-    parts = {key: value for key, value in result.seconds.items() if key != "total" and value}
-    lines += [f"  {key:<14}{value:>10.4g} s" for key, value in parts.items()]
-    return "\n".join([*lines, "", *result.notes])
-
-
-def _count(number: int) -> str:
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return str(number)
-
-
-_PARTS = ("dense_weights", "expert_weights", "gradients", "optimizer", "activations", "logits",
-          "buffers", "total")  # fmt: skip
-
-
-def _memory_lines(result: Estimate) -> list[str]:
-    memory = result.memory
-    ranks = {"first": memory.first, "last": memory.last, "worst": memory.worst}
-    lines = ["  " + " " * 16 + "".join(f"{name:>14}" for name in ranks)]
-    for part in _PARTS:
-        cells = (format_bytes(getattr(rank, part)) for rank in ranks.values())
-        lines.append(f"  {part.replace('_', ' '):<16}" + "".join(f"{cell:>14}" for cell in cells))
-    return lines
-
-
-def _traffic_lines(ledger: Ledger) -> list[str]:
-    lines = [f"  {'axis':<9}{'operation':<16}{'phase':<11}{'caller':<22}{'count':>7}{'sent':>13}"]
-    for entry in ledger.entries():
-        lines.append(
-            f"  {entry.axis:<9}{entry.op:<16}{entry.phase:<11}{entry.caller:<22}"
-            f"{entry.count:>7}{format_bytes(entry.wire_bytes):>13}"
-        )
-    return lines
+    found = estimate(known, planned.layout, machine, planned.plan)
+    return replace(found, text=planned.text)

@@ -20,7 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
-from moemesh.planner.estimate import command as estimate
+from moemesh.planner.estimate import estimate_named
 from tests import commands
 from tests.ranks import mesh_on_ranks
 
@@ -166,7 +166,7 @@ def test_the_verb_writes_what_estimate_reads(tmp_path: Path) -> None:
     plain = load_cluster(str(file)).model_copy(update={"links": ()})
     (tmp_path / "plain.toml").write_text(plain.to_toml("Without the table."))
     seconds = [
-        json.loads(estimate("tiny", str(path), "tp=2", 64, 8, as_json=True))["seconds"]["tensor"]
+        estimate_named("tiny", str(path), "tp=2", 64, 8).seconds["tensor"]
         for path in (file, tmp_path / "plain.toml")
     ]
     assert seconds[0] != seconds[1]

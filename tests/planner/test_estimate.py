@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from moemesh.cli.planning_text import estimate_text
 from moemesh.config.errors import ConfigError
-from moemesh.planner.estimate import command
+from moemesh.planner.estimate import estimate_named
 from moemesh.planner.plan_text import read_plan
 
 PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
@@ -19,7 +20,7 @@ PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
 
 def estimated(model: str = "qwen3-30b-a3b", plan: str = PLAN, **keys: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 64} | keys
-    return json.loads(command(model, plan=plan, as_json=True, **settings))
+    return json.loads(json.dumps(estimate_named(model, plan=plan, **settings).to_json()))
 
 
 def test_the_parts_of_the_contract() -> None:
@@ -58,7 +59,7 @@ def test_presets_of_plans() -> None:
 
 
 def test_the_table_for_people() -> None:
-    text = command("tiny", "laptop_cpu", "tp=2,ep=2", 32, 8)
+    text = estimate_text(estimate_named("tiny", "laptop_cpu", "tp=2,ep=2", 32, 8))
     for word in ("parameters", "GFLOP a token", "memory", "traffic", "step", "fits"):
         assert word in text
 
@@ -144,8 +145,8 @@ def test_bad_clusters(tmp_path: Path, line: str, word: str) -> None:
 
 def test_the_verb_without_torch() -> None:
     code = (
-        "import sys; from moemesh.planner.estimate import command; "
-        "command('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
+        "import sys; from moemesh.planner.estimate import estimate_named; "
+        "estimate_named('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.planner.estimate import command
+from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space
@@ -120,8 +119,7 @@ def test_the_time_of_a_collective_is_the_value_of_the_table(tmp_path: Path) -> N
     file = tmp_path / "cluster.toml"
     file.write_text(cluster(links=(gather, scatter)).to_toml("Two curves."))
     plan = "tp=4,dp=8,microbatch=1"
-    text = command("llama3-8b", str(file), plan, tokens, 64, as_json=True)
-    seconds = json.loads(text)["seconds"]
+    seconds = estimate_named("llama3-8b", str(file), plan, tokens, 64).seconds
     # The geometric mean in between; beyond the last size at least proportional to it.
     once = 3e-3 + 4e-3 * 4
     layers, microbatches, blocks, passes = 32, 8, 2, 2

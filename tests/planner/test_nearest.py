@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from moemesh.cli.planning_text import estimate_text
 from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.planner.estimate import command, estimate
+from moemesh.planner.estimate import estimate, estimate_named
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.nearest import edits, nearest_that_fits
@@ -84,7 +84,7 @@ def test_a_layout_can_be_read_back_from_its_text(text: str) -> None:
 
 def told(text: str, **keys: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 32} | keys
-    return json.loads(command("mixtral-8x7b", plan=text, as_json=True, **settings))
+    return estimate_named("mixtral-8x7b", plan=text, **settings).to_json()
 
 
 def test_estimate_says_it_as_json_and_in_words() -> None:
@@ -94,7 +94,7 @@ def test_estimate_says_it_as_json_and_in_words() -> None:
     assert near["memory_bytes"] < found["memory"]["device_bytes"] and "->" in near["change"]
     again = estimate(load_model("mixtral-8x7b"), layout(near["plan"]), CLUSTER)
     assert again.peak["fits"] and again.seconds["total"] == pytest.approx(near["seconds"])
-    text = command("mixtral-8x7b", "dgx_h100", CASES[0], 4096, 32)
+    text = estimate_text(estimate_named("mixtral-8x7b", "dgx_h100", CASES[0], 4096, 32))
     assert f"nearest that fits: {near['change']}" in text and "does NOT fit" in text
 
 
@@ -105,7 +105,7 @@ def test_where_nothing_fits_the_smallest_is_told() -> None:
 
 
 def test_a_layout_that_fits_needs_no_advice() -> None:
-    found = json.loads(command("tiny", "dgx_h100", "tp=2,ep=2", 128, 8, as_json=True))
+    found = estimate_named("tiny", "dgx_h100", "tp=2,ep=2", 128, 8).to_json()
     assert found["memory"]["fits"] and found["nearest_that_fits"] is None
 
 

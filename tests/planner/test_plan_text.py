@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
-from moemesh.planner.estimate import command
+from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout_sources import from_plan, plan_of
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.command import plan_keys
@@ -77,7 +77,7 @@ def test_the_keys_of_json_are_the_layout(table: dict[str, Any], pipe: dict[str, 
 
 def test_what_no_formula_reads_is_echoed() -> None:
     text = "pp=2,microbatches=4,overlap_blocks=false,optimizer_validation=after"
-    found = json.loads(command("tiny", "laptop_cpu", text, 32, 8, as_json=True))
+    found = estimate_named("tiny", "laptop_cpu", text, 32, 8).to_json()
     assert "overlap_blocks=false" in found["plan"] and "validation=after" in found["plan"]
 
 
@@ -86,7 +86,7 @@ def test_a_parameter_server_is_priced_and_echoed() -> None:
     found: dict[str, Any] = {}
     for dp in (2, 4, 8):
         plan = f"dp={dp},microbatch=2,data=parameter_server"
-        found[dp] = json.loads(command("tiny", "laptop_cpu", plan, 64, 16, as_json=True))
+        found[dp] = estimate_named("tiny", "laptop_cpu", plan, 64, 16).to_json()
     rows = {row["caller"]: row for row in found[4]["traffic"] if row["axis"] == "dp_cp"}
     push, pull = rows["parameter_server.push"], rows["parameter_server.pull"]
     assert push["wire_bytes"] == 2 * pull["payload_bytes"] and pull["wire_bytes"] == 0
@@ -95,5 +95,5 @@ def test_a_parameter_server_is_priced_and_echoed() -> None:
     seconds = {dp: one["seconds"]["data"] for dp, one in found.items()}
     assert seconds[4] == pytest.approx(2 * seconds[2], rel=0.05)
     assert seconds[8] == pytest.approx(4 * seconds[2], rel=0.05)
-    ring = json.loads(command("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16, as_json=True))
+    ring = estimate_named("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16).to_json()
     assert seconds[4] > 2 * ring["seconds"]["data"]

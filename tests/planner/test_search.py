@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from functools import cache
@@ -14,7 +13,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.search.command import NothingFits, command, plan, train_command
+from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space, families
 from moemesh.planner.shapes.load import load_model
@@ -113,7 +112,7 @@ def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> Non
 
 
 def test_what_cannot_be_trained_yet_is_said_and_can_be_left_out() -> None:
-    found = json.loads(command("tiny", "laptop_cpu", 128, 32, as_json=True))
+    found = to_json(plan_named("tiny", "laptop_cpu", 128, 32))
     assert any(row["not_trained"] for row in found["plans"])
     for row in found["plans"]:
         said = {setting.split(" = ")[0] for setting in row["not_trained"]}
@@ -121,10 +120,10 @@ def test_what_cannot_be_trained_yet_is_said_and_can_be_left_out() -> None:
         assert said == ({"data"} if keys["data"] != "replicate" else set()) | (
             {"cp"} if keys["cp"] > 1 else set()
         )
-    rest = json.loads(command("tiny", "laptop_cpu", 128, 32, trainable=True, as_json=True))
+    rest = to_json(plan_named("tiny", "laptop_cpu", 128, 32, trainable=True))
     assert [row["not_trained"] for row in rest["plans"]] == [[]] * len(rest["plans"])
     assert rest["plans"][0]["seconds"] >= found["plans"][0]["seconds"]
-    untrained = json.loads(command("deepseek-v2-lite", "dgx_h100", 128, 32, as_json=True))
+    untrained = to_json(plan_named("deepseek-v2-lite", "dgx_h100", 128, 32))
     assert "attention = mla" in untrained["plans"][0]["not_trained"]
 
 
@@ -138,7 +137,7 @@ def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:
 
 
 def test_json_keeps_the_contract() -> None:
-    answer = json.loads(command("tiny", "dgx_a100", 128, 32, top=2, as_json=True))
+    answer = to_json(plan_named("tiny", "dgx_a100", 128, 32, top=2))
     assert {"plans", "lower_bound_seconds", "examined", "rejected"} <= answer.keys()
     assert len(answer["plans"]) == 2
     for row in answer["plans"]:
@@ -149,15 +148,15 @@ def test_json_keeps_the_contract() -> None:
 
 def test_bad_input_names_the_numbers() -> None:
     with pytest.raises(ConfigError) as told:
-        command("no-such-model", "dgx_h1000", 0, -1)
+        plan_named("no-such-model", "dgx_h1000", 0, -1)
     message = str(told.value)
     assert all(word in message for word in ("no-such-model", "dgx_h1000", "seq_len", "-1"))
     with pytest.raises(ConfigError, match="80000000 devices"):
-        command("tiny", "dgx_h100", 128, 32, nodes=10_000_000)
+        plan_named("tiny", "dgx_h100", 128, 32, nodes=10_000_000)
     with pytest.raises(ConfigError, match="nodes"):
-        command("tiny", "dgx_h100", 128, 32, nodes=0)
+        plan_named("tiny", "dgx_h100", 128, 32, nodes=0)
     with pytest.raises(ConfigError, match="global_batch = 7") as batch:
-        command("llama3-8b", "dgx_h100", 4095, 7, nodes=509)
+        plan_named("llama3-8b", "dgx_h100", 4095, 7, nodes=509)
     assert "legal" in str(batch.value)
     with pytest.raises(NothingFits, match="more than there is"):
-        command("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)
+        plan_named("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)

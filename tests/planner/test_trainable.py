@@ -14,7 +14,7 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.search.command import NothingFits, command
+from moemesh.planner.search.command import NothingFits, plan_named, to_json
 from moemesh.train.preflight import untrainable
 
 MODELS = ["tiny", "llama3-8b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
@@ -33,10 +33,10 @@ EVERY = [(m, c, *b) for m in MODELS for c in CLUSTERS for b in BATCHES]
 
 def answers(model: str, cluster: str, seq_len: int, batch: int, **more: Any) -> list[Any]:
     try:
-        text = command(model, cluster, seq_len, batch, trainable=True, as_json=True, **more)
+        found = plan_named(model, cluster, seq_len, batch, trainable=True, **more)
     except (NothingFits, ConfigError):
         return []
-    return json.loads(text)["plans"]
+    return to_json(found)["plans"]
 
 
 def check(model: str, cluster: str, seq_len: int, batch: int) -> int:
@@ -79,7 +79,7 @@ def test_what_is_never_trained_is_refused(
     model: str, more: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        command(model, "dgx_h100", 4096, 64, trainable=True, **more)
+        plan_named(model, "dgx_h100", 4096, 64, trainable=True, **more)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -1,15 +1,13 @@
-"""``moemesh plan``: search, and print the best layouts with their reasons and their certificate."""
+"""``moemesh plan``: the best layouts with reasons and a certificate, and calls that train them."""
 
 from __future__ import annotations
 
-import json
 import shlex
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
@@ -21,7 +19,7 @@ from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
-from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.shapes.load import Model, load_both, load_model
 from moemesh.trace.memory import format_bytes
 
 #: Keys of [plan] that every answer names, with their defaults, too.
@@ -85,19 +83,10 @@ def plan_named(
     keeps to what ``moemesh train`` carries out.
     """
     problems: list[Problem] = []
-    known: dict[str, Any] = {}
-    for name, read in (
-        ("model", lambda: load_model(model)),
-        ("cluster", lambda: load_cluster(cluster)),
-    ):
-        try:
-            known[name] = read()
-        except ConfigError as error:
-            problems += error.problems
+    known, machine = load_both(model, cluster, problems)
     for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top)):
         if value < 1:
             problems.append(_too_small(name, value))
-    machine: Cluster | None = known.get("cluster")
     if machine is not None and nodes is not None:
         machine = machine.model_copy(update={"nodes": nodes})
     if machine is not None and not 1 <= machine.num_devices <= LARGEST_DEGREE:
@@ -113,7 +102,7 @@ def plan_named(
                 else "nodes = 1",
             )
         )
-    if problems or machine is None:
+    if problems or known is None or machine is None:
         raise ConfigError(problems)
     space = Space(
         num_devices=machine.num_devices,
@@ -125,25 +114,8 @@ def plan_named(
         trainable=trainable,
     )
     if trainable:
-        _refuse_untrainable(known["model"], space)
-    return plan(known["model"], machine, space, top)
-
-
-def command(
-    model: str,
-    cluster: str,
-    seq_len: int,
-    global_batch: int,
-    *,
-    as_json: bool = False,
-    **options: Any,
-) -> str:
-    """The text that ``moemesh plan`` prints; `options` are those of :func:`plan_named`."""
-    planned = plan_named(model, cluster, seq_len, global_batch, **options)
-    if as_json:
-        return json.dumps(to_json(planned), indent=2)
-    asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
-    return table(planned, shlex.join(map(str, [*asked, "--global-batch", global_batch])))
+        _refuse_untrainable(known, space)
+    return plan(known, machine, space, top)
 
 
 def _refuse_untrainable(model: Model, space: Space) -> None:
@@ -235,85 +207,6 @@ def _set(section: str, values: Section, defaults: Section) -> list[str]:
         for name in type(values).model_fields
         if (value := getattr(values, name)) != getattr(defaults, name)
     ]
-
-
-def table(planned: Planned, asked: str) -> str:
-    """A readable answer to the options `asked`, which `moemesh estimate` takes, too."""
-    best, cluster = planned.candidates[0], planned.cluster
-    lines = [
-        f"{planned.model.shape.name} on {cluster.num_devices} devices of {cluster.name} "
-        f"({_count(cluster.nodes, 'node')}), {best.layout.seq_len} tokens a sequence, "
-        f"{best.layout.global_batch} sequences a step",
-        "",
-    ]
-    heads = (
-        "pp", "dp", "cp", "tp", "ep", "etp", "schedule", "mb", "data", "recompute", "exit",
-        "dispatcher",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = [("#", *heads, "seconds", "memory")]
-    for number, found in enumerate(planned.candidates, start=1):
-        keys = plan_keys(found.layout)
-        schedule = keys["schedule"]
-        if keys["stages_per_rank"] > 1:
-            schedule += f" x{keys['stages_per_rank']}"
-        shown = (
-            *(keys[name] for name in heads[:6]),
-            schedule if keys["pp"] > 1 else "-",
-            keys["microbatches"],
-            keys["data"],
-            keys["recompute"],
-            keys["attention_exit"] if keys["tp"] > 1 else "-",
-            keys["dispatcher"] if keys["ep"] > 1 else "-",
-        )
-        memory = format_bytes(round(found.memory.needed))
-        rows.append((str(number), *map(str, shown), f"{found.seconds:.3f}", memory))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    lines += ["", "a step of the first:"]
-    for name, seconds in sorted(best.breakdown.items(), key=lambda item: -item[1]):
-        if name != "total" and seconds > 0.0005 * best.seconds:
-            lines.append(f"  {name:12} {seconds:10.4f} s  {seconds / best.seconds:6.1%}")
-    memory = best.memory
-    parts = ("states", "activations", "logits", "working")
-    held = ", ".join(f"{name} {format_bytes(round(getattr(memory, name)))}" for name in parts)
-    lines += ["", f"memory of pipeline rank {memory.rank}: {held}"]
-    lines += _wrapped(f"binding: {planned.advice.binding}")
-    for line in planned.advice.why_not:
-        lines += _wrapped(f"why not {line}")
-    certificate = planned.certificate
-    gap = best.seconds / certificate.lower_bound_seconds - 1
-    lines += [
-        "",
-        *_wrapped(
-            f"certificate: {certificate.examined:,} layouts examined; none of them that fits is "
-            f"faster under this model (lower bound {certificate.lower_bound_seconds:.3f} s, gap "
-            f"{gap:.1%}); computing alone takes {certificate.compute_floor_seconds:.3f} s"
-        ),
-        *_wrapped(
-            "left out: "
-            + "; ".join(f"{name} {count:,}" for name, count in certificate.rejected.items())
-        ),
-        *_wrapped("assumed: " + "; ".join(certificate.assumptions)),
-        "",
-    ]
-    if not (refused := not_trained(best.layout, planned.model)):
-        return "\n".join([*lines, train_command(best.layout, planned.model)])
-    lines += [
-        f"moemesh estimate {asked} --plan {best.layout.text}",
-        *_wrapped(f"this version plans {', '.join(refused)} and does not train it"),
-    ]
-    if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
-        lines.append("the best of what it trains: the same call with --trainable")
-    return "\n".join(lines)
-
-
-def _wrapped(line: str) -> list[str]:
-    """Lines of at most 100 columns."""
-    return textwrap.wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def _too_small(name: str, value: int) -> Problem:

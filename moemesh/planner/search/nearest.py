@@ -23,7 +23,6 @@ from moemesh.planner.search.space import EXITS, SCHEDULES, Space
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import is_defined
-from moemesh.trace.memory import format_bytes
 
 #: Keys that an edit changes at once, at most.
 MOST_CHANGES = 2
@@ -84,17 +83,6 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Neare
             seconds=other.seconds,
         )
     return f"no layout of {layout.world_size} such devices fits: {what_would_fit(found)}"
-
-
-def describe(near: Nearest | str, seconds: float) -> str:
-    """Two lines for a person; `seconds` of the layout that does not fit."""
-    if isinstance(near, str):
-        return near
-    needed = format_bytes(round(near.needed))
-    return (
-        f"nearest that fits: {near.change}: {needed}, {near.seconds:.4g} s a step "
-        f"({near.seconds / seconds - 1:+.1%})\n{'':12}--plan {near.layout.text}"
-    )
 
 
 def edits(

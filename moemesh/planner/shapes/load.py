@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
@@ -58,6 +59,25 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if path.suffix == ".json":
         return Model(read_huggingface(_json(text, source), name), None)
     return _from_table(_toml(text, source), name, source)
+
+
+def load_both(
+    model: str | Path | ModelConfig | Model,
+    cluster: str | Path | Cluster,
+    problems: list[Problem],
+) -> tuple[Model | None, Cluster | None]:
+    """Model and cluster of a verb's options; what cannot be read is None and in `problems`."""
+    known: Model | None = None
+    machine: Cluster | None = None
+    try:
+        known = load_model(model)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        machine = load_cluster(cluster)
+    except ConfigError as error:
+        problems += error.problems
+    return known, machine
 
 
 def _json(text: str, source: str) -> Mapping[str, Any]:
