@@ -1,7 +1,7 @@
 """Checkpoints of any program: `moemesh.save_checkpoint` and `moemesh.load_checkpoint`.
 
-What is saved has no layout: a tensor by its global shape, a module's experts by global id, the
-state of an optimizer by the names of parameters. So any number of ranks can load it.
+A checkpoint has no layout: a tensor is saved by its global shape, a module's experts by global id,
+the state of an optimizer by the names of parameters. So any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _axis(group: ProcessGroup | None) -> Axis:
 
 
 class _State:
-    """What a program gave: containers, and in them modules and optimizers as nested state."""
+    """The state that a program gave, its modules and optimizers taken apart into leaves."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -122,14 +122,14 @@ class _State:
         map_leaves(state, self._name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Path -> tensor or value. With `checkpoint`, optimizers have memory for the state that it
-        holds, whether or not they have state already."""
+        """Returns path -> tensor or value. With `checkpoint`, optimizers get zeros for the state
+        that it holds, in place of their own."""
         return flatten(
             map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
         )
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
-        """The state after loading: optimizers have taken theirs, numbers and texts are `leaves`."""
+        """Returns the state after loading: optimizers hold theirs, other leaves are replaced."""
 
         def fill(path: str, node: Any) -> Any:
             if isinstance(node, torch.optim.Optimizer):

@@ -81,7 +81,7 @@ def parallelize(
 
 @dataclass(eq=False)
 class ParallelModel:
-    """What one rank runs. Use :func:`parallelize`."""
+    """The part of a model that one rank trains; :func:`parallelize` makes it."""
 
     parallel: hub.ParallelModel
     config: RunConfig
@@ -111,7 +111,7 @@ class ParallelModel:
         loss_mask: Tensor | None = None,
         clip: float = 0.0,
     ) -> StepResult:
-        """Forward and backward of one global batch; the gradients are then in ``.grad``.
+        """Run forward and backward of one global batch; the gradients are then in ``.grad``.
 
         `tokens` int64 [B, S] are **all** sequences of the step, the same on every rank: each takes
         its own. `targets` int64 [B, S]; None: tokens are [B, S + 1] and each predicts the next.
@@ -153,15 +153,15 @@ class ParallelModel:
         valid: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> float:
-        """Mean negative log-likelihood (nats a token) of a global batch, without gradients."""
+        """Returns the mean negative log-likelihood of a global batch in nats a token."""
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         self._check(tokens, targets, valid, loss_mask)
         return evaluate(self.parallel, self._own(tokens, targets, valid, loss_mask, 1))
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
-        """Logical name -> this rank's part of a parameter or buffer, of global shape and offset;
-        a part without a place of its own (equal on all ranks) is a plain tensor.
+        """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
+        a buffer, which is equal on all ranks.
 
         For :func:`moemesh.save_checkpoint` and :func:`moemesh.load_checkpoint`, which fills it in
         place, under any plan.

@@ -1,4 +1,4 @@
-"""Any state as shards and values: nested dicts and lists with tensors, whole or sharded, at leaves.
+"""Nested dicts and lists of any state as named leaves: tensors, parts of tensors, and values.
 
 A leaf is named by its path, keys joined by "/": ``model/layers.0.weight``, ``optimizer/state/3/
 exp_avg``. An integer key (and a place in a list) begins with "#", so that it comes back as one.
@@ -103,7 +103,7 @@ def _typed(node: Any) -> Any:
 
 
 def shard_of(name: str, leaf: Any) -> Shard:
-    """A tensor leaf: whole, a DTensor's part, or a part as it says. Shares its memory."""
+    """Returns the shard of a tensor, DTensor or Sharded, which shares its memory."""
     if isinstance(leaf, Sharded):
         return Shard(name=name, shape=leaf.shape, offset=leaf.offset, tensor=leaf.tensor.detach())
     leaf = leaf.detach()
@@ -122,7 +122,7 @@ def shard_of(name: str, leaf: Any) -> Shard:
 
 
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
-    """Of equal parts on several ranks, those that this rank saves: the lowest one that holds them.
+    """Returns the shards that this rank saves: of a part on several ranks, the lowest one does.
 
     Raises CheckpointError on every rank where such parts differ.
     """

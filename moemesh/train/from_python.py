@@ -48,7 +48,7 @@ def train(
 
 
 def overrides_of(config: RunConfig) -> list[str]:
-    """Every key of `config` that has a value, as ``section.key=value``: together they are it."""
+    """Returns ``section.key=value`` for every key of `config` that has a value."""
     return [
         f"{section}.{key}={format_value(value)}"
         for section, fields in config_values(config).items()

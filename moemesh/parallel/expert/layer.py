@@ -55,7 +55,7 @@ _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
 class Auxiliary(NamedTuple):
-    """What a forward says beside its output.
+    """The second result of a forward.
 
     ``loss``: the sum of the next two, to be added to this rank's loss; both carry their
     coefficients and gradients. ``counts`` int64 [E]: choices of this rank's tokens by global expert
@@ -142,7 +142,14 @@ class MoELayer(nn.Module):
                 "least 1"
             )
         self.gradients, self.max_tokens = gradients, max_tokens
-        self.plan = Plan(dp=size, ep=size, dispatcher=dispatcher, payload=payload, combine=combine)
+        self.plan = Plan(
+            dp=size,
+            ep=size,
+            dispatcher=dispatcher,
+            payload=payload,
+            combine=combine,
+            dispatch_chunks=dispatch_chunks,
+        )
         with torch.device("cpu" if device is None else device):
             block = _Block(self.config, gradients, size)
             if size > 1:
@@ -193,7 +200,7 @@ class MoELayer(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Auxiliary]:
-        """y [..., H] of x [..., H]; `valid` bool [...]: False for padding, which is not routed.
+        """Returns y [..., H] for x [..., H]; `valid` bool [...] is False for padding, never routed.
 
         x has the dtype of the experts, or a shorter one (they are cast); under autocast x and
         weights are cast to its dtype. The router computes in fp32 (fp64). y has the dtype of the
@@ -220,7 +227,7 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor) -> None:
-        """Aux-loss-free balancing, once per optimizer step: `counts` int64 [E] are those of this
+        """Balance without a loss, once per optimizer step: `counts` int64 [E] are those of this
         rank's forwards of the step; they are summed over group and replicas, which all call."""
         if self.router.selection_bias is None:
             raise LayerError("update_selection_bias needs router_selection_bias=True")
