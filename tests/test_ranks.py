@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -145,6 +147,17 @@ def clean() -> list[tuple[int, dict[str, object]]]:
     found = run_on_ranks(2, look)
     assert [state["sum"] for _, state in found] == [2.0, 2.0]
     return found
+
+
+def is_preloaded(rank: int) -> bool:
+    return "tests.preload" in sys.modules
+
+
+def test_the_fork_server_has_loaded_what_ranks_need() -> None:
+    """Multiprocessing hides an ImportError of a preloaded module: every rank would only be slow."""
+    if run_on_ranks(1, is_preloaded, fresh=True) != [True]:
+        importlib.import_module("tests.preload")  # says why
+        pytest.fail("tests.preload imports here, but the fork server has not loaded it")
 
 
 def test_processes_are_used_again() -> None:
