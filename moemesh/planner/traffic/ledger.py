@@ -29,7 +29,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from moemesh.config.layout import shard_range, shard_sizes
+from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
@@ -39,7 +39,6 @@ from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.step_end import StepEnd
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.messages import messages
-from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.ledger import Ledger
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -100,10 +99,6 @@ class _Step:
         self.routing = routing or uniform_routing(model, self.layout)
         self.placement = StagePlacement(model, plan, seq_len)
         self.schedule = self.placement.schedule
-        self.lengths = (seq_len,)
-        if self.schedule.num_slices > 1:
-            # Frozen pydantic models are hashable, which their types do not say.
-            self.lengths = slice_lengths(model, plan, seq_len)  # pyright: ignore[reportArgumentType]
         self.max_tokens = plan.tokens_per_rank(seq_len, global_batch)
         self.is_full = plan.recompute == "full"
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
@@ -116,14 +111,10 @@ class _Step:
         )
         self.once = LedgerLines(self.layout, rank)
 
-    def sequences(self, dp: int, microbatch: int) -> int:
-        """Sequences of one microbatch of one data-parallel rank."""
-        own = len(shard_range(self.batch, self.plan.dp, dp))
-        return len(shard_range(own, self.plan.microbatches, microbatch))
-
     def tokens(self, dp: int, forward: _Forward) -> int:
         """Tokens of one forward of one data-parallel rank."""
-        return self.sequences(dp, forward.microbatch) * self.lengths[forward.slice]
+        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
+        return sequences * self.placement.lengths[forward.slice]
 
     def local_tokens(self, rank: int, forward: _Forward) -> int:
         """Rows of the residual stream of `rank` in one forward."""
@@ -205,7 +196,7 @@ class _Step:
     def _balance(self, dp: int, forward: _Forward, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""
         model, lines = self.model, self.lines
-        sequences = self.sequences(dp, forward.microbatch)
+        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
         is_last = forward.slice == self.schedule.num_slices - 1
         if (model.aux_loss_coefficient or model.z_loss_coefficient) and is_last:
             scope = model.aux_loss_scope

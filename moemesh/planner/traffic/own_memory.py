@@ -29,7 +29,7 @@ from math import ceil
 from typing import Literal
 
 from moemesh.config.dispatchers import EXACT_ROWS
-from moemesh.config.layout import Layout, shard_range, shard_sizes
+from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
@@ -37,7 +37,6 @@ from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement
 from moemesh.schedule.action import Op
-from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.memory import MemoryProfile
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -107,10 +106,7 @@ class _Saved:
         self.model, self.plan = placement.model, placement.plan
         self.batch = global_batch
         #: Of each slice of a sequence; its keys and values that later slices copy are left out.
-        self.lengths = (seq_len,)
-        if placement.schedule.num_slices > 1:
-            # Frozen pydantic models are hashable, which their types do not say.
-            self.lengths = slice_lengths(self.model, self.plan, seq_len)  # pyright: ignore[reportArgumentType]
+        self.lengths = placement.lengths
         self.w, self.wide = element, max(element, 4)
         self.routing = routing or uniform_routing(self.model, layout)
         self.max_tokens = self.plan.tokens_per_rank(seq_len, global_batch)
@@ -121,8 +117,7 @@ class _Saved:
         slice of one) on `rank`."""
         at = self.layout.coordinates(rank)
         microbatch, slice = divmod(number, len(self.lengths))
-        own = len(shard_range(self.batch, self.plan.dp, at["dp"]))
-        sequences = len(shard_range(own, self.plan.microbatches, microbatch))
+        sequences = self.placement.sequences(self.batch, at["dp"], microbatch)
         whole = sequences * self.lengths[slice]
         return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
-from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
+from moemesh.schedule.slicing import slice_lengths
 
 #: Bytes of one bucket of gradients, as in `moemesh.parallel.data`.
 BUCKET_BYTES = 25 << 20
@@ -119,9 +121,22 @@ class StagePlacement:
     """
 
     def __init__(self, model: ModelConfig, plan: Plan, seq_len: int = 0) -> None:
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.seq_len = model, plan, seq_len
         self.schedule: Schedule = build_step(plan, model, seq_len)
         self.layers = cut_layers(model, self.schedule.num_stages, plan.layers_per_stage)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each slice of a sequence; the whole of it where a schedule does not cut it."""
+        if self.schedule.num_slices == 1:
+            return (self.seq_len,)
+        # Frozen pydantic models are hashable, which their types do not say.
+        return slice_lengths(self.model, self.plan, self.seq_len)  # pyright: ignore[reportArgumentType]
+
+    def sequences(self, global_batch: int, dp: int, microbatch: int) -> int:
+        """Sequences of one microbatch of one data-parallel rank."""
+        own = len(shard_range(global_batch, self.plan.dp, dp))
+        return len(shard_range(own, self.plan.microbatches, microbatch))
 
     def stages(self, pp_rank: int) -> list[int]:
         """The stages that a pipeline rank runs, of whatever pipe, each once."""
