@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.operators.blocks import TransformerBlocks
 from moemesh.planner.operators.convolution import two_branch_network
-from moemesh.planner.operators.resharding import LayoutError, MeshAxis
+from moemesh.planner.operators.resharding import MeshAxis
 from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import (
     RECOMPUTE,
@@ -130,8 +129,6 @@ def test_links_follow_the_shape_of_the_group(cluster: Cluster) -> None:
     assert whole.seconds_per_byte == 1 / min(
         cluster.intra_node_bandwidth, 8 * cluster.inter_node_bandwidth
     )
-    with pytest.raises(UserError, match="need 32 devices; cluster dgx_h100 has 16"):
-        cost_model(two_nodes, {"data": 4, "tensor": 8})
 
 
 def test_sizes_that_do_not_divide_are_not_cut() -> None:
@@ -152,11 +149,3 @@ def test_sizes_that_do_not_divide_are_not_cut() -> None:
     assert (ways["t=inner"].inputs, ways["t=inner"].output) == ((("S1",),), ("P",))
     assert (ways["t=columns"].inputs, ways["t=columns"].output) == ((("B",),), ("S1",))
     assert ways["t=inner"].state_bytes == ways["whole"].state_bytes / 4
-
-
-def test_empty_inputs_are_refused(cluster: Cluster) -> None:
-    costs = cost_model(cluster, {"devices": 2})
-    with pytest.raises(LayoutError, match="0 sequences"):
-        TransformerBlocks(shape=shape_of("tiny"), batch=0, sequence=8, costs=costs)
-    with pytest.raises(LayoutError, match="crossing at 9"):
-        two_branch_network(8, costs, crossing=9)

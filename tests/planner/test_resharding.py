@@ -1,14 +1,12 @@
-"""Changing layouts: the table of the module, several axes, and refusals."""
+"""Changing layouts: the table of the module, and several axes."""
 
 from __future__ import annotations
 
 import pytest
 
 from moemesh.planner.operators.resharding import (
-    LayoutError,
     MeshAxis,
     local_bytes,
-    parse_layout,
     reshard_seconds,
 )
 
@@ -33,7 +31,7 @@ TWO = (MeshAxis(name="d", size=2, seconds_per_byte=10.0), ONE[0])
 )
 def test_one_axis(source: str, target: str, forward: float, backward: float) -> None:
     # 16 bytes over 4 ranks at 1 s a byte: a gather moves 12, an all-reduce 24, an all-to-all 3.
-    ends = parse_layout(source), parse_layout(target)
+    ends = (source,), (target,)
     assert reshard_seconds(16, *ends, ONE, backward=False) == forward
     assert reshard_seconds(16, *ends, ONE) == forward + backward
 
@@ -68,12 +66,3 @@ def test_axes_of_one_rank_are_free() -> None:
 def test_local_bytes() -> None:
     assert local_bytes(16, ("S0", "S1"), TWO) == 2
     assert local_bytes(16, ("P", "S1"), TWO) == 4
-
-
-def test_unknown_layouts_are_refused() -> None:
-    with pytest.raises(LayoutError, match="1 placements for 2 axes"):
-        reshard_seconds(16, ("R",), ("R", "R"), TWO)
-    with pytest.raises(LayoutError, match="'X'"):
-        parse_layout("X")
-    with pytest.raises(LayoutError, match="size 0"):
-        MeshAxis(name="t", size=0, seconds_per_byte=1.0)

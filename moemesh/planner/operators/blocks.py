@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from moemesh.planner.flops import attended_tokens
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.graph_builder import GraphBuilder
-from moemesh.planner.operators.resharding import LayoutError
 from moemesh.planner.operators.strategies import CostModel, OperatorSpec
 from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 
@@ -44,12 +43,6 @@ class TransformerBlocks:
     sequence: int
     costs: CostModel
     element_bytes: int = 2
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.sequence < 1:
-            raise LayoutError(
-                f"{self.batch} sequences of {self.sequence} tokens: both must be at least 1"
-            )
 
     @property
     def tokens(self) -> int:

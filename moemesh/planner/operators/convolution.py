@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.operators.graph_builder import GraphBuilder
-from moemesh.planner.operators.resharding import LayoutError
 from moemesh.planner.operators.strategies import CostModel, OperatorSpec
 
 
@@ -49,13 +48,8 @@ def two_branch_network(
 ) -> OperatorGraph:
     """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
 
-    Raises LayoutError for an empty batch or a crossing that is not a layer behind the first.
+    The crossing is a layer behind the first.
     """
-    if batch < 1 or not layers or not 0 < crossing < len(layers):
-        raise LayoutError(
-            f"batch {batch}, {len(layers)} convolutions, crossing at {crossing}: batch is at least "
-            f"1 and the crossing from 1 to {len(layers) - 1}"
-        )
     builder = GraphBuilder(costs)
     image_bytes = float(batch * image_channels * image_side**2 * element_bytes)
     images = builder.data("images", 2, {0: batch}, image_bytes)

@@ -12,7 +12,7 @@ copies: its costs count that often, so a model of 60 layers of two kinds is a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -21,14 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.config.errors import UserError
+from moemesh.planner.operators.resharding import MeshLayout
 
 FloatArray = NDArray[np.float64]
-#: Any hashable value; `resharding` uses one placement per mesh axis.
-Layout = Hashable
 
 
 class OperatorError(UserError):
-    """An operator graph that cannot be built or has no answer."""
+    """An operator graph that has no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,8 @@ class Strategy:
     """
 
     name: str = ""
-    inputs: tuple[Layout, ...] = ()
-    output: Layout = None
+    inputs: tuple[MeshLayout, ...] = ()
+    output: MeshLayout = ()
     seconds: float
     state_bytes: float = 0.0
     saved_bytes: float = 0.0
@@ -90,23 +89,11 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OperatorGraph:
-    """Operators, edges, and how many equal copies of each group there are (default: one).
-
-    Raises OperatorError on shapes that disagree and on NaN.
-    """
+    """Operators, edges, and how many equal copies of each group there are (default: one)."""
 
     operators: tuple[Operator, ...]
     edges: tuple[Edge, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def __post_init__(self) -> None:
-        for operator in self.operators:
-            if not operator.strategies:
-                raise OperatorError(f"operator {operator.name!r} has no strategy: give at least 1")
-            for strategy in operator.strategies:
-                _check_strategy(operator.name, strategy)
-        for edge in self.edges:
-            self._check_edge(edge)
 
     def count(self, group: str) -> int:
         """How many equal copies of a group there are."""
@@ -134,15 +121,8 @@ class OperatorGraph:
 
     def group_costs(self, choices: Sequence[int]) -> dict[str, Cost]:
         """What one copy of each group costs under one strategy per operator, by position."""
-        if len(choices) != len(self.operators):
-            raise OperatorError(f"{len(choices)} choices for {len(self.operators)} operators")
         costs: dict[str, Cost] = {}
         for operator, choice in zip(self.operators, choices, strict=True):
-            if not 0 <= choice < len(operator.strategies):
-                raise OperatorError(
-                    f"operator {operator.name!r} has strategies 0 to "
-                    f"{len(operator.strategies) - 1}, not {choice}"
-                )
             found = operator.strategies[choice]
             cost = Cost(found.seconds, found.state_bytes, found.saved_bytes)
             costs[operator.group] = costs.get(operator.group, Cost()).plus(cost)
@@ -164,48 +144,3 @@ class OperatorGraph:
             operator.name: operator.strategies[choice].name
             for operator, choice in zip(self.operators, choices, strict=True)
         }
-
-    def _check_edge(self, edge: Edge) -> None:
-        last = len(self.operators) - 1
-        for end in (edge.source, edge.target):
-            if not 0 <= end <= last:
-                raise OperatorError(f"an edge names operator {end}; there are 0 to {last}")
-        if edge.source == edge.target:
-            raise OperatorError(
-                f"an edge joins operator {edge.source} to itself: add its diagonal to the "
-                "operator's seconds"
-            )
-        expected = (self.num_strategies[edge.source], self.num_strategies[edge.target])
-        if edge.seconds.shape != expected:
-            raise OperatorError(
-                f"edge {edge.source} -> {edge.target} has costs of shape {edge.seconds.shape}; "
-                f"the strategies of its ends make it {expected}"
-            )
-        if np.isnan(edge.seconds).any() or np.isneginf(edge.seconds).any():
-            raise OperatorError(f"edge {edge.source} -> {edge.target} has a cost of NaN or -inf")
-
-
-def edge_table(
-    source: Operator, target: Operator, input_index: int, price: Callable[[Layout, Layout], float]
-) -> FloatArray:
-    """Seconds [source strategy, target strategy]; every pair of layouts is priced once."""
-    for strategy in target.strategies:
-        if input_index >= len(strategy.inputs):
-            raise OperatorError(
-                f"strategy {strategy.name!r} of {target.name!r} has {len(strategy.inputs)} inputs; "
-                f"a link asks for number {input_index}"
-            )
-    left = [strategy.output for strategy in source.strategies]
-    wanted = [strategy.inputs[input_index] for strategy in target.strategies]
-    prices = {(a, b): price(a, b) for a in set(left) for b in set(wanted)}
-    return np.array([[prices[a, b] for b in wanted] for a in left])
-
-
-def _check_strategy(operator: str, strategy: Strategy) -> None:
-    where = f"strategy {strategy.name!r} of operator {operator!r}"
-    if np.isnan(strategy.seconds) or strategy.seconds == -np.inf:
-        raise OperatorError(f"{where} takes {strategy.seconds} seconds")
-    for name in ("state_bytes", "saved_bytes"):
-        value: float = getattr(strategy, name)
-        if not 0 <= value < np.inf:
-            raise OperatorError(f"{where} has {name} = {value}; bytes are finite and at least 0")

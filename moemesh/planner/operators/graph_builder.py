@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from itertools import product
 
-from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, edge_table
-from moemesh.planner.operators.resharding import LayoutError, MeshLayout, reshard_seconds
+import numpy as np
+
+from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph
+from moemesh.planner.operators.resharding import reshard_seconds
 from moemesh.planner.operators.strategies import CostModel, OperatorSpec, operator_of, port
 
 
@@ -37,10 +39,6 @@ class GraphBuilder:
 
     def add(self, spec: OperatorSpec, *inputs: int) -> int:
         """An operator that reads the outputs of `inputs`, in order."""
-        if len(inputs) != len(spec.inputs):
-            raise LayoutError(
-                f"operator {spec.name!r} has {len(spec.inputs)} inputs, {len(inputs)} are given"
-            )
         target = self._place(operator_of(spec, self.costs, self._group))
         for index, source in enumerate(inputs):
             self.link(source, target, index)
@@ -49,17 +47,16 @@ class GraphBuilder:
     def link(self, source: int, target: int, input_index: int = 0) -> None:
         """`target` reads the output of `source`; the change of layout belongs to this group."""
 
-        def price(left: object, wanted: object) -> float:
-            return reshard_seconds(
-                self._operators[source].output_bytes,
-                cast("MeshLayout", left),
-                cast("MeshLayout", wanted),
-                self.costs.axes,
-                backward=source not in self._constant,
-            )
-
-        ends = self._operators[source], self._operators[target]
-        seconds = edge_table(*ends, input_index, price)
+        reader, num_bytes = self._operators[target], self._operators[source].output_bytes
+        left = [strategy.output for strategy in self._operators[source].strategies]
+        wanted = [strategy.inputs[input_index] for strategy in reader.strategies]
+        backward = source not in self._constant
+        # Every pair of layouts is priced once: many strategies leave the same layout.
+        prices = {
+            (a, b): reshard_seconds(num_bytes, a, b, self.costs.axes, backward=backward)
+            for a, b in product(set(left), set(wanted))
+        }
+        seconds = np.array([[prices[a, b] for b in wanted] for a in left])
         self._edges.append(
             Edge(
                 source=source,

@@ -40,17 +40,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moemesh.config.errors import UserError
-
 #: One placement an axis: "R", "P", "B" or "S" and the number of a dim.
 MeshLayout = tuple[str, ...]
 
 _FORWARD = {"B": "R"}
 _GRADIENT = {"P": "R", "B": "P"}
-
-
-class LayoutError(UserError):
-    """A layout or mesh axis that means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +55,6 @@ class MeshAxis:
     size: int
     latency: float = 0.0
     seconds_per_byte: float
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise LayoutError(f"mesh axis {self.name!r} has size {self.size}; at least 1 is legal")
-        if self.latency < 0 or self.seconds_per_byte < 0:
-            raise LayoutError(
-                f"mesh axis {self.name!r} has latency {self.latency} and {self.seconds_per_byte} "
-                "seconds a byte; neither can be below 0"
-            )
 
     def gather(self, num_bytes: float) -> float:
         """All-gather to, or reduce-scatter from, `num_bytes` a rank."""
@@ -86,32 +71,14 @@ class MeshAxis:
         return self.gather(num_bytes)
 
 
-def parse_layout(text: str) -> MeshLayout:
-    """The layout written with commas: "S0,R" is cut along the first axis only."""
-    layout = tuple(part.strip().upper() for part in text.split(","))
-    check_layout(layout, len(layout))
-    return layout
-
-
-def check_layout(layout: MeshLayout, num_axes: int) -> None:
-    """Raise LayoutError unless `layout` has one known placement an axis."""
-    if len(layout) != num_axes:
-        raise LayoutError(f"layout {layout} has {len(layout)} placements for {num_axes} axes")
-    for placement in layout:
-        if placement not in ("R", "P", "B") and cut_dim(placement) is None:
-            raise LayoutError(f"no placement {placement!r}: choose from R, P, B, S0, S1, ...")
-
-
-def cut_dim(placement: str) -> int | None:
-    """The dim that a placement cuts, None when it cuts none."""
-    digits = placement[1:]
-    return int(digits) if placement[:1] == "S" and digits.isascii() and digits.isdigit() else None
+def _cuts(placement: str) -> bool:
+    return placement[0] == "S"
 
 
 def local_bytes(num_bytes: float, layout: MeshLayout, axes: Sequence[MeshAxis]) -> float:
     """Bytes that one rank holds of a tensor of `num_bytes`."""
     for placement, axis in zip(layout, axes, strict=True):
-        if cut_dim(placement) is not None:
+        if _cuts(placement):
             num_bytes /= axis.size
     return num_bytes
 
@@ -126,11 +93,9 @@ def reshard_seconds(
 ) -> float:
     """Seconds to take a tensor of `num_bytes` (of all ranks) from `source` to `target`.
 
-    With `backward`, its gradient on the way back as well. Raises LayoutError.
+    With `backward`, its gradient on the way back as well.
     """
     mesh = tuple(axes)
-    for layout in (source, target):
-        check_layout(layout, len(mesh))
     seconds = _path_seconds(num_bytes, _mapped(source, _FORWARD), _mapped(target, _FORWARD), mesh)
     if backward:
         start, end = _mapped(target, _GRADIENT), _mapped(source, _GRADIENT)
@@ -148,7 +113,7 @@ def _path_seconds(
     """The cheapest sequence of single steps from one layout to another, one direction."""
     if source == target:
         return 0.0
-    dims = {place for place in (*source, *target) if cut_dim(place) is not None}
+    dims = {place for place in (*source, *target) if _cuts(place)}
     return _all_paths(num_bytes, source, tuple(sorted(dims | {"R", "P"})), axes)[target]
 
 
@@ -168,10 +133,10 @@ def _all_paths(
             # Pieces of pieces: only the innermost axis that cuts a dim may change.
             inner = set(layout[index + 1 :])
             old = layout[index]
-            if cut_dim(old) is not None and old in inner:
+            if _cuts(old) and old in inner:
                 continue
             for new in places:
-                if new == old or (cut_dim(new) is not None and new in inner):
+                if new == old or (_cuts(new) and new in inner):
                     continue
                 after = (*layout[:index], new, *layout[index + 1 :])
                 if after not in done:
@@ -185,7 +150,7 @@ def _step_seconds(held: float, old: str, new: str, axis: MeshAxis) -> float:
     """One change along one axis, of a tensor of which a rank holds `held` bytes before."""
     if axis.size == 1:
         return 0.0
-    if cut_dim(old) is not None:
+    if _cuts(old):
         if new == "R":
             return axis.gather(held * axis.size)
         # To partial: pad with zeros, nothing moves.

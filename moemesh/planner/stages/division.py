@@ -49,12 +49,6 @@ class StageCosts:
     cap_bytes: float = np.inf
     boundary_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.seconds, self.state_bytes, self.saved_bytes)}
-        if len(shapes) != 1 or self.seconds.ndim != 2 or not self.seconds.size:
-            raise StageError(f"costs have shapes {shapes}: give (options, layers), each at least 1")
-        check_counts(self.num_layers, self.num_stages, self.num_microbatches)
-
     @property
     def num_layers(self) -> int:
         return self.seconds.shape[1]
@@ -146,10 +140,10 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
     """The division of least `pipeline_seconds`; None when none is finite.
 
     table[i, first, end] are the seconds of stage i with layers first .. end - 1, infinite where it
-    does not fit; shape (stages, layers + 1, layers + 1). Costs need not be sums of layers. Raises
-    StageError on tables that make no sense.
+    does not fit; shape (stages, layers + 1, layers + 1). Costs need not be sums of layers.
     """
-    costs = _checked(table, num_microbatches)
+    first, end = np.indices(table.shape[1:])
+    costs = np.where(first < end, table, np.inf)
     search = _Search(costs, num_microbatches)
     free = search.run(np.inf)
     if free is None:
@@ -225,32 +219,3 @@ def _sums(values: FloatArray) -> FloatArray:
     """Sums [option, first, end] of values [option, layer]."""
     ends = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
     return ends[:, None, :] - ends[:, :, None]
-
-
-def _checked(table: FloatArray, num_microbatches: int) -> FloatArray:
-    """A copy in which empty stages are ruled out."""
-    costs = np.array(table, dtype=float)
-    if costs.ndim != 3 or costs.shape[1] != costs.shape[2]:
-        raise StageError(
-            f"a table of stage costs has shape (stages, layers + 1, layers + 1), not {costs.shape}"
-        )
-    check_counts(costs.shape[1] - 1, len(costs), num_microbatches)
-    first, end = np.indices(costs.shape[1:])
-    costs[:, first >= end] = np.inf
-    if np.isnan(costs).any() or (costs < 0).any():
-        raise StageError("stage costs contain NaN or values below 0")
-    return costs
-
-
-def check_counts(num_layers: int, num_stages: int, num_microbatches: int) -> None:
-    """Raise StageError unless every stage can have a layer."""
-    if num_layers < 1 or num_stages < 1 or num_microbatches < 1:
-        raise StageError(
-            f"{num_layers} layers, {num_stages} stages and {num_microbatches} microbatches: each "
-            "must be at least 1"
-        )
-    if num_stages > num_layers:
-        raise StageError(
-            f"{num_stages} stages cannot each hold one of {num_layers} layers; at most "
-            f"{num_layers} stages"
-        )
