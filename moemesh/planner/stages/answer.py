@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from moemesh.config.plan import Plan
 from moemesh.planner.operators.graph import OperatorGraph
@@ -76,8 +76,8 @@ def describe(
                 group=edge.group,
                 source=source.name,
                 target=target.name,
-                before=",".join(cast("tuple[str, ...]", before)),
-                after=",".join(cast("tuple[str, ...]", after)),
+                before=",".join(before),
+                after=",".join(after),
                 seconds=graph.edge_seconds(edge, choices),
             )
         )
