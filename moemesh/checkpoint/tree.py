@@ -17,7 +17,7 @@ from torch import Tensor
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.store import Shard
 from moemesh.comm.collectives import gather_json
-from moemesh.comm.mesh import Axis
+from moemesh.comm.mesh import Axis, local_part
 
 #: Leaves that JSON holds; of the containers only empty ones are leaves.
 _VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
@@ -108,16 +108,10 @@ def shard_of(name: str, leaf: Any) -> Shard:
         return Shard(name=name, shape=leaf.shape, offset=leaf.offset, tensor=leaf.tensor.detach())
     leaf = leaf.detach()
     if hasattr(leaf, "device_mesh"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         if any(placement.is_partial() for placement in leaf.placements):
             raise CheckpointError(f"{name}: a DTensor with partial sums cannot be saved: reduce it")
-        size, offset = compute_local_shape_and_global_offset(
-            leaf.shape, leaf.device_mesh, leaf.placements
-        )
-        local = leaf.to_local()
-        assert tuple(size) == tuple(local.shape), f"{name}: {size} is not {local.shape}"
-        return Shard(name=name, shape=tuple(leaf.shape), offset=tuple(offset), tensor=local)
+        local, offset = local_part(leaf)
+        return Shard(name=name, shape=tuple(leaf.shape), offset=offset, tensor=local)
     return Shard(name=name, shape=tuple(leaf.shape), offset=(0,) * leaf.ndim, tensor=leaf)
 
 

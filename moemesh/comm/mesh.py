@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -225,3 +227,16 @@ def _device_of(group: ProcessGroup, device: torch.device | str | None) -> torch.
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
     """The timeout that the group was made with; new groups would fall back to torch's default."""
     return group._get_backend(device).options._timeout
+
+
+def local_part(tensor: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a DTensor, and the place of its first element in the whole."""
+    # Only here: whoever has a DTensor has loaded this package already; others need not.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    local = tensor.to_local()
+    assert tuple(size) == tuple(local.shape), f"{size} is not {local.shape}"
+    return local, tuple(offset)
