@@ -160,8 +160,8 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
     runs = list((readme_folder / "runs").iterdir())
     found = {path.name for run in runs for path in run.iterdir()}
     said = {name.split("/")[0] for name in listed("Run folder")}
-    # Written by a run that failed, by pipelines, and by ampnet.
-    rare = {"failure.json", "timeline_simulated.json", "schedule-A-B.txt"}
+    # Written by a run that failed, and by ampnet.
+    rare = {"failure.json", "schedule-A-B.txt"}
     assert found - said == set() and said - found == rare
 
 
@@ -195,12 +195,6 @@ def test_generated_blocks_are_current(document: str) -> None:
 @pytest.mark.parametrize("picture", PICTURES)
 def test_pictures_are_current(picture: str) -> None:
     assert text_of(picture) == PICTURES[picture](), "run: python -m tests.documents"
-
-
-def test_the_refused_keys_of_the_model_are_listed() -> None:
-    """They are written out in preflight, so the generated table writes them out, too."""
-    refused = re.findall(r'key="(model\.\w+)"', text_of("moemesh/train/preflight.py"))
-    assert set(refused) == set(re.findall(r"^\| `(model\.\w+)`", text_of("README.md"), re.M))
 
 
 def test_every_block_is_somewhere() -> None:
