@@ -10,8 +10,8 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.shapes.huggingface import read_huggingface
 from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.shape import from_huggingface
 from tests.planner.published_configs import DENSE, WITH_EXPERTS, Released
 from tests.planner.small_configs import SWITCHES, common, small
 
@@ -170,7 +170,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("config", "billions"), MODELS.values(), ids=MODELS)
 def test_released_models(config: dict[str, Any], billions: str) -> None:
-    assert f"{count_parameters(read_huggingface(config)).total / 1e9:.4f}" == billions
+    assert f"{count_parameters(from_huggingface(config)).total / 1e9:.4f}" == billions
 
 
 RELEASED = DENSE | WITH_EXPERTS
@@ -178,7 +178,7 @@ RELEASED = DENSE | WITH_EXPERTS
 
 @pytest.mark.parametrize("released", RELEASED.values(), ids=RELEASED)
 def test_whole_configurations_to_the_last_parameter(released: Released) -> None:
-    assert count_parameters(read_huggingface(released.config)).total == released.total
+    assert count_parameters(from_huggingface(released.config)).total == released.total
 
 
 ACTIVE = {name: released for name, released in WITH_EXPERTS.items() if released.active}
@@ -187,7 +187,7 @@ ACTIVE = {name: released for name, released in WITH_EXPERTS.items() if released.
 @pytest.mark.parametrize("released", ACTIVE.values(), ids=ACTIVE)
 def test_active_parameters_as_printed(released: Released) -> None:
     """Makers count embedding and head, one of them or neither, and do not say which."""
-    found = count_parameters(read_huggingface(released.config))
+    found = count_parameters(from_huggingface(released.config))
     ways = (found.active, found.active - found.embedding, found.active_without_embeddings)
     printed = str(released.active)
     digits = len(printed.partition(".")[2])
@@ -196,7 +196,7 @@ def test_active_parameters_as_printed(released: Released) -> None:
 
 @pytest.mark.parametrize(("config", "total"), SWITCHES)
 def test_switches_add_what_the_published_code_builds(config: dict[str, Any], total: int) -> None:
-    assert count_parameters(read_huggingface(config)).total == total
+    assert count_parameters(from_huggingface(config)).total == total
 
 
 def test_a_file_and_its_folder(tmp_path: Path) -> None:
@@ -215,32 +215,32 @@ def test_a_file_and_its_folder(tmp_path: Path) -> None:
 
 
 def test_attention_windows() -> None:
-    shape = read_huggingface(MODELS["gpt-oss-20b"][0])
+    shape = from_huggingface(MODELS["gpt-oss-20b"][0])
     assert shape.windows[:4] == (128, 0, 128, 0)
     types = {"layer_types": ["full_attention", "sliding_attention"] * 12}
-    listed = read_huggingface(MODELS["gpt-oss-20b"][0] | types)
+    listed = from_huggingface(MODELS["gpt-oss-20b"][0] | types)
     assert listed.windows[:4] == (0, 128, 0, 128)
     qwen = MODELS["Qwen2.5-7B"][0] | {"sliding_window": 4096, "use_sliding_window": False}
-    assert read_huggingface(qwen).windows == ()
+    assert from_huggingface(qwen).windows == ()
     del qwen["use_sliding_window"]  # Off when it is left out.
-    assert read_huggingface(qwen).windows == ()
+    assert from_huggingface(qwen).windows == ()
     switched = qwen | {"use_sliding_window": True, "max_window_layers": 21}
-    assert read_huggingface(switched).windows == (0,) * 21 + (4096,) * 7
+    assert from_huggingface(switched).windows == (0,) * 21 + (4096,) * 7
     for family, period in (("olmo3", 4), ("cohere2", 4), ("gemma2", 2)):
         cut = small(family, sliding_window=8)
-        whole = [index for index, tokens in enumerate(read_huggingface(cut).windows) if not tokens]
+        whole = [index for index, tokens in enumerate(from_huggingface(cut).windows) if not tokens]
         assert whole == list(range(period - 1, 6, period))
     dots = MODELS["dots.llm1"][0] | {"sliding_window": 4096, "max_window_layers": 62}
-    assert read_huggingface(dots).windows == (0,) * 62
+    assert from_huggingface(dots).windows == (0,) * 62
     letters = small("exaone4", sliding_window=8, sliding_window_pattern="LLLG")
-    assert read_huggingface(letters).windows == (8, 8, 8, 0, 8, 0)
+    assert from_huggingface(letters).windows == (8, 8, 8, 0, 8, 0)
     gemma = common("gemma3_text", 6, 64, 4, 4, 128, 100, sliding_window=8, sliding_window_pattern=3)
-    assert read_huggingface(gemma).windows == (8, 8, 0, 8, 8, 0)
+    assert from_huggingface(gemma).windows == (8, 8, 0, 8, 8, 0)
 
 
 def test_of_a_multimodal_model_the_text_counts() -> None:
     text = MODELS["Llama-4-Maverick"][0]
-    shape = read_huggingface({"model_type": "llama4", "text_config": text, "vision_config": {}})
+    shape = from_huggingface({"model_type": "llama4", "text_config": text, "vision_config": {}})
     assert shape.notes == ("only the text model is counted",)
     assert shape.num_layers == 48
 
@@ -315,14 +315,14 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("config", "words"), BAD)
 def test_what_cannot_be_counted_is_named(config: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_huggingface(config)
+        from_huggingface(config)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_every_unknown_layer_at_once() -> None:
     config = LLAMA | {"use_cla": True, "ssm_cfg": {"d": 1}, "layer_types": ["x", "y"]}
     with pytest.raises(ConfigError) as caught:
-        read_huggingface(config)
+        from_huggingface(config)
     assert len(caught.value.problems) == 4
 
 

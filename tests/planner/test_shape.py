@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.windows import alternating_windows
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names
 from moemesh.planner.shapes.architectures import from_arch_table
 from moemesh.planner.shapes.load import SHAPES, load_model
 from moemesh.planner.shapes.shape import LayerKind, ModelShape, from_model_config
-from moemesh.planner.shapes.windows import alternating_windows
 
 DENSE: dict[str, Any] = {
     "type": "dense", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,

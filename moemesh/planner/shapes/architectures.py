@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.windows import alternating_windows
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.shapes.windows import alternating_windows
 
 _GPT = re.compile(r"gpt:(\d+)x(\d+)a(\d+)(?:v(\d+))?")
 _TRUNCATED = re.compile(r"(.+)#L(\d+)")

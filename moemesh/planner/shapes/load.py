@@ -15,8 +15,7 @@ from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
-from moemesh.planner.shapes.huggingface import read_huggingface
-from moemesh.planner.shapes.shape import ModelShape, from_model_config
+from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
 
 #: Folder of presets that are shapes: planned, not trained, by this library.
 SHAPES = "shapes"
@@ -57,7 +56,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         raise _refused("no-file", source, message, nearest_choice(source, known)) from None
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.suffix == ".json":
-        return Model(read_huggingface(_json(text, source), name), None)
+        return Model(from_huggingface(_json(text, source), name), None)
     return _from_table(_toml(text, source), name, source)
 
 

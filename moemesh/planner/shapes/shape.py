@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import Sizes
@@ -256,6 +258,15 @@ def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
         "shared_intermediate_size": config.shared_width if moe else 0,
     }
     return ModelShape(**values)
+
+
+def from_huggingface(config: Mapping[str, Any], name: str = "model") -> ModelShape:
+    """The shape of a parsed ``config.json`` of transformers; of a multimodal model the text part.
+
+    Raises ConfigError naming every key that is missing or stands for layers without a formula.
+    """
+    sizes = read_sizes(config)
+    return ModelShape(name=name, notes=sizes.notes, **sizes.fields)
 
 
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")

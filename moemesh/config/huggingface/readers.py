@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moemesh.planner.shapes.keys import (
+from moemesh.config.huggingface.keys import (
     Config,
     check_length,
     first,

@@ -1,4 +1,4 @@
-"""The shape of a model from a Hugging Face ``config.json``, by model family, without torch.
+"""The sizes of a model from a Hugging Face ``config.json``, by model family, without torch.
 
 A configuration names most sizes and leaves the rest to its family's code: which projections have
 biases, which norms exist, whether the table is tied. Those facts are data, a row a family, from the
@@ -10,11 +10,10 @@ key, never a guess.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.suggest import nearest_choice
-from moemesh.planner.shapes.keys import (
+from moemesh.config.huggingface.keys import (
     Config,
     Record,
     first,
@@ -24,21 +23,31 @@ from moemesh.planner.shapes.keys import (
     whole,
     wrong,
 )
-from moemesh.planner.shapes.readers import READERS
-from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.shapes.unknown import unknown_layers, unread_parameters
-from moemesh.planner.shapes.windows import attention_windows
+from moemesh.config.huggingface.readers import READERS
+from moemesh.config.huggingface.unknown import unknown_layers, unread_parameters
+from moemesh.config.huggingface.windows import attention_windows
+from moemesh.config.suggest import nearest_choice
 
 #: Where multimodal configurations keep their text model.
 _TEXT_KEYS = ("text_config", "language_config", "llm_config")
 _EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
 
 
-def read_huggingface(config: Config, name: str = "model") -> ModelShape:
-    """The shape of a parsed ``config.json``.
+class Sizes(NamedTuple):
+    """`fields` of a planner's ModelShape, `values` of the configuration of the text model with the
+    family's defaults in them, the `model_type`, and `notes` on what was left out."""
 
-    Of a multimodal model the text part, which `notes` say. Raises ConfigError naming every key
-    that is missing or stands for layers without a formula.
+    fields: dict[str, Any]
+    values: Config
+    kind: str
+    notes: tuple[str, ...]
+
+
+def read_sizes(config: Config) -> Sizes:
+    """The sizes in a parsed ``config.json``.
+
+    Of a multimodal model those of the text part, which `notes` say. Raises ConfigError naming every
+    key that is missing or stands for layers without a formula.
     """
     config, notes = _text_model(config)
     kind = str(config.get("model_type") or "")
@@ -51,13 +60,13 @@ def read_huggingface(config: Config, name: str = "model") -> ModelShape:
         raise ConfigError(problems)
     record = Record(values)
     try:
-        sizes = _sizes(record, family)
+        fields = _sizes(record, family)
     except KeyError as error:
         raise ConfigError([_missing(str(error.args[0]), kind)]) from None
-    has_norm = sizes.get("qk_norm", "none") != "none"
+    has_norm = fields.get("qk_norm", "none") != "none"
     if problems := unread_parameters(record, kind, has_norm=has_norm):
         raise ConfigError(problems)
-    return ModelShape(name=name, notes=notes, **sizes)
+    return Sizes(fields, values, kind, notes)
 
 
 def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Families, layers and switches without a formula in the planner, refused by name."""
+"""Families, layers and switches that nothing here has a formula for, refused by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from moemesh.config.errors import Problem
-from moemesh.planner.shapes.keys import Config, Record, known_families, names
-from moemesh.planner.shapes.windows import FULL_LAYERS, WINDOW_LAYERS
+from moemesh.config.huggingface.keys import Config, Record, known_families, names
+from moemesh.config.huggingface.windows import FULL_LAYERS, WINDOW_LAYERS
 
 _KNOWN = "known are attention (GQA, MLA), MLPs and experts"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from moemesh.config.suggest import nearest_choice
-from moemesh.planner.shapes.keys import (
+from moemesh.config.huggingface.keys import (
     Config,
     check_length,
     num_layers,
@@ -15,6 +14,7 @@ from moemesh.planner.shapes.keys import (
     words,
     wrong,
 )
+from moemesh.config.suggest import nearest_choice
 
 FULL_LAYERS = ("full_attention", "attention", "global", "full")
 WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attention")

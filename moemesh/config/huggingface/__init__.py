@@ -1,0 +1,1 @@
+"""Models of transformers: what their ``config.json`` says, without torch."""
