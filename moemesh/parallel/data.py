@@ -21,26 +21,18 @@ from torch import Tensor, nn
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.transfers import all_reduce_in_tree_
+from moemesh.config.buckets import BUCKET_BYTES, Bucket, Member, buckets
 from moemesh.parallel.placement import Placement
-
-#: Bytes of one bucket: large enough for bandwidth, small enough to start early.
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass
 class _Bucket:
-    axis: str
-    dtype: torch.dtype
-    mirrored: bool
-    members: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    rule: Bucket
+    members: list[tuple[str, nn.Parameter]]
     flat: Tensor = field(default_factory=lambda: torch.empty(0))
     waiting: int = 0
     work: dist.Work | None = None
     launched: bool = False
-
-    @property
-    def num_elements(self) -> int:
-        return sum(parameter.numel() for _, parameter in self.members)
 
 
 class GradientReducer:
@@ -65,31 +57,34 @@ class GradientReducer:
         self.gradients: dict[str, Tensor] = {}
         #: Parameters whose next gradient is their last of this step.
         self._armed: set[nn.Parameter] = set()
-        self._buckets: list[_Bucket] = []
         self._home: dict[nn.Parameter, tuple[_Bucket, Tensor]] = {}
-        # Reversed: the backward reaches the last layers first.
-        open_buckets: dict[tuple[str, torch.dtype, bool], _Bucket] = {}
-        for name, parameter, placement in reversed(parameters):
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            key = (placement.summed_over, dtype, len(placement.holders) > 1)
-            bucket = open_buckets.get(key)
-            if bucket is None or bucket.num_elements * dtype.itemsize >= bucket_bytes:
-                bucket = open_buckets[key] = _Bucket(*key)
-                self._buckets.append(bucket)
-            bucket.members.append((name, parameter))
-        order = {parameter: place for place, (_, parameter, _) in enumerate(reversed(parameters))}
-        self._buckets.sort(key=lambda bucket: order[bucket.members[-1][1]])
+        members = [
+            Member(
+                name=name,
+                numbers=parameter.numel(),
+                weight_bytes=parameter.element_size(),
+                axis=placement.summed_over,
+                mirrored=len(placement.holders) > 1,
+            )
+            for name, parameter, placement in parameters
+        ]
+        named = {name: parameter for name, parameter, _ in parameters}
+        self._buckets = [
+            _Bucket(bucket, [(member.name, named[member.name]) for member in bucket.members])
+            for bucket in buckets(members, "replicate", bucket_bytes)
+        ]
         for bucket in self._buckets:
             self._allocate(bucket)
 
     def _allocate(self, bucket: _Bucket) -> None:
-        device = bucket.members[0][1].device
-        bucket.flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=device)
+        first = bucket.members[0][1]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        bucket.flat = torch.zeros(bucket.rule.numbers, dtype=dtype, device=first.device)
         parts = bucket.flat.split([parameter.numel() for _, parameter in bucket.members])
         for (name, parameter), part in zip(bucket.members, parts, strict=True):
             self.gradients[name] = part.view(parameter.shape)
             self._home[parameter] = (bucket, self.gradients[name])
-            parameter.grad_dtype = bucket.dtype
+            parameter.grad_dtype = dtype
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: nn.Parameter) -> None:
@@ -132,7 +127,7 @@ class GradientReducer:
             if bucket.work is not None:
                 bucket.work.wait()
         for bucket in self._buckets:
-            if bucket.mirrored:
+            if bucket.rule.mirrored:
                 all_reduce_(bucket.flat, self.mesh["mirror"], caller="gradients", phase="backward")
         self._armed.clear()
 
@@ -143,7 +138,7 @@ class GradientReducer:
             if only_full and bucket.waiting > 0:
                 return  # never out of order: every rank issues the same sequence
             bucket.launched = True
-            if self._exact and bucket.axis == "edp":
+            if self._exact and bucket.rule.axis == "edp":
                 # Replicas' parts continue the tree in which the experts added their owners' parts.
                 all_reduce_in_tree_(
                     bucket.flat, self.mesh["edp"], phase="backward", caller="gradients"
@@ -151,7 +146,7 @@ class GradientReducer:
                 continue
             bucket.work = all_reduce_(
                 bucket.flat,
-                self.mesh[bucket.axis],
+                self.mesh[bucket.rule.axis],
                 caller="gradients",
                 phase="backward",
                 async_op=True,

@@ -129,7 +129,7 @@ class _Step:
                 for slice in range(self.schedule.num_slices):
                     self._stage(stage, _Forward(first + index, slice))
         self._messages(at)
-        StepEnd(self.once, self.placement, self.wide).enter()
+        StepEnd(self.once, self.placement, self.element).enter()
         return self.lines.ledger() + self.once.ledger()
 
     # One forward of one stage, and its backward.

@@ -35,7 +35,7 @@ from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
-from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement
+from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
 from moemesh.trace.memory import MemoryProfile
 
@@ -67,7 +67,7 @@ def predict_memory(
     gradients = states = 0
     for tensor in placement.held(layout.coordinates(rank)["pp"]):
         numbers = tensor.local_elements(layout, rank)
-        own = _weight_bytes(tensor, element)
+        own = tensor.weight_bytes(element)
         weights[tensor.is_expert] += numbers * own
         gradients += numbers * wide
         states += numbers * (2 if optimizer == "adamw" else 1) * wide
@@ -83,10 +83,6 @@ def predict_memory(
         activations=activations,
         peak=sum(weights.values()) + gradients + states + activations,
     )
-
-
-def _weight_bytes(tensor: ParameterTensor, element: int) -> int:
-    return max(element, 4) if ".router." in tensor.name else element
 
 
 class _Saved:

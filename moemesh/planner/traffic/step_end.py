@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, gradient_buckets
+from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, data_buckets
 
 _INT64, _FLOAT64 = 8, 8
 
 
 class StepEnd:
-    """Enters the lines of one rank; `wide` bytes of an accumulated gradient."""
+    """Enters the lines of one rank; `element` bytes of a weight."""
 
-    def __init__(self, lines: LedgerLines, placement: StagePlacement, wide: int) -> None:
-        self.lines, self.placement, self.wide = lines, placement, wide
+    def __init__(self, lines: LedgerLines, placement: StagePlacement, element: int) -> None:
+        self.lines, self.placement, self.element = lines, placement, element
         self.plan: Plan = placement.plan
         self.model = placement.model
         self.layout = lines.layout
@@ -56,11 +56,11 @@ class StepEnd:
         self.lines.all_reduce("dp_cp", 1 + scopes, _INT64, "forward", "step.counts", times)
 
     def _gradients(self, times: int = 1) -> None:
-        for bucket in gradient_buckets(self.placement, self.layout, self.lines.rank, self.wide):
+        for bucket in data_buckets(self.placement, self.layout, self.lines.rank, self.element):
             axes = (bucket.axis, "mirror") if bucket.mirrored else (bucket.axis,)
             for axis in axes:
-                numbers = bucket.num_elements
-                self.lines.all_reduce(axis, numbers, self.wide, "backward", "gradients", times)
+                size = bucket.gradient_bytes
+                self.lines.all_reduce(axis, bucket.numbers, size, "backward", "gradients", times)
 
     def _squares(self, tensors: list[ParameterTensor]) -> int:
         return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in tensors)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from moemesh.config.buckets import Bucket, Member, buckets
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -24,9 +25,6 @@ from moemesh.config.stages import cut_layers
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
-
-#: Bytes of one bucket of gradients, as in `moemesh.parallel.data`.
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,10 @@ class ParameterTensor:
     @property
     def is_expert(self) -> bool:
         return self.summed_over == "edp"
+
+    def weight_bytes(self, element_bytes: int) -> int:
+        """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
+        return max(element_bytes, 4) if ".router." in self.name else element_bytes
 
     def local_elements(self, layout: Layout, rank: int) -> int:
         """Numbers of this tensor that `rank` holds."""
@@ -144,14 +146,20 @@ class StagePlacement:
 
     def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
         """Whether a pipeline rank holds `tensor` (a slice of it)."""
-        stages, last = self.stages(pp_rank), self.schedule.num_stages - 1
+        return bool(self.users(tensor, pp_rank))
+
+    def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank that use `tensor`."""
+        last = self.schedule.num_stages - 1
         owner, _, rest = tensor.name.partition(".")
         if owner == "layers":
             index = int(rest.partition(".")[0])
-            return any(index in self.layers[stage] for stage in stages)
-        if owner == "embedding":
-            return 0 in stages or (self.model.tied_embeddings and last in stages)
-        return last in stages
+            users = {stage for stage, layers in enumerate(self.layers) if index in layers}
+        elif owner == "embedding":
+            users = {0, last} if self.model.tied_embeddings else {0}
+        else:
+            users = {last}
+        return tuple(stage for stage in self.stages(pp_rank) if stage in users)
 
     def every_tensor(self) -> list[ParameterTensor]:
         """The parameters of the whole model."""
@@ -162,29 +170,22 @@ class StagePlacement:
         return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are summed in one operation: over which axis, and whether a mirrored stage
-    holds them too."""
-
-    axis: str
-    mirrored: bool
-    num_elements: int
-
-
-def gradient_buckets(
+def data_buckets(
     placement: StagePlacement, layout: Layout, rank: int, element_bytes: int
-) -> list[Bucket]:
-    """The buckets of one rank: filled in reverse order until they hold 25 MiB."""
+) -> tuple[Bucket, ...]:
+    """The buckets of one rank of a model whose weights have `element_bytes` a number."""
     pp_rank = layout.coordinates(rank)["pp"]
-    open_buckets: dict[tuple[str, bool], int] = {}
-    done: list[Bucket] = []
-    for tensor in reversed(placement.held(pp_rank)):
+    members: list[Member] = []
+    for tensor in placement.held(pp_rank):
         holders = sum(placement.holds(tensor, other) for other in range(layout.pp))
-        key = (tensor.summed_over, holders > 1)
-        size = open_buckets.get(key, 0)
-        if key in open_buckets and size * element_bytes >= BUCKET_BYTES:
-            done.append(Bucket(*key, size))
-            size = 0
-        open_buckets[key] = size + tensor.local_elements(layout, rank)
-    return done + [Bucket(*key, size) for key, size in open_buckets.items()]
+        members.append(
+            Member(
+                name=tensor.name,
+                numbers=tensor.local_elements(layout, rank),
+                weight_bytes=tensor.weight_bytes(element_bytes),
+                axis=tensor.summed_over,
+                mirrored=holders > 1,
+                stages=placement.users(tensor, pp_rank),
+            )
+        )
+    return buckets(members, placement.plan.data)

@@ -1,0 +1,127 @@
+"""Buckets of parameters: what is summed, sharded and gathered in one operation, by one rule.
+
+A bucket joins parameters whose gradients are summed over the same axis, whose weights have the same
+dtype, and which two pipeline ranks hold both or not. Parameters come in reversed order, because the
+backward reaches the last layers first; a bucket is closed when it is large enough. A bucket of n
+numbers is one flat vector: where states are sharded, rank i of the N ranks that share them owns
+``shard_range(n, N, i)`` of it.
+
+| plan.data | a bucket ends | because |
+|---|---|---|
+| replicate, zero1, parameter_server | at 25 MiB of gradients | few operations, which start early |
+| zero2 | also at the border of a stage | the backward of a stage fills and empties it |
+| zero3 | at the border of a unit, whatever its size | a unit is gathered before it is used |
+
+A unit is the embedding, a layer, or everything behind the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moemesh.config.layout import shard_range
+
+#: Bytes of one bucket of gradients: large enough for bandwidth, small enough to start early.
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One parameter on one rank: its local `numbers`, bytes of a number as a weight, the axis over
+    which its gradient is summed, whether another pipeline rank holds it too, and the pipeline
+    `stages` of this rank that use it."""
+
+    name: str
+    numbers: int
+    weight_bytes: int
+    axis: str
+    mirrored: bool = False
+    stages: tuple[int, ...] = (0,)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a number of the accumulated gradient: never below fp32."""
+        return max(self.weight_bytes, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters that travel together, in the order of the flat vector; all alike in what the
+    properties tell. ``unit``: the one that they belong to, None where a bucket may span several."""
+
+    members: tuple[Member, ...]
+    unit: str | None = None
+
+    @property
+    def axis(self) -> str:
+        return self.members[0].axis
+
+    @property
+    def mirrored(self) -> bool:
+        return self.members[0].mirrored
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of this rank, those that use any of the members."""
+        return tuple(sorted({stage for member in self.members for stage in member.stages}))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.members[0].weight_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.members[0].gradient_bytes
+
+    @property
+    def numbers(self) -> int:
+        return sum(member.numbers for member in self.members)
+
+    def own(self, shards: int, index: int) -> range:
+        """The numbers that rank `index` of `shards` ranks owns."""
+        return shard_range(self.numbers, shards, index)
+
+
+def unit_of(name: str) -> str:
+    """The unit of a parameter: "embedding", "layers.3", or "head" (with the last norm)."""
+    owner, number, *_ = name.split(".")
+    if number.isdigit():
+        return f"{owner}.{number}"
+    return owner if owner == "embedding" else "head"
+
+
+def buckets(
+    members: Sequence[Member], data: str, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
+    """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
+    them; `members` in the model's order."""
+    units = data == "zero3"
+    stages = data in ("zero2", "zero3")
+    found: list[list[tuple[int, Member]]] = []
+    unfinished: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
+    for place, member in enumerate(reversed(members)):
+        key = (
+            member.axis,
+            member.weight_bytes,
+            member.mirrored,
+            member.stages if stages else None,
+            unit_of(member.name) if units else None,
+        )
+        bucket = unfinished.get(key)
+        if bucket is not None and not units:
+            numbers = sum(known.numbers for _, known in bucket)
+            if numbers * member.gradient_bytes >= bucket_bytes:
+                bucket = None
+        if bucket is None:
+            bucket = unfinished[key] = []
+            found.append(bucket)
+        bucket.append((place, member))
+    found.sort(key=lambda bucket: bucket[-1][0])
+    return tuple(
+        Bucket(
+            members=tuple(member for _, member in bucket),
+            unit=unit_of(bucket[0][1].name) if units else None,
+        )
+        for bucket in found
+    )
