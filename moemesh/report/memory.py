@@ -20,10 +20,13 @@ from moemesh.trace.memory import PARTS, MemoryProfiles, format_bytes
 COLOURS: dict[str, str] = {
     "dense_weights": "#1f5fa8",
     "expert_weights": "#9cc4ee",
+    "gathered_weights": "#5b3fa0",
+    "weight_versions": "#c9d6df",
     "gradients": "#16704a",
     "optimizer": "#cfb0e2",
     "activations": "#b34700",
     "buffers": "#f3cd83",
+    "snapshots": "#7a7f85",
 }
 _MAX_BARS = 32
 _ROW = 24

@@ -15,10 +15,13 @@ from typing import Any
 PARTS: tuple[str, ...] = (
     "dense_weights",
     "expert_weights",
+    "gathered_weights",
+    "weight_versions",
     "gradients",
     "optimizer",
     "activations",
     "buffers",
+    "snapshots",
 )
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -29,17 +32,22 @@ class MemoryProfile:
     """Bytes of one rank.
 
     `dense_weights` are held by every expert-parallel rank, `expert_weights` are its own experts;
-    `optimizer` includes main (fp32) copies of the weights; `buffers` are communication and other
-    work space. Raises ValueError for a negative number.
+    `gathered_weights` are whole units of weights that are kept as shards, while they are used;
+    `weight_versions` are older weights that asynchronous schedules keep; `optimizer` includes main
+    (fp32) copies of the weights; `buffers` are communication and other work space; `snapshots` are
+    copies from which an update can be taken back. Raises ValueError for a negative number.
     """
 
     rank: int
     dense_weights: int = 0
     expert_weights: int = 0
+    gathered_weights: int = 0
+    weight_versions: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     buffers: int = 0
+    snapshots: int = 0
     peak: int = 0
 
     def __post_init__(self) -> None:

@@ -8,15 +8,15 @@ from moemesh.trace.memory import PARTS, MemoryProfile, MemoryProfiles, format_by
 
 
 def profile(rank: int = 0, **parts: int) -> MemoryProfile:
-    known = dict(zip(PARTS, (100, 200, 300, 400, 500, 600), strict=True)) | {"peak": 2000}
+    known = dict(zip(PARTS, range(100, 1000, 100), strict=True)) | {"peak": 2000}
     return MemoryProfile(rank=rank, **(known | parts))
 
 
 def test_sums_by_hand():
     assert profile().weights == 300
-    assert profile().total == 100 + 200 + 300 + 400 + 500 + 600
+    assert profile().total == 100 + 200 + 300 + 400 + 500 + 600 + 700 + 800 + 900
     both = MemoryProfiles(ranks=(profile(1, peak=2500), profile(0)))
-    assert both.total == 4200
+    assert both.total == 9000
     assert both.peak == 2500
     assert [p.rank for p in both.ranks] == [0, 1]
     assert MemoryProfiles(ranks=()).peak == 0

@@ -1,46 +1,21 @@
 """The predicted memory of a run of our own library on a CPU, rank by rank, as its memory.json says.
 
-Weights, gradients and optimizer are exact: every parameter's local shard times its bytes (weights
-in the model's dtype, routers never below fp32; gradients fp32 or fp64; AdamW two moments and, for
-16-bit weights, an fp32 master). Activations are what autograd keeps, each storage once; per token
-of a microbatch with w bytes an element and W = max(w, 4), N = tp, T tokens, T/N of them here:
-
-| where | bytes | tokens |
-|---|---|---|
-| each norm | input, normalised copy: 2 W h; the inverse root W | T/N |
-| entry of a block | its input w h | T |
-| attention | rotated q and k, their projections, v, output: w d (3 a + 3 h_kv/d) / N; W a / N | T |
-| rotary tables | 4 w d a position | |
-| exit all_to_all | own rows w a d | T/N |
-| MLP, shared experts | gate, up, silu(gate), product: 4 w f / N | T |
-| router | its input W h where w < W; scores, choices and weights | T/N |
-| experts | their rows w h a source row; gate and up 2 w f_e / x and a weight W a row | received |
-| head | input w h, a target 8 and a log-sum-exp W | T |
-
-On a CPU the norm is made of several operations, hence its copies; CUDA's fused norm keeps only its
-input and the inverse root.
+Model states are exact (:mod:`.own_states`), activations near (:mod:`.own_activations`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from math import ceil
 from typing import Literal
 
-from moemesh.config.dispatchers import EXACT_ROWS
-from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
-from moemesh.planner.traffic.ledger_lines import members
-from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
+from moemesh.planner.traffic.own_activations import predict_activations
+from moemesh.planner.traffic.own_states import predict_states
+from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.schedule.action import Op
 from moemesh.trace.memory import MemoryProfile
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
-_INT64 = 8
 
 
 def predict_memory(
@@ -56,200 +31,16 @@ def predict_memory(
 ) -> MemoryProfile:
     """What `rank` holds in a training step; `peak` is the sum of the parts.
 
-    `routing` None: uniform. `activations` are those of a plan without recomputation, spare slots or
-    weight versions: an upper bound of the first. Raises ValueError when the plan's schedule cannot
-    be made.
+    `routing` None: uniform. Raises ValueError when the plan's schedule cannot be made.
     """
-    placement, layout = StagePlacement(model, plan, seq_len), plan.layout
-    element = _ELEMENT[dtype]
-    wide = max(element, 4)
-    weights = {True: 0, False: 0}
-    gradients = states = 0
-    for tensor in placement.held(layout.coordinates(rank)["pp"]):
-        numbers = tensor.local_elements(layout, rank)
-        own = tensor.weight_bytes(element)
-        weights[tensor.is_expert] += numbers * own
-        gradients += numbers * wide
-        states += numbers * (2 if optimizer == "adamw" else 1) * wide
-        states += numbers * wide if own < wide else 0
-    saved = _Saved(placement, layout, seq_len, global_batch, element, rank, routing)
-    activations = round(saved.peak())
+    placement, layout, element = StagePlacement(model, plan, seq_len), plan.layout, _ELEMENT[dtype]
+    states = predict_states(placement, layout, element=element, optimizer=optimizer, rank=rank)
+    activations = predict_activations(
+        placement, layout, global_batch=global_batch, element=element, rank=rank, routing=routing
+    )
     return MemoryProfile(
         rank=rank,
-        dense_weights=weights[False],
-        expert_weights=weights[True],
-        gradients=gradients,
-        optimizer=states,
+        **states._asdict(),
         activations=activations,
-        peak=sum(weights.values()) + gradients + states + activations,
+        peak=sum(states) + activations,
     )
-
-
-class _Saved:
-    """Bytes that autograd keeps on one rank."""
-
-    def __init__(
-        self,
-        placement: StagePlacement,
-        layout: Layout,
-        seq_len: int,
-        global_batch: int,
-        element: int,
-        rank: int,
-        routing: Routing | None,
-    ) -> None:
-        self.placement, self.layout, self.rank = placement, layout, rank
-        self.model, self.plan = placement.model, placement.plan
-        self.batch = global_batch
-        #: Of each slice of a sequence; its keys and values that later slices copy are left out.
-        self.lengths = placement.lengths
-        self.w, self.wide = element, max(element, 4)
-        self.routing = routing or uniform_routing(self.model, layout)
-        self.max_tokens = self.plan.tokens_per_rank(seq_len, global_batch)
-        self.here = layout.coordinates(rank)
-
-    def tokens(self, rank: int, number: int) -> tuple[int, int]:
-        """(all tokens, rows of the stream) of forward `number` of the step (a microbatch, or a
-        slice of one) on `rank`."""
-        at = self.layout.coordinates(rank)
-        microbatch, slice = divmod(number, len(self.lengths))
-        sequences = self.placement.sequences(self.batch, at["dp"], microbatch)
-        whole = sequences * self.lengths[slice]
-        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
-
-    def peak(self) -> float:
-        """The most that is kept at one time, walking this rank's operations in their order.
-
-        In a block the forwards count before anything is given back. A split backward keeps
-        everything until its weight half: an upper bound.
-        """
-        schedule, rank = self.placement.schedule, self.here["pp"]
-        stage = cache(self.stage)
-
-        def number(op: Op) -> int:
-            return schedule.sample(op) * schedule.num_slices + op.slice
-
-        kept = peak = 0.0
-        for entry in schedule.orders[rank]:
-            for op in entry:
-                if op.kind == "F":
-                    kept += stage(op.stage, number(op))
-            peak = max(peak, kept)
-            for op in entry:
-                if op.kind in ("B", "W"):
-                    kept -= stage(op.stage, number(op))
-        return peak
-
-    def stage(self, stage: int, number: int) -> float:
-        """Of one forward on one stage."""
-        whole, local = self.tokens(self.rank, number)
-        length = self.lengths[number % len(self.lengths)]
-        found, layers = 0.0, self.placement.layers[stage]
-        if stage == 0:
-            found += _INT64 * whole + (whole if self.plan.tp > 1 else 0)
-        for layer in layers:
-            found += self._attention(whole, local, length)
-            found += self._norm(local)
-            if not self.model.is_moe_layer(layer):
-                found += self._mlp(whole, self.model.intermediate_size, owns_input=True)
-            else:
-                found += self._moe(number, layer, whole, local)
-        if stage == self.placement.schedule.num_stages - 1:
-            found += self._norm(local)
-            found += whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
-        return found
-
-    def _norm(self, rows: int, width: int | None = None) -> float:
-        width = self.model.hidden_size if width is None else width
-        return rows * self.wide * (2 * width + 1)
-
-    def _attention(self, whole: int, local: int, length: int) -> float:
-        model, tp = self.model, self.plan.tp
-        heads, keys, width = model.num_heads / tp, model.num_kv_heads / tp, model.head_dim
-        found = self._norm(local) + whole * self.w * model.hidden_size
-        found += whole * (3 * self.w * width * (heads + keys) + self.wide * heads)
-        if self.w < 8:
-            # The tables are made in float64: every use keeps a copy in the model's dtype.
-            found += 4 * length * width * self.w * (whole > 0)
-        if model.qk_norm:
-            found += self._norm(round(whole * (heads + keys)), width)
-        if self.plan.attention_exit == "all_to_all" and tp > 1:
-            found += local * self.w * model.num_heads * width
-        return found
-
-    def _mlp(self, whole: int, width: int, *, owns_input: bool) -> float:
-        hidden = self.model.hidden_size if owns_input else 0
-        return whole * self.w * (hidden + 4 * width / self.plan.tp)
-
-    def _moe(self, number: int, layer: int, whole: int, local: int) -> float:
-        model, plan, w, wide = self.model, self.plan, self.w, self.wide
-        k, experts = model.experts_per_token, model.num_experts
-        alone = plan.ep * plan.etp == 1
-        found = 0.0
-        # The stream behind the norm: the router's input, in fp32 at least, and where they are the
-        # same tensor that of the local experts and of the shared expert, too.
-        found += local * wide * model.hidden_size
-        if w < wide and (alone or (model.shared_width and plan.tp == 1)):
-            found += local * w * model.hidden_size
-        if model.shared_width:
-            found += self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
-        scores = wide * experts * (1 if model.router_score == "softmax" else 3)
-        weights = k * (_INT64 + 1 + wide) + (1 + wide)
-        found += local * (scores + weights)
-        if model.aux_loss_coefficient or model.z_loss_coefficient:
-            found += local * (2 * _INT64 + wide * experts)
-        source, rows, laid_out = self._rows(number, layer)
-        picked = (_INT64 + wide) * rows
-        width = 2 * model.expert_intermediate_size / plan.etp
-        expert = rows * wide + laid_out * w * width
-        found += picked + expert
-        if not alone:
-            found += source * w * model.hidden_size + picked
-        return found
-
-    def _rows(self, number: int, layer: int) -> tuple[float, float, float]:
-        """(rows of the experts' source, rows at the experts, the same as they are laid out for the
-        products) of this rank, over all chunks."""
-        plan = self.plan
-        chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
-        source = total = laid_out = 0.0
-        for chunk in range(chunks):
-
-            @cache
-            def sent(rank: int, chunk: int = chunk) -> Sent:
-                local = self.tokens(rank, number)[1]
-                return self.routing(rank, number, layer, local, chunk, chunks)
-
-            here, rows = self._received(sent)
-            source, total = source + here, total + rows
-            laid_out += rows if plan.combine == "fast" else self._padded(sent)
-        return source, total, laid_out
-
-    def _padded(self, sent: Callable[[int], Sent]) -> float:
-        """Rows of the exact products: each expert's are padded, and all of them together."""
-        per_rank = self.model.num_experts // self.plan.ep
-        first = self.here["ep"] * per_rank
-        group = members(self.layout, "ep_etp", self.rank)
-        experts = range(first, first + per_rank)
-        rows = (sum(sent(peer).by_expert[expert] for peer in group) for expert in experts)
-        padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
-        return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
-
-    def _received(self, sent: Callable[[int], Sent]) -> tuple[float, float]:
-        plan, ep = self.plan, self.here["ep"]
-        group = members(self.layout, "ep_etp", self.rank)
-        rows = sum(sent(peer).rows[ep] for peer in group)
-        if plan.combine == "exact":
-            return rows, rows
-        match plan.dispatcher:
-            case "all_gather":
-                return sum(sent(peer).tokens for peer in group), rows
-            case "hierarchical":
-                return sum(sent(peer).visits[ep] for peer in group), rows
-            case "low_latency":
-                slots = low_latency_slots(self.model, plan, self.max_tokens)
-                if all(count <= slots for peer in group for count in sent(peer).rows):
-                    return slots * len(group), rows
-            case _:
-                pass
-        return rows, rows
