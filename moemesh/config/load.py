@@ -207,24 +207,28 @@ def type_problems(
         key = f"{kind.section}.{field}"
         if key in leaves:
             leaf = leaves[key]
-            problems[field] = _type_problem(kind, field, leaf, detail["type"], detail["msg"])
+            problems[field] = _type_problem(
+                kind, field, leaf, detail["type"], detail["msg"], detail["input"]
+            )
         else:
             message = f"the {kind.section} has no {field}"
             problems[field] = Problem(code="missing", key=key, message=message)
     return problems
 
 
-def _type_problem(kind: type[Section], field: str, leaf: Leaf, reason: str, words: str) -> Problem:
-    """One value of a wrong type or outside a list of names."""
+def _type_problem(
+    kind: type[Section], field: str, leaf: Leaf, reason: str, words: str, wrong: object
+) -> Problem:
+    """One value of a wrong type or outside a list of names; `wrong` is it, or the part of it."""
     key = f"{kind.section}.{field}"
+    choices = choices_of(kind.model_fields[field].annotation)
     shown = format_value(leaf.value)
     if len(shown) > 60:
         shown = shown[:57] + "..."
     if reason == "literal_error":
-        choices = choices_of(kind.model_fields[field].annotation)
         message = f"{field} cannot be {shown}"
-        return _at(leaf, "not-a-choice", key, message, nearest_choice(str(leaf.value), choices))
-    expected = _EXPECTED.get(reason)
+        return _at(leaf, "not-a-choice", key, message, nearest_choice(str(wrong), choices))
+    expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
     message = f"{field} must be {expected}, not {shown}" if expected else f"{field}: {words}"
     return _at(leaf, "wrong-type", key, message, _rewritten(field, leaf.value, reason))
 

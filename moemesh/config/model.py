@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from moemesh.config.attention import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.rules import Sizes
 from moemesh.config.section import (
@@ -15,7 +16,6 @@ from moemesh.config.section import (
     SHARE,
     SIZE,
     Range,
-    Section,
     nearest_divisors,
 )
 from moemesh.config.toml import format_value
@@ -29,22 +29,14 @@ RouterScaleOn = Literal["weights", "output"]
 SharedCombine = Literal["sum", "average"]
 CapacityPolicy = Literal["probability", "position"]
 AuxLossScope = Literal["sequence", "microbatch", "global"]
-Attention = Literal["gqa", "mla"]
-
-_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 
 
-class ModelConfig(Section):
+class ModelConfig(AttentionConfig):
     """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
-
-    section: ClassVar[str] = "model"
 
     vocab_size: int = 256
     hidden_size: int = 128
     num_layers: int = 8
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 16
     #: Width of a dense MLP.
     intermediate_size: int = 384
     #: The first layers, which have a dense MLP in place of experts.
@@ -58,10 +50,7 @@ class ModelConfig(Section):
     #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
     shared_intermediate_size: int | None = None
     tied_embeddings: bool = False
-    rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    #: RMSNorm over each query and key head, before RoPE.
-    qk_norm: bool = False
     #: Standard deviation of the initial weights.
     init_std: float = 0.02
 
@@ -107,24 +96,14 @@ class ModelConfig(Section):
     aux_loss_coefficient: float = 0.01
     z_loss_coefficient: float = 0.0
 
-    #: Multi-head latent attention (arXiv:2405.04434) has its own sizes; 0 means unused.
-    attention: Attention = "gqa"
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rotary_head_dim: int = 0
-    v_head_dim: int = 0
-
     #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
     num_mtp_layers: int = 0
 
     ranges: ClassVar[Mapping[str, Range]] = {
+        **AttentionConfig.attention_ranges,
         "vocab_size": Range(2, LARGEST_SIZE),
         "hidden_size": SIZE,
         "num_layers": SIZE,
-        "num_heads": SIZE,
-        "num_kv_heads": SIZE,
-        "head_dim": SIZE,
         "intermediate_size": SIZE,
         "first_dense_layers": COUNT,
         "num_experts": COUNT,
@@ -132,7 +111,6 @@ class ModelConfig(Section):
         "expert_intermediate_size": SIZE,
         "num_shared_experts": COUNT,
         "shared_intermediate_size": SIZE,
-        "rope_theta": POSITIVE,
         "norm_eps": POSITIVE,
         "init_std": POSITIVE,
         "router_bias_rate": NOT_NEGATIVE,
@@ -145,11 +123,6 @@ class ModelConfig(Section):
         "capacity_factor": Range(0.0, 1e6),
         "aux_loss_coefficient": NOT_NEGATIVE,
         "z_loss_coefficient": NOT_NEGATIVE,
-        "q_lora_rank": COUNT,
-        "kv_lora_rank": COUNT,
-        "qk_nope_head_dim": COUNT,
-        "qk_rotary_head_dim": COUNT,
-        "v_head_dim": COUNT,
         "num_mtp_layers": COUNT,
     }
 
@@ -216,59 +189,16 @@ class ModelConfig(Section):
     def check(self) -> list[Problem]:
         """Every rule that one model must keep by itself; an empty list is a good model."""
         ranges = self.range_problems()
-        rules = self._attention_rules()
+        rules = self.attention_rules(self.num_layers)
         if self.num_experts > 0:
             rules += self._expert_rules() + self._group_rules() + self._router_rules()
         return ranges + independent(rules, {problem.key for problem in ranges})
-
-    def _attention_rules(self) -> list[Problem]:
-        if self.attention == "mla":
-            return self._latent_attention_rules()
-        problems: list[Problem] = []
-        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
-            legal = nearest_divisors(max(self.num_heads, 1), self.num_kv_heads)
-            problems.append(
-                self._problem(
-                    "not-divisible",
-                    "num_kv_heads",
-                    f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})",
-                    f"num_kv_heads = {legal}",
-                    "num_heads",
-                )
-            )
-        return problems + self._even("head_dim", self.head_dim)
-
-    def _latent_attention_rules(self) -> list[Problem]:
-        problems = [
-            self._problem(
-                "missing",
-                name,
-                f'attention = "mla" needs {name} of at least 1, not 0',
-                f'{name} = {self.head_dim}, or attention = "gqa"',
-                "attention",
-            )
-            for name in _MLA_SIZES
-            if getattr(self, name) == 0
-        ]
-        return problems + self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
-
-    def _even(self, name: str, size: int) -> list[Problem]:
-        if size % 2 == 0:
-            return []
-        return [
-            self._problem(
-                "not-divisible",
-                name,
-                f"{name} ({size}) must be even: RoPE rotates pairs of channels",
-                f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}",
-            )
-        ]
 
     def _expert_rules(self) -> list[Problem]:
         problems: list[Problem] = []
         if self.first_dense_layers > self.num_layers:
             problems.append(
-                self._problem(
+                self.problem(
                     "too-large",
                     "first_dense_layers",
                     f"first_dense_layers ({self.first_dense_layers}) exceeds "
@@ -279,7 +209,7 @@ class ModelConfig(Section):
             )
         if self.experts_per_token > self.num_experts:
             problems.append(
-                self._problem(
+                self.problem(
                     "too-large",
                     "experts_per_token",
                     f"experts_per_token ({self.experts_per_token}) exceeds "
@@ -290,7 +220,7 @@ class ModelConfig(Section):
             )
         if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
             problems.append(
-                self._problem(
+                self.problem(
                     "conflict",
                     "shared_intermediate_size",
                     f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
@@ -308,14 +238,14 @@ class ModelConfig(Section):
         if experts % groups:
             message = f"router_groups ({groups}) must divide num_experts ({experts})"
             fix = f"router_groups = {nearest_divisors(experts, groups)}"
-            return [self._problem("not-divisible", "router_groups", message, fix, "num_experts")]
+            return [self.problem("not-divisible", "router_groups", message, fix, "num_experts")]
         problems: list[Problem] = []
         size = experts // groups
         if kept > groups:
             message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
             fix = f"router_groups_kept = {groups}"
             problems.append(
-                self._problem("too-large", "router_groups_kept", message, fix, "router_groups")
+                self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
             )
         elif kept * size < self.experts_per_token <= experts:
             needed = -(-self.experts_per_token // size)
@@ -325,7 +255,7 @@ class ModelConfig(Section):
             )
             fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
             related = ("router_groups_kept", "router_groups", "num_experts")
-            problems.append(self._problem("too-large", "experts_per_token", message, fix, *related))
+            problems.append(self.problem("too-large", "experts_per_token", message, fix, *related))
         if groups > 1 and self.router_group_score == "top2" and size < 2:
             message = (
                 f'router_group_score = "top2" needs groups of at least 2 experts; '
@@ -333,7 +263,7 @@ class ModelConfig(Section):
             )
             fix = 'router_group_score = "max"'
             related = ("router_groups", "num_experts")
-            problems.append(self._problem("conflict", "router_group_score", message, fix, *related))
+            problems.append(self.problem("conflict", "router_group_score", message, fix, *related))
         return problems
 
     def _router_rules(self) -> list[Problem]:
@@ -342,13 +272,13 @@ class ModelConfig(Section):
             message = "router_normalize_min has no use: router_normalize is false"
             fix = "router_normalize = true, or router_normalize_min = 0.0"
             problems.append(
-                self._problem("conflict", "router_normalize_min", message, fix, "router_normalize")
+                self.problem("conflict", "router_normalize_min", message, fix, "router_normalize")
             )
         if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
             message = "router_normalize_min and router_normalize_eps are two ways to one end"
             fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
             problems.append(
-                self._problem(
+                self.problem(
                     "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
                 )
             )
@@ -366,7 +296,7 @@ class ModelConfig(Section):
             # A token may get no expert at all, or many: no K scores to take the softmax of.
             others.append(("router_when", self.router_when == "after", '"before"'))
         return [
-            self._problem(
+            self.problem(
                 "conflict",
                 name,
                 f'router_selection = "{self.router_selection}" does not go with '
@@ -377,13 +307,3 @@ class ModelConfig(Section):
             for name, wrong, legal in others
             if wrong
         ]
-
-    def _problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
-        return Problem(
-            code=code,
-            key=f"model.{name}",
-            value=getattr(self, name),
-            message=message,
-            fix=fix,
-            related=tuple(f"model.{other}" for other in related),
-        )

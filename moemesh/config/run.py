@@ -36,7 +36,7 @@ class RunConfig:
             model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
         if model is not None:
-            rules += self._vocabulary_rules(model)
+            rules += self._vocabulary_rules(model) + self._position_rules(model)
         return own + independent(rules, {problem.key for problem in own})
 
     def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:
@@ -51,5 +51,22 @@ class RunConfig:
                 'tokenizer "bytes"',
                 fix=f"vocab_size = {NUM_BYTES}",
                 related=("data.tokenizer",),
+            )
+        ]
+
+    def _position_rules(self, model: ModelConfig) -> list[Problem]:
+        longest, length = model.max_position_embeddings, self.data.seq_len
+        if not longest or length <= longest:
+            return []
+        return [
+            Problem(
+                code="too-large",
+                key="data.seq_len",
+                value=length,
+                message=f"seq_len ({length}) exceeds the positions that RoPE is made for, "
+                f"max_position_embeddings ({longest})",
+                fix=f"data.seq_len = {longest}, or RoPE stretched by model.rope_type and "
+                "model.rope_factor",
+                related=("model.max_position_embeddings",),
             )
         ]

@@ -57,6 +57,17 @@ class Section(BaseModel):
     section: ClassVar[str] = ""
     ranges: ClassVar[Mapping[str, Range]] = {}
 
+    def problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
+        """A problem of the key `name` of this section; `related` are other keys of it."""
+        return Problem(
+            code=code,
+            key=f"{self.section}.{name}",
+            value=getattr(self, name),
+            message=message,
+            fix=fix,
+            related=tuple(f"{self.section}.{other}" for other in related),
+        )
+
     def range_problems(self) -> list[Problem]:
         """One problem for every number outside its range."""
         problems: list[Problem] = []

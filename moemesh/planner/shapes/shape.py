@@ -251,10 +251,13 @@ def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
             del values[key]
     if not config.num_dense_layers:
         del values["intermediate_size"]
+    windows = tuple(config.window(layer) for layer in range(config.num_layers))
+    norm = "head" if config.qk_norm_over == "head" else "full"
     values |= {
         "name": name,
         "moe_layers": moe,
-        "qk_norm": "head" if config.qk_norm else "none",
+        "qk_norm": norm if config.qk_norm else "none",
+        "windows": windows if any(windows) else (),
         "shared_intermediate_size": config.shared_width if moe else 0,
     }
     return ModelShape(**values)

@@ -1,0 +1,356 @@
+"""Keys of the attention of a model: heads, latent attention, RoPE, windows, norms, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from moemesh.config.errors import Problem
+from moemesh.config.section import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Range,
+    Section,
+    as_tuple,
+    divisors,
+    nearest_divisors,
+)
+from moemesh.config.toml import format_value
+
+Attention = Literal["gqa", "mla"]
+QKNormOver = Literal["head", "projection"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
+
+#: Keys that only these types of RoPE read, with the value that stands for "not given".
+_ROPE_KEYS: dict[str, tuple[tuple[RopeType, ...], float]] = {
+    "rope_factor": (("linear", "llama3", "yarn"), 1.0),
+    "original_max_position_embeddings": (("llama3", "yarn"), 0),
+    "rope_mscale": (("yarn",), 0.0),
+    "rope_mscale_all_dim": (("yarn",), 0.0),
+    "rope_attention_factor": (("yarn",), 0.0),
+}
+#: Keys of grouped-query attention that latent attention has no place for.
+_NOT_LATENT: tuple[tuple[str, object], ...] = (
+    ("qk_norm", False),
+    ("clip_qkv", 0.0),
+    ("partial_rotary_factor", 1.0),
+)
+
+
+class AttentionConfig(Section):
+    """The part of :class:`moemesh.config.model.ModelConfig` that describes attention.
+
+    Names are those of Hugging Face configurations, where they have one; of a ``rope_scaling``
+    table, with "rope_" in front.
+    """
+
+    section: ClassVar[str] = "model"
+
+    #: Grouped-query attention (arXiv:2305.13245) or multi-head latent attention (arXiv:2405.04434).
+    attention: Attention = "gqa"
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 16
+    #: The sizes of latent attention; 0 means unused. Without a q_lora_rank, queries are not
+    #: compressed.
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rotary_head_dim: int = 0
+    v_head_dim: int = 0
+
+    #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
+    #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
+    qk_norm: bool = False
+    qk_norm_over: QKNormOver = "head"
+    #: A bias on the query, key and value projections; with latent attention, on its projections
+    #: down to the latents.
+    qkv_bias: bool = False
+    #: A bias on the output projection.
+    output_bias: bool = False
+    #: Queries, keys and values are clipped to +- this value behind the norm; 0 is no limit.
+    clip_qkv: float = 0.0
+    #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
+    attention_sinks: bool = False
+    #: Factor of the scores in place of 1/sqrt(query head size); 0 is that.
+    attention_multiplier: float = 0.0
+    #: Keys that a query of a sliding layer sees, its own included; 0: no layer slides.
+    sliding_window: int = 0
+    #: Which layers slide: one entry a layer, or a pattern that is repeated. Empty: all slide when
+    #: there is a sliding_window, else none.
+    layer_types: Annotated[tuple[LayerType, ...], BeforeValidator(as_tuple)] = ()
+
+    rope_theta: float = 10000.0
+    #: Share of the channels of a head that are rotated, the first ones.
+    partial_rotary_factor: float = 1.0
+    #: Rotated pairs are channels (2i, 2i+1); otherwise (i, i + half).
+    rope_interleave: bool = False
+    #: How the frequencies are stretched for longer sequences: not at all, all of them
+    #: (arXiv:2306.15595), by wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
+    rope_type: RopeType = "default"
+    rope_factor: float = 1.0
+    #: Positions that the frequencies were trained on before they were stretched.
+    original_max_position_embeddings: int = 0
+    #: YaRN keeps what turns more than `fast` times over the original positions, divides what turns
+    #: less than `slow` times by the factor, and blends in between, from and to whole channels with
+    #: `truncate`.
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
+    #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
+    #: 0 is not given; `attention_factor` then follows from the other two, or from rope_factor.
+    rope_mscale: float = 0.0
+    rope_mscale_all_dim: float = 0.0
+    rope_attention_factor: float = 0.0
+    #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
+    #: original/high, and blends in between.
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    #: The longest sequence that RoPE is made for; 0 is no limit.
+    max_position_embeddings: int = 0
+
+    attention_ranges: ClassVar[Mapping[str, Range]] = {
+        "num_heads": SIZE,
+        "num_kv_heads": SIZE,
+        "head_dim": SIZE,
+        "q_lora_rank": COUNT,
+        "kv_lora_rank": COUNT,
+        "qk_nope_head_dim": COUNT,
+        "qk_rotary_head_dim": COUNT,
+        "v_head_dim": COUNT,
+        "clip_qkv": NOT_NEGATIVE,
+        "attention_multiplier": NOT_NEGATIVE,
+        "sliding_window": COUNT,
+        "rope_theta": POSITIVE,
+        "partial_rotary_factor": Range(0.0, 1.0, open_low=True),
+        "rope_factor": Range(1.0),
+        "original_max_position_embeddings": COUNT,
+        "rope_beta_fast": POSITIVE,
+        "rope_beta_slow": POSITIVE,
+        "rope_mscale": NOT_NEGATIVE,
+        "rope_mscale_all_dim": NOT_NEGATIVE,
+        "rope_attention_factor": NOT_NEGATIVE,
+        "rope_low_freq_factor": POSITIVE,
+        "rope_high_freq_factor": POSITIVE,
+        "max_position_embeddings": COUNT,
+    }
+
+    @property
+    def query_head_dim(self) -> int:
+        """Width of a query or key head in the attention product."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rotary_head_dim
+        return self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.attention == "mla" else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        if self.attention == "mla":
+            return self.qk_rotary_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def window(self, layer: int) -> int:
+        """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it."""
+        if not self.layer_types:
+            return self.sliding_window
+        slides = self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
+        return self.sliding_window if slides else 0
+
+    @property
+    def rope_scale(self) -> float:
+        """Factor of the rotated queries and keys: YaRN's attention factor, else 1."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.rope_attention_factor:
+            return self.rope_attention_factor
+        if self.rope_mscale and self.rope_mscale_all_dim:
+            return self._mscale(self.rope_mscale) / self._mscale(self.rope_mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the scores in front of the softmax."""
+        scale = self.attention_multiplier or self.query_head_dim**-0.5
+        if self.attention == "mla" and self.rope_type != "default" and self.rope_mscale_all_dim:
+            # DeepSeek scales all channels by mscale, the rotated ones among them, whence the
+            # quotient of two mscales above.
+            scale *= self._mscale(self.rope_mscale_all_dim) ** 2
+        return scale
+
+    def _mscale(self, weight: float) -> float:
+        """0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), with a weight of the logarithm."""
+        return 0.1 * weight * log(self.rope_factor) + 1.0
+
+    def attention_rules(self, num_layers: int) -> list[Problem]:
+        """The rules between these keys, for a model of `num_layers`."""
+        own = self._latent_rules() if self.attention == "mla" else self._grouped_rules()
+        return own + self._rope_rules() + self._window_rules(num_layers)
+
+    def _grouped_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            legal = nearest_divisors(max(self.num_heads, 1), self.num_kv_heads)
+            problems.append(
+                self.problem(
+                    "not-divisible",
+                    "num_kv_heads",
+                    f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})",
+                    f"num_kv_heads = {legal}",
+                    "num_heads",
+                )
+            )
+        if self.partial_rotary_factor == 1.0:
+            return problems + self._even("head_dim", self.head_dim)
+        if (rotated := self.rotary_dim) and rotated % 2 == 0:
+            return problems
+        legal = sorted({max(rotated - rotated % 2, 2), rotated - rotated % 2 + 2})
+        factors = " or ".join(
+            format_value(size / self.head_dim) for size in legal if size <= self.head_dim
+        )
+        return [
+            *problems,
+            self.problem(
+                "not-divisible",
+                "partial_rotary_factor",
+                f"partial_rotary_factor ({self.partial_rotary_factor}) of head_dim "
+                f"({self.head_dim}) is {rotated} channels: RoPE rotates pairs of them",
+                f"partial_rotary_factor = {factors or 1.0}",
+                "head_dim",
+            ),
+        ]
+
+    def _latent_rules(self) -> list[Problem]:
+        problems = [
+            self.problem(
+                "missing",
+                name,
+                f'attention = "mla" needs {name} of at least 1, not 0',
+                f'{name} = {self.head_dim}, or attention = "gqa"',
+                "attention",
+            )
+            for name in _MLA_SIZES
+            if getattr(self, name) == 0
+        ]
+        problems += [
+            self.problem(
+                "conflict",
+                name,
+                f'{name} = {format_value(getattr(self, name))} has no use with attention = "mla"',
+                f'{name} = {format_value(unused)}, or attention = "gqa"',
+                "attention",
+            )
+            for name, unused in _NOT_LATENT
+            if getattr(self, name) != unused
+        ]
+        return problems + self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
+
+    def _even(self, name: str, size: int) -> list[Problem]:
+        if size % 2 == 0:
+            return []
+        return [
+            self.problem(
+                "not-divisible",
+                name,
+                f"{name} ({size}) must be even: RoPE rotates pairs of channels",
+                f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}",
+            )
+        ]
+
+    def _rope_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        for name, (types, unused) in _ROPE_KEYS.items():
+            value = getattr(self, name)
+            if value != unused and self.rope_type not in types:
+                problems.append(
+                    self.problem(
+                        "conflict",
+                        name,
+                        f"{name} ({value}) has no use with rope_type = "
+                        f"{format_value(self.rope_type)}",
+                        f"{name} = {unused}, or rope_type = "
+                        f"{' or '.join(format_value(kind) for kind in types)}",
+                        "rope_type",
+                    )
+                )
+        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
+            longest = self.max_position_embeddings
+            problems.append(
+                self.problem(
+                    "missing",
+                    "original_max_position_embeddings",
+                    f"rope_type = {format_value(self.rope_type)} needs "
+                    "original_max_position_embeddings: the positions before they were stretched",
+                    "original_max_position_embeddings = "
+                    f"{max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096}",
+                    "rope_type",
+                )
+            )
+        for low, high, kind in (
+            ("rope_beta_slow", "rope_beta_fast", "yarn"),
+            ("rope_low_freq_factor", "rope_high_freq_factor", "llama3"),
+        ):
+            below, above = getattr(self, low), getattr(self, high)
+            if self.rope_type == kind and below >= above:
+                default = type(self).model_fields[low].default
+                problems.append(
+                    self.problem(
+                        "too-large",
+                        low,
+                        f"{low} ({below}) must be below {high} ({above})",
+                        f"{low} = {default if default < above else above / 2}",
+                        high,
+                    )
+                )
+        return problems
+
+    def _window_rules(self, num_layers: int) -> list[Problem]:
+        types, problems = self.layer_types, list[Problem]()
+        if types and num_layers > 0 and num_layers % len(types):
+            near = [size for size in divisors(num_layers) if size <= len(types)][-1]
+            lengths = f"{near} or {num_layers}" if near < num_layers else f"{num_layers}"
+            problems.append(
+                self.problem(
+                    "not-divisible",
+                    "layer_types",
+                    f"layer_types has {len(types)} entries: as a repeated pattern their number "
+                    f"must divide num_layers ({num_layers})",
+                    f"a list of {lengths} entries",
+                    "num_layers",
+                )
+            )
+        slides = "sliding_attention" in types
+        if slides and not self.sliding_window:
+            problems.append(
+                self.problem(
+                    "missing",
+                    "sliding_window",
+                    'layer_types has "sliding_attention", but sliding_window is 0',
+                    "sliding_window = 128, or no sliding layers",
+                    "layer_types",
+                )
+            )
+        if types and self.sliding_window and not slides:
+            problems.append(
+                self.problem(
+                    "conflict",
+                    "sliding_window",
+                    f"sliding_window ({self.sliding_window}) has no use: no entry of layer_types "
+                    'is "sliding_attention"',
+                    "sliding_window = 0",
+                    "layer_types",
+                )
+            )
+        return problems
