@@ -24,6 +24,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.plan import Plan
+from moemesh.model.attention_core import Visibility
 from moemesh.model.batch import Context
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
@@ -268,8 +269,10 @@ def _context(num_tokens: int, chosen_TK: Tensor | None) -> Context:
         num_sequences=1,
         seq_len=num_tokens,
         num_tokens=num_tokens,
-        cosine_SD=nothing,
-        sine_SD=nothing,
+        length=num_tokens,
+        visible=Visibility((), ()),
+        cosine=nothing,
+        sine=nothing,
         sequence_T=torch.zeros_like(tokens_T),
         valid_T=None,
         token_ids_T=tokens_T,

@@ -2,24 +2,30 @@
 
 Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, N query heads held here,
 M key/value heads held here, G = N/M query heads per key/value head, A = attention
-width held here, C positions of keys.
+width held here.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.layers import RMSNorm
-from moemesh.model.seams import Boundary, KeepAll, LocalBoundary, Memory
+from moemesh.model.seams import (
+    Boundary,
+    KeepAll,
+    KeyValues,
+    LocalBoundary,
+    LocalKeyValues,
+    Memory,
+)
 from moemesh.ops.linear import linear
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023) by PyTorch's fused attention.
+    """Grouped-query attention (Ainslie et al., 2023).
 
     ``qkv`` [M, G+2, D, H] keeps a key/value head together with its query heads: a tensor-parallel
     shard is a slice of dim 0. ``output`` is [H, N*D]. `layer` is the global index of the layer.
@@ -42,6 +48,7 @@ class Attention(nn.Module):
         self.query_norm = norm(config.head_dim, config.norm_eps)
         self.key_norm = norm(config.head_dim, config.norm_eps)
         self.boundary: Boundary = LocalBoundary()
+        self.key_values: KeyValues = LocalKeyValues()
         self.memory: Memory = KeepAll()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
@@ -58,25 +65,14 @@ class Attention(nn.Module):
         query_BNSD = rotate(self.query_norm(query.flatten(2, 3).transpose(1, 2)), context)
         key_BMSD = rotate(self.key_norm(key.squeeze(3).transpose(1, 2)), context)
         value_BMSD = value.squeeze(3).transpose(1, 2)
-        y_BNSD = attend(query_BNSD, *context.slices.extend(self.layer, key_BMSD, value_BMSD))
+        key_BMCD, value_BMCD = context.slices.extend(self.layer, key_BMSD, value_BMSD)
+        y_BNSD = self.key_values.attend(query_BNSD, key_BMCD, value_BMCD, context.visible)
         return y_BNSD.transpose(1, 2).reshape(len(qkv_TA), y_BNSD.shape[1] * self.head_dim)
-
-
-def attend(query_BNSD: Tensor, key_BMCD: Tensor, value_BMCD: Tensor) -> Tensor:
-    """Causal attention of the last S of C positions, [B, N, S, D]."""
-    num_queries, num_keys = query_BNSD.shape[2], key_BMCD.shape[2]
-    mask_SC = None
-    if num_queries < num_keys:
-        mask_SC = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_BNSD.device)
-        mask_SC = mask_SC.tril(num_keys - num_queries)
-    return F.scaled_dot_product_attention(
-        query_BNSD, key_BMCD, value_BMCD, mask_SC, is_causal=mask_SC is None, enable_gqa=True
-    )
 
 
 def rotate(x_BNSD: Tensor, context: Context) -> Tensor:
     """Rotary positions (Su et al., 2021), the half-split form: pairs are (i, i + D/2)."""
     first, second = x_BNSD.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    cosine, sine = (table.to(x_BNSD.dtype) for table in (context.cosine_SD, context.sine_SD))
+    cosine, sine = (table.to(x_BNSD.dtype) for table in (context.cosine, context.sine))
     return x_BNSD * cosine + turned * sine

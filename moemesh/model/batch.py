@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moemesh.model.attention_core import Runs, Visibility, document_starts
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
 
 
@@ -24,8 +25,12 @@ class Batch:
     are none. ``experts`` replays a routing: global layer index -> experts [B*S, K] (int64, -1 =
     none), in place of the router's choice; the weights still come from the router.
 
-    A slice of longer sequences (:meth:`slice`) begins at position ``start`` of ``length``, and
-    ``slices`` holds the state of those before it.
+    ``documents_BS`` numbers the documents that are packed in a sequence: the numbers of neighbours
+    differ where a document begins. Attention does not cross documents, and rotary positions begin
+    anew in each. None: a sequence is one document.
+
+    A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``; documents
+    are those of the whole sequences. ``slices`` holds the state of the slices before it.
     """
 
     tokens_BS: Tensor
@@ -33,38 +38,44 @@ class Batch:
     sequences_B: Tensor
     valid_BS: Tensor | None = None
     loss_mask_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
     seed: int = 0
     step: int = 0
     training: bool = True
     experts: Mapping[int, Tensor] | None = None
-    start: int = 0
+    runs: Runs | None = None
     length: int | None = None
     slices: SliceState = NO_SLICES
 
-    def slice(self, start: int, stop: int, slices: SliceState) -> Batch:
-        """The positions ``start .. stop`` of all sequences."""
-        size = self.tokens_BS.shape
+    def take(self, runs: Runs) -> Batch:
+        """The positions `runs`, in that order, of all sequences."""
+        assert self.runs is None, "a part of a part"
+        num_sequences, length = self.tokens_BS.shape
+        index_S = position_ids(runs, self.tokens_BS.device)
 
         def cut(x_BS: Tensor | None) -> Tensor | None:
-            return None if x_BS is None else x_BS[:, start:stop].contiguous()
+            return None if x_BS is None else x_BS[:, index_S]
 
         experts = None
         if self.experts is not None:
             experts = {
-                layer: experts_TK.view(*size, experts_TK.shape[1])[:, start:stop].flatten(0, 1)
+                layer: experts_TK.view(num_sequences, length, -1)[:, index_S].flatten(0, 1)
                 for layer, experts_TK in self.experts.items()
             }
         return replace(
             self,
-            tokens_BS=self.tokens_BS[:, start:stop].contiguous(),
-            targets_BS=self.targets_BS[:, start:stop].contiguous(),
+            tokens_BS=self.tokens_BS[:, index_S],
+            targets_BS=self.targets_BS[:, index_S],
             valid_BS=cut(self.valid_BS),
             loss_mask_BS=cut(self.loss_mask_BS),
             experts=experts,
-            start=start,
-            length=size[1],
-            slices=slices,
+            runs=runs,
+            length=length,
         )
+
+    def slice(self, start: int, stop: int, slices: SliceState) -> Batch:
+        """The positions ``start .. stop`` of all sequences, with the state of those before."""
+        return replace(self.take((range(start, stop),)), slices=slices)
 
     @property
     def num_tokens(self) -> int:
@@ -94,15 +105,19 @@ class Context:
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
-    describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`). ``flow``: how the
-    forward is carried out.
+    describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`). ``visible``: which
+    keys the queries see; it counts those of slices before among the keys. ``cosine`` and ``sine``
+    are the tables of rotary positions, [S, D], or [B, 1, S, D] where each sequence has its own.
+    ``length`` is that of whole sequences. ``flow``: how the forward is carried out.
     """
 
     num_sequences: int
     seq_len: int
     num_tokens: int
-    cosine_SD: Tensor
-    sine_SD: Tensor
+    length: int
+    visible: Visibility
+    cosine: Tensor
+    sine: Tensor
     sequence_T: Tensor
     valid_T: Tensor | None
     token_ids_T: Tensor
@@ -120,20 +135,28 @@ def make_context(
     """The context of `batch` for a rank whose residual stream holds the token rows `local`."""
     num_sequences, seq_len = batch.tokens_BS.shape
     device = batch.tokens_BS.device
+    length = seq_len if batch.length is None else batch.length
+    runs = (range(length),) if batch.runs is None else batch.runs
+    positions_S = position_ids(runs, device)
+    starts_BL = None
+    rotary = positions_S
+    if batch.documents_BS is not None:
+        starts_BL = document_starts(batch.documents_BS)
+        rotary = (positions_S - starts_BL[:, positions_S])[:, None]
+    # Slices before this one have left their keys, from the first position on.
+    keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
     # Angles in float64, whatever the run's dtype: positions are exact far beyond 2^24.
     frequencies = rope_theta ** (
         -torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     )
-    positions = torch.arange(batch.start, batch.start + seq_len, dtype=torch.float64, device=device)
-    angles = torch.outer(positions, frequencies)
-    angles_SD = torch.cat([angles, angles], dim=1)
+    angles = rotary.double()[..., None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
     valid_T = None
     if batch.valid_BS is not None:
         valid_T = batch.valid_BS.flatten()[local.start : local.stop]
-    length = seq_len if batch.length is None else batch.length
-    position_T = batch.start + rows_T % max(seq_len, 1)
+    position_T = positions_S[rows_T % max(seq_len, 1)]
     experts = None
     if batch.experts is not None:
         experts = {
@@ -144,8 +167,10 @@ def make_context(
         num_sequences=num_sequences,
         seq_len=seq_len,
         num_tokens=num_sequences * seq_len,
-        cosine_SD=angles_SD.cos(),
-        sine_SD=angles_SD.sin(),
+        length=length,
+        visible=Visibility(queries=runs, keys=keys, starts_BL=starts_BL),
+        cosine=angles.cos(),
+        sine=angles.sin(),
         sequence_T=sequence_T,
         valid_T=valid_T,
         token_ids_T=batch.sequences_B[sequence_T] * length + position_T,
@@ -156,3 +181,9 @@ def make_context(
         slices=batch.slices,
         flow=flow,
     )
+
+
+def position_ids(runs: Runs, device: torch.device) -> Tensor:
+    """The positions of `runs` in their order, int64 [S]."""
+    parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

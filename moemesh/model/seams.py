@@ -5,6 +5,7 @@
 | :class:`Boundary` | how a block with sharded weights is entered and left |
 | :class:`Vocabulary` | how an embedding and a loss work with sharded vocabulary rows |
 | :class:`Tokens` | which tokens of a microbatch are held here, and sums over the others |
+| :class:`KeyValues` | how queries reach the keys and values of other positions |
 | :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
 | :class:`Memory` | which activations are kept for the backward |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
@@ -13,8 +14,9 @@ The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The
 objects and knows no rank; `parallel/` puts others in their place.
 
 Legend: T tokens of the residual stream held here, A attention or MLP width held here, H hidden,
-V vocabulary; B sequences, M key/value heads held here, S positions of a slice, C positions so far,
-D head size; Q scopes of the auxiliary losses, E experts. On one device "held here" means all of it.
+V vocabulary; B sequences, N query heads and M key/value heads held here, S positions of a slice,
+C positions so far, D head size; Q scopes of the auxiliary losses, E experts. On one device "held
+here" means all of it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.model.attention_core import Visibility, attention
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Operand, linear
 from moemesh.ops.pending import Pending
@@ -81,6 +84,24 @@ class Tokens(Protocol):
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         """The largest of a number over all ranks that run these layers."""
+        ...
+
+
+class KeyValues(Protocol):
+    """Attention where the positions of a sequence may be spread."""
+
+    def attend(
+        self,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        visible: Visibility,
+        *,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of the queries held here over the keys of whole sequences, [B, N, S, value head
+        size]. ``visible`` describes the queries and keys held here."""
         ...
 
 
@@ -179,6 +200,22 @@ class LocalTokens:
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
         return number
+
+
+class LocalKeyValues:
+    """One device: all positions."""
+
+    def attend(
+        self,
+        query_BNSD: Tensor,
+        key_BMCD: Tensor,
+        value_BMCD: Tensor,
+        visible: Visibility,
+        *,
+        sinks_N: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return attention(query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale)
 
 
 class NoSlices:

@@ -26,7 +26,7 @@ class WholeSequences:
         self.valid_BS = self._in_order(key_N) >= 0
 
     def _in_order(self, x_N: Tensor) -> Tensor:
-        shape = (self._context.num_sequences, self._context.seq_len, *x_N.shape[1:])
+        shape = (self._context.num_sequences, self._context.length, *x_N.shape[1:])
         return x_N[self._order_N].view(shape)
 
     def gather(self, x_T: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.section import nearest_divisors
+from moemesh.model.attention_core import Visibility
 from moemesh.model.balance_loss import auxiliary_loss
 from moemesh.model.batch import Context
 from moemesh.model.faults import NO_FAULT
@@ -287,8 +288,10 @@ class MoELayer(nn.Module):
             num_sequences=num_sequences,
             seq_len=length,
             num_tokens=len(rows_T),
-            cosine_SD=nothing,
-            sine_SD=nothing,
+            length=length,
+            visible=Visibility((), ()),
+            cosine=nothing,
+            sine=nothing,
             sequence_T=rows_T // max(length, 1),
             valid_T=None if valid is None else valid.reshape(-1),
             token_ids_T=rows_T + self.ranks.index * _IDS_PER_RANK,

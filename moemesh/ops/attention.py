@@ -1,0 +1,221 @@
+"""Softmax attention of a block of keys with its log-sum-exp, and the exact merge of blocks.
+
+Legend: B sequences, N query heads, M key/value heads (N a multiple of M), S queries, C keys of the
+block, D head size. log-sum-exps are fp32 (fp64 for fp64 inputs), -inf where no key is seen.
+
+Attention over many keys is the merge of attention over blocks of them (Milakov & Gimelshein,
+"Online normalizer calculation for softmax", 2018). The gradient of a block needs only the output
+and the log-sum-exp of the *whole* attention (Dao et al., "FlashAttention", 2022), so blocks may be
+computed in any order, on any rank:
+
+    p = exp(scale q k^T - lse)      dv = p^T dy      ds = p (dy v^T - sum(dy y))
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDA_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
+_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: the output, and the log-sum-exp of its logits."""
+
+    y_BNSD: Tensor
+    lse_BNS: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of one block, with respect to query, key and value."""
+
+    query_BNSD: Tensor
+    key_BMCD: Tensor
+    value_BMCD: Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def nothing_seen(query_BNSD: Tensor, value_size: int) -> Partial:
+    """Attention over no keys: the neutral element of :func:`merge`."""
+    size, dtype = query_BNSD.shape[:3], wide(query_BNSD.dtype)
+    return Partial(
+        query_BNSD.new_zeros(*size, value_size, dtype=dtype),
+        query_BNSD.new_full(size, -torch.inf, dtype=dtype),
+    )
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """Attention over the keys of both, which must not overlap."""
+    lse_BNS = torch.logaddexp(one.lse_BNS, other.lse_BNS)
+    # -inf minus -inf is NaN: a query that has seen no key so far has the weight 0.
+    weight_BNS, other_BNS = (
+        torch.exp(part.lse_BNS - lse_BNS).nan_to_num(0.0)[..., None] for part in (one, other)
+    )
+    return Partial(one.y_BNSD * weight_BNS + other.y_BNSD * other_BNS, lse_BNS)
+
+
+def is_fused(query_BNSD: Tensor, value_BMCD: Tensor) -> bool:
+    """Whether :func:`block_forward` without a mask runs in a kernel that never holds S x C
+    numbers."""
+    if query_BNSD.shape[-1] != value_BMCD.shape[-1]:
+        return False
+    if query_BNSD.device.type == "cpu":
+        return query_BNSD.dtype in (torch.float64, torch.float32, torch.bfloat16)
+    half = query_BNSD.dtype in (torch.float16, torch.bfloat16)
+    size = query_BNSD.shape[-1]
+    return query_BNSD.is_cuda and half and size % 8 == 0 and size <= 256
+
+
+def block_forward(
+    query_BNSD: Tensor,
+    key_BMCD: Tensor,
+    value_BMCD: Tensor,
+    mask_BSC: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float,
+) -> Partial:
+    """Attention over one block of keys. `mask_BSC` (bool, True = seen; B may be 1); `causal`: query
+    i sees the keys up to i, as many keys as queries."""
+    assert not (causal and mask_BSC is not None)
+    if not query_BNSD.numel() or not key_BMCD.numel():
+        return nothing_seen(query_BNSD, value_BMCD.shape[-1])
+    if not is_fused(query_BNSD, value_BMCD) or (query_BNSD.is_cuda and mask_BSC is not None):
+        mask_BSC = _triangle(query_BNSD) if causal else mask_BSC
+        return block_forward_reference(query_BNSD, key_BMCD, value_BMCD, mask_BSC, scale=scale)
+    if query_BNSD.is_cuda:
+        return Partial(
+            *_CUDA_FORWARD(query_BNSD, key_BMCD, value_BMCD, 0.0, causal, scale=scale)[:2]
+        )
+    y_BNSD, lse_BNS = _CPU_FORWARD(
+        query_BNSD,
+        key_BMCD,
+        value_BMCD,
+        0.0,
+        causal,
+        attn_mask=_additive(mask_BSC, query_BNSD.dtype),
+        scale=scale,
+    )
+    if mask_BSC is not None:
+        # The kernel gives a query that sees no key the log-sum-exp 0.
+        lse_BNS = lse_BNS.masked_fill(~mask_BSC.any(-1)[:, None], -torch.inf)
+    return Partial(y_BNSD, lse_BNS)
+
+
+def block_backward(
+    gradient_BNSD: Tensor,
+    whole: Partial,
+    query_BNSD: Tensor,
+    key_BMCD: Tensor,
+    value_BMCD: Tensor,
+    mask_BSC: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float,
+) -> Gradients:
+    """The gradients of one block; `whole` is the attention over all keys, `gradient` that of its
+    output."""
+    if not query_BNSD.numel() or not key_BMCD.numel():
+        inputs = (query_BNSD, key_BMCD, value_BMCD)
+        return Gradients(*(torch.zeros_like(x) for x in inputs))
+    y_BNSD = whole.y_BNSD.to(query_BNSD.dtype)
+    if not is_fused(query_BNSD, value_BMCD) or (query_BNSD.is_cuda and mask_BSC is not None):
+        mask_BSC = _triangle(query_BNSD) if causal else mask_BSC
+        return block_backward_reference(
+            gradient_BNSD, whole, query_BNSD, key_BMCD, value_BMCD, mask_BSC, scale=scale
+        )
+    inputs = (gradient_BNSD, query_BNSD, key_BMCD, value_BMCD, y_BNSD, whole.lse_BNS)
+    if query_BNSD.is_cuda:
+        # No dropout: the kernel reads neither seed nor offset.
+        none = torch.zeros((), dtype=torch.uint64, device=query_BNSD.device)
+        sizes = query_BNSD.shape[2], key_BMCD.shape[2]
+        return Gradients(
+            *_CUDA_BACKWARD(*inputs, None, None, *sizes, 0.0, causal, none, none, scale=scale)
+        )
+    return Gradients(
+        *_CPU_BACKWARD(
+            *inputs, 0.0, causal, attn_mask=_additive(mask_BSC, query_BNSD.dtype), scale=scale
+        )
+    )
+
+
+def block_forward_reference(
+    query_BNSD: Tensor,
+    key_BMCD: Tensor,
+    value_BMCD: Tensor,
+    mask_BSC: Tensor | None = None,
+    *,
+    scale: float,
+) -> Partial:
+    """The obvious form of :func:`block_forward`: all logits at once."""
+    logits_BNSC = _logits(query_BNSD, key_BMCD, mask_BSC, scale)
+    lse_BNS = logits_BNSC.logsumexp(-1)
+    weights_BNSC = torch.exp(logits_BNSC - lse_BNS[..., None]).nan_to_num(0.0)
+    groups = query_BNSD.shape[1] // value_BMCD.shape[1]
+    value_BNCD = value_BMCD.repeat_interleave(groups, dim=1)
+    y_BNSD = weights_BNSC @ value_BNCD.to(weights_BNSC.dtype)
+    return Partial(y_BNSD, lse_BNS)
+
+
+def block_backward_reference(
+    gradient_BNSD: Tensor,
+    whole: Partial,
+    query_BNSD: Tensor,
+    key_BMCD: Tensor,
+    value_BMCD: Tensor,
+    mask_BSC: Tensor | None = None,
+    *,
+    scale: float,
+) -> Gradients:
+    """The obvious form of :func:`block_backward`, the formula of this module's docstring."""
+    num_kv_heads = key_BMCD.shape[1]
+    groups = query_BNSD.shape[1] // num_kv_heads
+    dtype = wide(query_BNSD.dtype)
+    logits_BNSC = _logits(query_BNSD, key_BMCD, mask_BSC, scale)
+    weights_BNSC = torch.exp(logits_BNSC - whole.lse_BNS[..., None].to(dtype)).nan_to_num(0.0)
+    gradient_BNSD = gradient_BNSD.to(dtype)
+    value_BNCD = value_BMCD.to(dtype).repeat_interleave(groups, dim=1)
+    key_BNCD = key_BMCD.to(dtype).repeat_interleave(groups, dim=1)
+    mean_BNS1 = (gradient_BNSD * whole.y_BNSD.to(dtype)).sum(-1, keepdim=True)
+    by_logit_BNSC = weights_BNSC * (gradient_BNSD @ value_BNCD.transpose(2, 3) - mean_BNS1) * scale
+
+    def of_groups(x_BNCD: Tensor) -> Tensor:
+        return x_BNCD.unflatten(1, (num_kv_heads, groups)).sum(2)
+
+    return Gradients(
+        (by_logit_BNSC @ key_BNCD).to(query_BNSD.dtype),
+        of_groups(by_logit_BNSC.transpose(2, 3) @ query_BNSD.to(dtype)).to(key_BMCD.dtype),
+        of_groups(weights_BNSC.transpose(2, 3) @ gradient_BNSD).to(value_BMCD.dtype),
+    )
+
+
+def _logits(query_BNSD: Tensor, key_BMCD: Tensor, mask_BSC: Tensor | None, scale: float) -> Tensor:
+    dtype = wide(query_BNSD.dtype)
+    groups = query_BNSD.shape[1] // key_BMCD.shape[1]
+    key_BNCD = key_BMCD.to(dtype).repeat_interleave(groups, dim=1)
+    logits_BNSC = query_BNSD.to(dtype) @ key_BNCD.transpose(2, 3) * scale
+    if mask_BSC is not None:
+        logits_BNSC = logits_BNSC.masked_fill(~mask_BSC[:, None], -torch.inf)
+    return logits_BNSC
+
+
+def _triangle(query_BNSD: Tensor) -> Tensor:
+    size = query_BNSD.shape[2]
+    return torch.ones(1, size, size, dtype=torch.bool, device=query_BNSD.device).tril()
+
+
+def _additive(mask_BSC: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """True to 0 and False to -inf, as the kernel wants masks."""
+    if mask_BSC is None:
+        return None
+    zeros = torch.zeros(mask_BSC.shape, dtype=dtype, device=mask_BSC.device)
+    return zeros.masked_fill_(~mask_BSC, -torch.inf)[:, None]
