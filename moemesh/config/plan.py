@@ -13,7 +13,13 @@ from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.pipeline import is_schedule_file, pipeline_problems
-from moemesh.config.rules import V_SCHEDULES, degree_problems, node_problems, plan_problem
+from moemesh.config.rules import (
+    V_SCHEDULES,
+    degree_problems,
+    node_problems,
+    plan_problem,
+    server_problems,
+)
 from moemesh.config.section import (
     COUNT,
     POSITIVE,
@@ -113,6 +119,8 @@ class Plan(Section):
     #: terapipe: slices of a sequence; None takes pp.
     slices: int | None = None
     data: DataStrategy = "replicate"
+    #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
+    servers: int = 1
     recompute: Recompute = "none"
     spare_slots: int = 0
     #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
@@ -130,6 +138,7 @@ class Plan(Section):
         "update_window": SIZE,
         "max_in_flight": SIZE,
         "slices": SIZE,
+        "servers": SIZE,
         "schedule_memory_cap": POSITIVE,
         "spare_slots": COUNT,
         "ranks_per_node": SIZE,
@@ -195,6 +204,8 @@ class Plan(Section):
             return ranges
         rules = degree_problems(self, None if model is None else model.sizes)
         rules += node_problems(self) + self._batch_rules(seq_len, global_batch)
+        if self.data == "parameter_server":
+            rules += server_problems(self)
         rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
         return ranges + independent(rules, {problem.key for problem in ranges})
 

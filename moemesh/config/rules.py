@@ -63,6 +63,8 @@ class Degrees(Protocol):
     def layers_per_stage(self) -> tuple[int, ...] | None: ...
     @property
     def ranks_per_node(self) -> int | None: ...
+    @property
+    def servers(self) -> int: ...
 
 
 def degree_problems(
@@ -123,6 +125,24 @@ def node_problems(plan: Degrees) -> list[Problem]:
     fix = f"ranks_per_node = {nearest_divisors(world, node)}"
     keys = (f"plan.{name}" for name in ("pp", "dp", "cp", "tp"))
     return [plan_problem(plan, "not-divisible", "ranks_per_node", message, fix, *keys)]
+
+
+def server_problems(plan: Degrees) -> list[Problem]:
+    """Of the ranks that share dense weights, some serve and at least one only works."""
+    ranks, keys = plan.dp * plan.cp, ("plan.data", "plan.dp", "plan.cp")
+    if plan.servers < 1 or plan.servers < ranks:
+        return []
+    if ranks == 1:
+        message = "data = parameter_server needs a worker beside its server: dp*cp is 1"
+        return [
+            plan_problem(plan, "too-small", "dp", message, "dp = 2, or data = replicate", *keys)
+        ]
+    message = (
+        f"servers ({plan.servers}) must be fewer than the data-parallel ranks dp*cp ({ranks}): "
+        "where all of them serve, that is data = zero1"
+    )
+    fix = f"servers = {ranks - 1}, or data = zero1"
+    return [plan_problem(plan, "too-large", "servers", message, fix, *keys)]
 
 
 def _mesh_fix(plan: Degrees, num_experts: int) -> str:

@@ -10,7 +10,13 @@ from typing import Any, Literal
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
 from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, ScheduleName
-from moemesh.config.rules import V_SCHEDULES, Sizes, degree_problems, plan_problem
+from moemesh.config.rules import (
+    V_SCHEDULES,
+    Sizes,
+    degree_problems,
+    plan_problem,
+    server_problems,
+)
 from moemesh.config.toml import format_value
 
 AttentionKernel = Literal["flash", "eager", "fused"]
@@ -94,8 +100,10 @@ class PlannedLayout:
 
     #: 0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights.
     zero: int = 0
-    #: Workers push gradients to a server and pull weights from it; it holds the optimizer.
+    #: All push gradients to so many of the ranks that hold the same weights, and pull weights from
+    #: them; these servers hold the optimizer.
     parameter_server: bool = False
+    servers: int = 1
     #: Shards of ZeRO stay inside groups of so many ranks; 0: all ranks that hold the same weights.
     zero_group: int = 0
     #: One sum of gradients for each layer instead of one a step.
@@ -158,6 +166,8 @@ class PlannedLayout:
         if self.parameter_server and self.zero:
             message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
             yield plan_problem(self, "layout", "zero", message, "zero = 0")
+        if self.parameter_server:
+            yield from server_problems(self)
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
             yield plan_problem(self, "layout", "layers_per_stage", message, "")
@@ -193,6 +203,16 @@ class PlannedLayout:
     def expert_shards(self) -> int:
         """Parts into which ZeRO cuts the states of expert weights."""
         return _shards(self.edp, self.zero_group)
+
+    @property
+    def dense_servers(self) -> int:
+        """Ranks that serve dense weights."""
+        return min(self.servers, self.dense_replicas)
+
+    @property
+    def expert_servers(self) -> int:
+        """Ranks that serve the same experts."""
+        return min(self.servers, self.edp)
 
     @property
     def microbatches(self) -> int:
@@ -264,7 +284,7 @@ class PlannedLayout:
         Everything that differs from its default; sequence and batch are options of their own.
         """
         parts: list[str] = []
-        implied = widths(self.dtype, parameter_server=self.parameter_server)
+        implied = widths(self.dtype)
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             is_default = value == implied.get(name, field.default) and name != "microbatch"
@@ -281,14 +301,12 @@ class PlannedLayout:
         return ",".join(parts)
 
 
-def widths(dtype: Precision, *, parameter_server: bool = False) -> dict[str, Any]:
+def widths(dtype: Precision) -> dict[str, Any]:
     """What the number type of a run decides of a layout: the products' type, gradients in 32 bits
-    (64 with float64), two moments as wide and masters of 16-bit weights. All but the gradients of a
-    parameter server are on the server."""
+    (64 with float64), two moments as wide and masters of 16-bit weights."""
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
-    optimizer = 0 if parameter_server else 2 * wide + masters
-    return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": optimizer}
+    return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": 2 * wide + masters}
 
 
 def shown(value: object) -> str:

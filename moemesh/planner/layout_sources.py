@@ -22,7 +22,7 @@ from moemesh.schedule.build import step_problems
 #: Keys that a Plan and a layout share, values included.
 _SAME = (
     *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
-    "combine", "dispatch_chunks", "spare_slots",
+    "combine", "dispatch_chunks", "spare_slots", "servers",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def from_plan(
         parameter_server=plan.data == "parameter_server",
         recompute=RECOMPUTED[plan.recompute],
         dtype=dtype,
-        **widths(dtype, parameter_server=plan.data == "parameter_server"),
+        **widths(dtype),
         ranks_per_node=plan.ranks_per_node or 0,
     )
 

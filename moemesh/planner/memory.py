@@ -8,9 +8,11 @@ Model states, bytes per parameter that a rank holds after tp, pp, ep and etp hav
 | 1 | w | g | o / N |
 | 2 | w | g / N | o / N |
 | 3 | w / N | g / N | o / N |
+| parameter server | w | g | o / S on a server, 0 on others |
 
 w = 2, g = 4, o = 12 is Megatron's mixed precision (18 bytes), g = 2 the ZeRO paper's (16). N is
-dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts: two sums, never one.
+dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts: two sums, never one. S of them
+serve; the most loaded rank is a server.
 
 Activations of a rank are its stages' (see `activations`) times the microbatches of each that it
 keeps at once, and weights times the versions that it stores; both are facts of the schedule
@@ -185,6 +187,8 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
     cut_w = (n_dense, n_expert) if layout.zero >= 3 else (1, 1)
     cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
     cut_o = (n_dense, n_expert) if layout.zero >= 1 else (1, 1)
+    if layout.parameter_server:
+        cut_o = (layout.dense_servers, layout.expert_servers)
     return RankMemory(
         rank=rank,
         dense_weights=versions * dense / cut_w[0],

@@ -98,8 +98,7 @@ def _as_allocated(layout: PlannedLayout, allocation: Allocation) -> PlannedLayou
     return with_values(
         layout,
         gradient_bytes=allocation.gradient_bytes,
-        # Workers of a parameter server have no optimizer, whatever their software usually holds.
-        optimizer_bytes=0 if layout.parameter_server else allocation.optimizer_bytes,
+        optimizer_bytes=allocation.optimizer_bytes,
         fused_activation=allocation.fused_activation,
     )
 

@@ -97,20 +97,34 @@ def reduce(num_bytes: int, size: int, index: int, destination_index: int) -> Wir
 
 
 class ServerTraffic(NamedTuple):
-    """Bytes of one update by a parameter server: what each worker pushes and pulls, and what the
-    link of the server carries, one direction after the other."""
+    """Bytes of one update by parameter servers, for the rank with the most of them, a server: what
+    it sends and receives while gradients are pushed to it, and while weights are pulled from it."""
 
-    pushed: float
-    pulled: float
-    link: float
+    push_sent: float
+    push_received: float
+    pull_sent: float
+    pull_received: float
+
+    @property
+    def link(self) -> float:
+        """Bytes of the busier direction of the server's link, push and pull one after the other."""
+        return self.push_received + self.pull_sent
 
 
-def parameter_server(gradient_bytes: float, weight_bytes: float, workers: float) -> ServerTraffic:
-    """Every worker pushes its gradients and, when all have arrived and the optimizer has stepped,
-    pulls the new weights. All of it passes the server's link: workers * (gradients + weights),
-    where a ring all-reduce moves less than twice the gradients over each link."""
-    link = workers * (gradient_bytes + weight_bytes)
-    return ServerTraffic(gradient_bytes, weight_bytes, link)
+def parameter_server(
+    gradient_bytes: float, weight_bytes: float, ranks: float, servers: float
+) -> ServerTraffic:
+    """`servers` of `ranks` ranks own equal parts of the weights and work like all the others. Every
+    rank pushes its gradients to them and, when all have arrived and the optimizer has stepped,
+    pulls the new weights. A server's link carries (ranks - 1) / servers times gradients and
+    weights, where a ring all-reduce moves less than twice the gradients over each link."""
+    share, others = 1 / servers, ranks - 1  # others >= servers - 1: what serves is the busier half
+    return ServerTraffic(
+        push_sent=gradient_bytes * (1 - share),
+        push_received=gradient_bytes * share * others,
+        pull_sent=weight_bytes * share * others,
+        pull_received=weight_bytes * (1 - share),
+    )
 
 
 def send(num_bytes: int) -> WireBytes:

@@ -62,6 +62,8 @@ class Artifacts:
         self._validation: float | None = None
         self._unigram = 0.0
         self._activations = 0
+        #: Most bytes of older weight versions, and of copies from which a step can be undone.
+        self.weight_versions = self.snapshots = 0
 
     def begin(self, done: int, unigram_loss: float) -> None:
         """Write what is known before the first step, cut the logs back to step `done`."""
@@ -169,8 +171,10 @@ class Artifacts:
             rank=self.mesh.rank,
             dense_weights=weights[False],
             expert_weights=weights[True],
+            weight_versions=self.weight_versions,
             gradients=sum(g.numel() * g.element_size() for g in gradients),
             optimizer=self.optimizer.num_state_bytes(),
+            snapshots=self.snapshots,
             activations=self._activations,
             peak=_peak_bytes(self.mesh.device),
         )

@@ -128,6 +128,8 @@ class StreamedSteps:
             if parallel.mesh.rank == 0:
                 steps = stream.stream.first, stream.stream.last
                 write_recorded(self._session.folder, recorded, *steps)
+        artifacts = self._session.artifacts
+        artifacts.weight_versions = max(artifacts.weight_versions, program.versions.most_bytes)
         program.versions.close()
 
 

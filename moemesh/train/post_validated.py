@@ -85,6 +85,18 @@ class _Undo:
         self._optimizer, self._snapshot = optimizer, optimizer.snapshot()
         self._buffers = [(buffer, buffer.clone()) for buffer in parallel.model.buffers()]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies; numbers of updates, a scalar each, are left out."""
+        kinds = self._optimizer.state_names()
+        state = self._snapshot.state.values()
+        copies = [
+            *self._snapshot.masters.values(),
+            *(one.get(kind) for one in state for kind in kinds),
+            *(before for _, before in self._buffers),
+        ]
+        return sum(copy.numel() * copy.element_size() for copy in copies if copy is not None)
+
     def __call__(self) -> None:
         self._optimizer.restore(self._snapshot)
         for buffer, before in self._buffers:
@@ -116,6 +128,8 @@ class PostValidation:
         #: The step that has run here while other ranks' part in it is not known.
         self._waiting: Step | None = None
         self._settled: list[Step] = []
+        #: The most bytes that copies for undoing a step have taken.
+        self.snapshot_bytes = 0
 
     def run(self, number: int, batches: Sequence[Batch], recorder: TimelineRecorder) -> None:
         """Step `number` (from 1) on `batches`. Raises RoutingError, on all ranks, when a router of
@@ -176,6 +190,7 @@ class PostValidation:
         if self._num_clean >= self._arm_after and self._is_clean(so_far):
             with recorder.span("optimizer"):
                 step.undo = _Undo(parallel, self.optimizer)
+                self.snapshot_bytes = max(self.snapshot_bytes, step.undo.num_bytes)
                 self._step(step, so_far)
 
     def _settle(self, step: Step, recorder: TimelineRecorder) -> bool:
@@ -251,6 +266,7 @@ class ValidatedSteps:
                 batches = session.batches(number)
             with session.artifacts.first_step_memory():
                 steps.run(number, batches, recorder)
+            session.artifacts.snapshots = steps.snapshot_bytes
             if session.interrupts(number) or steps.stopping:
                 steps.flush()
             finished += [step.finished() for step in steps.take()]

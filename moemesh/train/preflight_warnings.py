@@ -38,6 +38,7 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
             global_batch=config.data.global_batch,
             dtype=config.train.dtype,
             optimizer=config.train.optimizer,
+            momentum=config.train.momentum,
             rank=rank,
         )
         needed += profile.peak - profile.activations
@@ -75,6 +76,8 @@ def _idle_keys(plan: Plan) -> Iterator[str]:
         for name in ("schedule", "stages_per_rank"):
             if (value := getattr(plan, name)) != getattr(defaults, name):
                 yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
+    if plan.data != "parameter_server" and plan.servers != defaults.servers:
+        yield f"plan.servers = {plan.servers} does nothing: plan.data is {plan.data}"
     if plan.ep == 1 and plan.spare_slots:
         yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
     if plan.ep * plan.etp == 1:

@@ -127,9 +127,11 @@ def test_the_worst_rank_is_the_worst_of_all():
         assert peak_memory(shape, planned, Allocation()).needed == every
 
 
-def test_workers_of_a_parameter_server_hold_no_optimizer() -> None:
-    layout = PlannedLayout(dp=4, seq_len=512, global_batch=4, optimizer_bytes=0)
-    server = layout.changed(parameter_server=True)
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_a_server_holds_its_share_of_the_optimizer(servers: int) -> None:
+    layout = PlannedLayout(dp=4, seq_len=512, global_batch=4)
+    server = layout.changed(parameter_server=True, servers=servers)
     saved = peak_memory(LLAMA, layout, Allocation()).states
     saved -= peak_memory(LLAMA, server, Allocation()).states
-    assert saved == 12 * count_parameters(LLAMA).total
+    weights = count_parameters(LLAMA).total
+    assert saved == pytest.approx(12 * weights * (1 - 1 / servers), rel=1e-12)

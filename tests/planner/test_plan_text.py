@@ -82,18 +82,14 @@ def test_what_no_formula_reads_is_echoed() -> None:
 
 
 def test_a_parameter_server_is_priced_and_echoed() -> None:
-    """Workers push gradients and pull weights; the server's link carries those of all workers."""
+    """Ranks push gradients and pull weights; the server's link carries those of all others."""
     found: dict[str, Any] = {}
     for dp in (2, 4, 8):
         plan = f"dp={dp},microbatch=2,data=parameter_server"
         found[dp] = estimate_named("tiny", "laptop_cpu", plan, 64, 16).to_json()
-    rows = {row["caller"]: row for row in found[4]["traffic"] if row["axis"] == "dp_cp"}
-    push, pull = rows["parameter_server.push"], rows["parameter_server.pull"]
-    assert push["wire_bytes"] == 2 * pull["payload_bytes"] and pull["wire_bytes"] == 0
     assert "data=parameter_server" in found[4]["plan"]
-    assert found[4]["memory"]["worst"]["optimizer"] == 0
     seconds = {dp: one["seconds"]["data"] for dp, one in found.items()}
-    assert seconds[4] == pytest.approx(2 * seconds[2], rel=0.05)
-    assert seconds[8] == pytest.approx(4 * seconds[2], rel=0.05)
+    assert seconds[4] == pytest.approx(3 * seconds[2], rel=0.05)
+    assert seconds[8] == pytest.approx(7 * seconds[2], rel=0.05)
     ring = estimate_named("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16).to_json()
     assert seconds[4] > 2 * ring["seconds"]["data"]

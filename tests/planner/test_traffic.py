@@ -11,6 +11,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.parameters import count_parameters
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import from_model_config
@@ -219,6 +220,29 @@ class TestMistakes:
     def test_an_moe_layer_needs_four_exchanges(self) -> None:
         found = volumes(dp=8, ep=8)
         assert sum(events(found, "ep", "all_to_all").values()) == 4 * 32 * 4
+
+    @pytest.mark.parametrize("servers", [1, 2, 7])
+    def test_the_link_of_a_server_is_the_bottleneck(self, servers: int) -> None:
+        """It receives the gradients of all others and sends them weights; a ring spreads both."""
+        layout = PlannedLayout(dp=8, seq_len=8, global_batch=8)
+        shape = load_model("llama3-8b").shape
+        psi = count_parameters(shape).total
+
+        def moved(layout: PlannedLayout, caller: str) -> tuple[int, int]:
+            total = volumes_ledger(shape, layout).total(caller=caller)
+            return total.wire_bytes, total.received_bytes
+
+        served = layout.changed(parameter_server=True, servers=servers)
+        assert moved(served, "gradients") == pytest.approx(
+            (4 * psi * (1 - 1 / servers), 4 * psi * 7 / servers)
+        )
+        assert moved(served, "weights") == pytest.approx(
+            (2 * psi * 7 / servers, 2 * psi * (1 - 1 / servers))
+        )
+        ring = moved(layout, "gradients")
+        assert ring == pytest.approx((2 * 7 / 8 * 4 * psi,) * 2)
+        if servers == 1:
+            assert moved(served, "gradients")[1] == pytest.approx(4 * ring[1])
 
     def test_zero3_costs_one_and_a_half_ddp_per_microbatch(self) -> None:
         """1.5 times only with one microbatch and 16-bit gradients; m times that under

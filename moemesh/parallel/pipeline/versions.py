@@ -118,6 +118,12 @@ class WeightVersions:
         assert not users, f"versions still in use: {users}"
         self._copies = {self.newest: self._copies[self.newest]}
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that copies beside the newest version have taken."""
+        one = sum(tensor.numel() * tensor.element_size() for tensor in self._own.values())
+        return (self.most_copies - 1) * one
+
     def original(self, weight: Tensor) -> nn.Parameter:
         """The master's parameter of which `weight` is a version."""
         return self._originals[weight]

@@ -148,6 +148,7 @@ class LayoutColumns:
     zero: Number
     zero_group: Number
     parameter_server: Number
+    servers: Number
     microbatch: Number
     microbatches: Number
     #: Pieces of a sequence that pass the pipeline one after the other.

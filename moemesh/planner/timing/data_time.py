@@ -105,7 +105,9 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     plain = where(layout.zero == 0, 2 * gradients, gradients + weights)
     served = 0.0
     for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
-        server = wire.parameter_server(psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES, workers)
+        servers = minimum(layout.servers, workers)
+        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
+        server = wire.parameter_server(gradient, weight, workers, servers)
         served = served + where(workers > 1, server.link / rate, 0)
     plain = where(layout.parameter_server == 1, served, plain)
     # Shards inside a group: scatter and gather stay there, shards are summed across groups.
@@ -149,6 +151,9 @@ def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:
     n_dense, n_expert = replicas(work)
     group = where(layout.zero_group > 0, maximum(layout.zero_group / layout.tp, 1), n_dense)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
-    own = dense / where(sharded, minimum(group, n_dense), 1)
-    own = own + expert / where(sharded, n_expert, 1)
+    served = layout.parameter_server == 1
+    alone = where(served, minimum(layout.servers, n_dense), 1)
+    own = dense / where(sharded, minimum(group, n_dense), alone)
+    alone = where(served, minimum(layout.servers, n_expert), 1)
+    own = own + expert / where(sharded, n_expert, alone)
     return where(layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)

@@ -3,7 +3,8 @@
 For any layout that :class:`PlannedLayout` can say, also those of other trainers. One GPU of one
 pipeline rank; u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a
 gradient, N ranks that hold the same weights, Psi parameters of a rank. "wire" is what the GPU
-sends in one event (ring collectives, direct exchanges); "payload" the full tensor.
+sends in one event (ring collectives, direct exchanges); "payload" the full tensor. Of a parameter
+server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
 
 | what | wire bytes of an event | events a step |
 |---|---|---|
@@ -19,6 +20,7 @@ sends in one event (ring collectives, direct exchanges); "payload" the full tens
 | ETP | (x-1) k (u/t) h w | as EP |
 | data, ZeRO 0 | all-reduce 2 (N-1)/N g Psi | 1 |
 | ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (2: m without a buffer) |
+| server, S of them | (1 - 1/S) g Psi pushed, (N-1)/S w Psi pulled from it | 1 |
 | ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m |
 | norms and routers under SP | all-reduce 2 (t-1)/t g | 1 |
 | tied embedding | all-reduce g V h / t between first and last stage | 1 |
@@ -42,8 +44,8 @@ from moemesh.trace.ledger import Ledger
 
 
 class Volume(NamedTuple):
-    """Events of one kind: `events` a step, each of `wire_bytes` sent and `payload_bytes` in all, on
-    an axis of `members` ranks."""
+    """Events of one kind: `events` a step, each of `wire_bytes` sent, `received_bytes` received and
+    `payload_bytes` in all, on an axis of `members` ranks."""
 
     axis: str
     op: str
@@ -52,6 +54,7 @@ class Volume(NamedTuple):
     events: float
     payload_bytes: float
     wire_bytes: float
+    received_bytes: float
     members: int
 
     @property
@@ -75,15 +78,9 @@ def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> lis
 
 
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
-    """The same as a ledger, bytes of all events together. Every rank receives what it sends; a
-    worker sends its gradients to a parameter server and receives weights."""
+    """The same as a ledger, bytes of all events together."""
     ledger = Ledger()
     for found in step_volumes(shape, layout, rank):
-        sent = received = round(found.total_wire_bytes)
-        if found.caller == "parameter_server.push":
-            received = 0
-        elif found.caller == "parameter_server.pull":
-            sent = 0
         ledger.record(
             axis=found.axis,
             op=found.op,
@@ -91,8 +88,8 @@ def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> L
             caller=found.caller,
             count=round(found.events),
             payload_bytes=round(found.events * found.payload_bytes),
-            wire_bytes=sent,
-            received_bytes=received,
+            wire_bytes=round(found.total_wire_bytes),
+            received_bytes=round(found.events * found.received_bytes),
         )
     return ledger
 
@@ -134,7 +131,7 @@ class _Volumes:
             return
         form = ring_all_reduce if op == "all_reduce" else one_phase
         sent = payload if op == "send_receive" else form(payload, members)
-        self.found.append(Volume(axis, op, phase, caller, count, payload, sent, members))
+        self.found.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
 
     # Tensor parallelism.
 
@@ -323,10 +320,15 @@ class _Volumes:
         gradient, weight = layout.gradient_bytes * psi, layout.element_bytes * psi
         times = layout.microbatches if layout.reduce_every_microbatch else 1
         if layout.parameter_server:
-            op, server = "send_receive", wire.parameter_server(gradient, weight, replicas)
-            push, pull = "parameter_server.push", "parameter_server.pull"
-            self._enter(axis, op, "backward", push, times, server.pushed, replicas)
-            self._enter(axis, op, "optimizer", pull, 1, server.pulled, replicas)
+            gradient, weight = gradient / buckets, weight / buckets
+            servers = min(layout.servers, replicas)
+            server = wire.parameter_server(gradient, weight, replicas, servers)
+            push = "reduce_scatter", "backward", "gradients"
+            moved = gradient, server.push_sent, server.push_received
+            self.found.append(Volume(axis, *push, buckets * times, *moved, replicas))
+            pull = "all_gather", "optimizer", "weights"
+            moved = weight, server.pull_sent, server.pull_received
+            self.found.append(Volume(axis, *pull, buckets, *moved, replicas))
             return
         if layout.zero == 0:
             count, size = buckets * times, gradient / buckets
