@@ -26,15 +26,19 @@ def predict_memory(
     global_batch: int,
     dtype: str = "bfloat16",
     optimizer: Literal["adamw", "sgd"] = "adamw",
+    momentum: float = 0.0,
     rank: int = 0,
     routing: Routing | None = None,
 ) -> MemoryProfile:
     """What `rank` holds in a training step; `peak` is the sum of the parts.
 
-    `routing` None: uniform. Raises ValueError when the plan's schedule cannot be made.
+    `momentum` is that of SGD; `routing` None: uniform. Raises ValueError when the plan's schedule
+    cannot be made.
     """
     placement, layout, element = StagePlacement(model, plan, seq_len), plan.layout, _ELEMENT[dtype]
-    states = predict_states(placement, layout, element=element, optimizer=optimizer, rank=rank)
+    states = predict_states(
+        placement, layout, element=element, optimizer=optimizer, momentum=momentum, rank=rank
+    )
     activations = predict_activations(
         placement, layout, global_batch=global_batch, element=element, rank=rank, routing=routing
     )

@@ -1,7 +1,18 @@
-"""The model states of one rank of a run of our own library, to the byte.
+"""The model states of one rank of a run of our own library, to the byte: weights to snapshots.
 
-Every parameter's local shard times its bytes: weights in the model's dtype, routers never below
-fp32; gradients fp32 or fp64; AdamW two moments, SGD one, and for 16-bit weights an fp32 master.
+Every parameter's local shard times its bytes:
+
+| state | bytes a number |
+|---|---|
+| weights | those of the run's dtype; routers never below fp32 |
+| gradients | 4; 8 in float64 |
+| masters | 4 where a weight has 2 bytes, else the weight is its own master |
+| AdamW | two moments as wide as a gradient; SGD one with momentum, none without |
+| weight versions | of a stream: those that its update rule keeps beside the newest, with biases |
+| snapshots | what an update behind which the norm is validated changes: masters, moments, biases |
+
+Versions are those of a stream long enough to need them. A rank takes a snapshot when it steps
+before it knows the whole norm: not in the first steps of a run, nor where each is clipped.
 """
 
 from __future__ import annotations
@@ -10,6 +21,10 @@ from typing import Literal, NamedTuple
 
 from moemesh.config.layout import Layout
 from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.schedule.closed_forms import FORMS, Numbers, Times
+
+#: Bytes of one number of a router's selection bias, in any run.
+_BIAS = 4
 
 
 class States(NamedTuple):
@@ -30,17 +45,50 @@ def predict_states(
     *,
     element: int,
     optimizer: Literal["adamw", "sgd"] = "adamw",
+    momentum: float = 0.0,
     rank: int = 0,
 ) -> States:
-    """What `rank` holds of the model, `element` bytes a weight."""
-    wide = max(element, 4)
+    """What `rank` holds of the model, `element` bytes a weight; `momentum` is that of SGD."""
+    wide, pp_rank = max(element, 4), layout.coordinates(rank)["pp"]
+    kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}
-    gradients = states = 0
-    for tensor in placement.held(layout.coordinates(rank)["pp"]):
-        numbers = tensor.local_elements(layout, rank)
-        own = tensor.weight_bytes(element)
-        weights[tensor.is_expert] += numbers * own
-        gradients += numbers * wide
-        states += numbers * (2 if optimizer == "adamw" else 1) * wide
-        states += numbers * wide if own < wide else 0
-    return States(weights[False], weights[True], gradients, states)
+    numbers = masters = 0
+    for tensor in placement.held(pp_rank):
+        local, own = tensor.local_elements(layout, rank), tensor.weight_bytes(element)
+        weights[tensor.is_expert] += local * own
+        numbers += local
+        masters += local * wide if own < wide else 0
+    moments, biases = kinds * numbers * wide, _bias_bytes(placement, pp_rank)
+    is_undone = placement.plan.optimizer_validation == "after" and placement.schedule.update is None
+    return States(
+        dense_weights=weights[False],
+        expert_weights=weights[True],
+        gradients=numbers * wide,
+        optimizer=masters + moments,
+        weight_versions=(_versions(placement, pp_rank) - 1) * (sum(weights.values()) + biases),
+        # A weight that is its own master is copied as one.
+        snapshots=numbers * wide + moments + biases if is_undone else 0,
+    )
+
+
+def _bias_bytes(placement: StagePlacement, pp_rank: int) -> int:
+    """Of the selection biases of a pipeline rank's routers, whole on every rank."""
+    model = placement.model
+    if not model.router_selection_bias:
+        return 0
+    here = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
+    return _BIAS * model.num_experts * sum(map(model.is_moe_layer, here))
+
+
+def _versions(placement: StagePlacement, pp_rank: int) -> int:
+    """Versions of its weights that a pipeline rank keeps in a stream, the newest included."""
+    schedule = placement.schedule
+    if schedule.update is None:
+        return 1
+    numbers = Numbers(
+        ranks=schedule.num_ranks,
+        microbatches=4 * schedule.num_ranks,
+        chunks=schedule.stages_per_rank,
+        times=Times(),
+    )
+    return FORMS[placement.plan.schedule].copies(numbers, pp_rank)
