@@ -122,6 +122,10 @@ class Plan(Section):
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: int = 1
     recompute: Recompute = "none"
+    #: Parts that "selective" computes again: between the projections of attention blocks; gate and
+    #: up of the routed experts.
+    recompute_attention: bool = True
+    recompute_experts: bool = True
     spare_slots: int = 0
     #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
     #: hottest experts, on every rank (FasterMoE's shadows).

@@ -44,7 +44,12 @@ class ExpertRows(Protocol):
     def counts_L(self) -> Tensor: ...
 
     def compute(
-        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        deferred: Deferred | None,
+        max_rows: int | None,
+        recomputes: bool,
     ) -> Tensor:
         """The experts' weighted outputs [R, H]; see :func:`~moemesh.ops.expert_mlp.expert_mlp`."""
         ...
@@ -59,7 +64,12 @@ class Rows(NamedTuple):
     counts_L: Tensor
 
     def compute(
-        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        deferred: Deferred | None,
+        max_rows: int | None,
+        recomputes: bool,
     ) -> Tensor:
         return expert_mlp(
             self.source_NH,
@@ -70,6 +80,7 @@ class Rows(NamedTuple):
             down,
             deferred,
             max_rows,
+            recomputes,
         )
 
 

@@ -18,6 +18,7 @@ class Experts(nn.Module):
     ``max_rows`` bounds memory under any routing: more rows than that are computed in blocks, each
     once more in the backward instead of kept. Slower, but one rank that gets the rows of all never
     has more than ``max_rows`` x 2 F numbers of its own beside the rows it was sent. None: no bound.
+    ``recomputes``: so are all rows; of the forward only the rows and their weights are kept.
     """
 
     def __init__(self, num_experts: int, hidden: int, width: int) -> None:
@@ -25,8 +26,9 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.max_rows: int | None = None
+        self.recomputes = False
 
     def forward(self, rows: ExpertRows, deferred: Deferred | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
-        return rows.compute(self.gate_up, self.down, deferred, self.max_rows)
+        return rows.compute(self.gate_up, self.down, deferred, self.max_rows, self.recomputes)

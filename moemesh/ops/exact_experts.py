@@ -21,21 +21,28 @@ from moemesh.ops.weight_gradient import weight_gradient
 class _ExactExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RH: Tensor, weights_R: Tensor, counts_EP: Tensor, gate_up: Tensor, down: Tensor
+        ctx: Any,
+        x_RH: Tensor,
+        weights_R: Tensor,
+        counts_EP: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        recomputes: bool,
     ) -> Tensor:
         rows = PaddedRows(counts_EP)
-        h_QG = rows.gemm(rows.pad(x_RH), gate_up.flatten(1, 2).transpose(1, 2))
-        gate_QF, up_QF = (half.contiguous() for half in h_QG.chunk(2, dim=1))
-        scale_Q1 = rows.pad(weights_R)[:, None].to(h_QG.dtype)
+        gate_QF, up_QF = _gate_and_up(x_RH, gate_up, rows)
+        scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
         y_QH = rows.gemm(F.silu(gate_QF) * up_QF * scale_Q1, down.transpose(1, 2))
-        ctx.save_for_backward(x_RH, weights_R, counts_EP, gate_up, down, gate_QF, up_QF)
+        kept = () if recomputes else (gate_QF, up_QF)
+        ctx.save_for_backward(x_RH, weights_R, counts_EP, gate_up, down, *kept)
         ctx.rows, ctx.leaves = rows, (gate_up, down)
         return rows.unpad(y_QH)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weights_R, counts_EP, gate_up, down, gate_QF, up_QF = ctx.saved_tensors
+        x_RH, weights_R, counts_EP, gate_up, down, *kept = ctx.saved_tensors
         rows: PaddedRows = ctx.rows
+        gate_QF, up_QF = kept or _gate_and_up(x_RH, gate_up, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
         silu_QF = F.silu(gate_QF)
         product_QF = silu_QF * up_QF
@@ -53,11 +60,23 @@ class _ExactExperts(torch.autograd.Function):
             lambda: exact_weight_gradient(grad_h_RG, x_RH, counts_EP).view_as(gate_up),
         )
         grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, gate_up.flatten(1, 2)))
-        return grad_x_RH, grad_weights_R, None, grad_gate_up, grad_down
+        return grad_x_RH, grad_weights_R, None, grad_gate_up, grad_down, None
+
+
+def _gate_and_up(x_RH: Tensor, gate_up: Tensor, rows: PaddedRows) -> tuple[Tensor, Tensor]:
+    h_QG = rows.gemm(rows.pad(x_RH), gate_up.flatten(1, 2).transpose(1, 2))
+    gate_QF, up_QF = (half.contiguous() for half in h_QG.chunk(2, dim=1))
+    return gate_QF, up_QF
 
 
 def exact_experts(
-    x_RH: Tensor, weights_R: Tensor, counts_EP: Tensor, gate_up_E2FH: Tensor, down_EHF: Tensor
+    x_RH: Tensor,
+    weights_R: Tensor,
+    counts_EP: Tensor,
+    gate_up_E2FH: Tensor,
+    down_EHF: Tensor,
+    recomputes: bool = False,
 ) -> Tensor:
-    """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner."""
-    return _ExactExperts.apply(x_RH, weights_R, counts_EP, gate_up_E2FH, down_EHF)
+    """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
+    `recomputes`: the backward computes gate and up once more instead of keeping them."""
+    return _ExactExperts.apply(x_RH, weights_R, counts_EP, gate_up_E2FH, down_EHF, recomputes)

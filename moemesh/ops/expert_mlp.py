@@ -14,10 +14,10 @@ product of gate and up are kept: it saves the source, h and nothing else of acti
 It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
 operation to the next; only h, the output and the gradient of the copied rows are ever whole.
 
-With more rows than `max_rows` not even h is kept: blocks have at most `max_rows` rows, and the
-backward computes the h of each once more. This happens inside of the Function, so that autograd
-sees the same graph on a rank with many rows as on any other: what a backward sends, and when, must
-not depend on how many rows a rank has.
+With `recomputes` not even h is kept: the backward computes it once more, block by block, with the
+same bits. With more rows than `max_rows` neither, and blocks have at most `max_rows` rows. Both
+happen inside of the Function, so that autograd sees the same graph on every rank: what a backward
+sends, and when, must not depend on how many rows a rank has.
 """
 
 from __future__ import annotations
@@ -251,9 +251,11 @@ class _ExpertMLP(torch.autograd.Function):
         calls: list[tuple[_WeightGradient, _WeightGradient]] | None,
         anchor: Tensor | None,
         max_rows: int | None,
+        recomputes: bool,
     ) -> Tensor:
         blocks = expert_blocks(counts_E, rows.num_rows, max_rows)
-        is_kept = max_rows is None or rows.num_rows <= max_rows
+        is_bounded = max_rows is not None and rows.num_rows > max_rows
+        is_kept = not recomputes and not is_bounded
         gate_up_EGH = gate_up.flatten(1, 2)
         h = _Whole(blocks, source_NH, rows.num_rows if is_kept else 0, gate_up_EGH.shape[1])
         y = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[2])
@@ -267,28 +269,30 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(source_NH, weights_R, gate_up, down, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
         ctx.rows, ctx.blocks, ctx.leaves, ctx.calls = rows, blocks, (gate_up, down), calls
+        ctx.is_bounded = is_bounded
         return y.of(y_BH)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         source_NH, weights_R, gate_up, down, *kept = ctx.saved_tensors
-        rows, blocks, is_kept = ctx.rows, ctx.blocks, bool(kept)
+        rows, blocks, is_bounded = ctx.rows, ctx.blocks, ctx.is_bounded
         needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
         # hold as many numbers as were not kept.
-        calls = ctx.calls if is_kept and not deferring() else None
+        calls = None if is_bounded or deferring() else ctx.calls
         # A weight that came from elsewhere has a gradient that must go on from here.
-        is_deferred = is_kept and (calls is not None or (deferring() and ctx.leaves[0].is_leaf))
+        is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
+        is_deferred = is_deferred and not is_bounded
         grad_gate_up, grad_down = (
-            _WeightGradient(leaf, blocks, needed, is_deferred=is_deferred, are_shared=not is_kept)
+            _WeightGradient(leaf, blocks, needed, is_deferred=is_deferred, are_shared=is_bounded)
             for leaf, needed in zip(ctx.leaves, (needs_gate_up, needs_down), strict=True)
         )
         grad_weights: list[Tensor] = []
         for block in blocks:
             experts, part, ends_D = block
-            if is_kept:
+            if kept:
                 h_BG = kept[0][part]
             else:
                 h_BG = _gate_and_up(source_NH, rows, gate_up_EGH, block)
@@ -315,6 +319,7 @@ class _ExpertMLP(torch.autograd.Function):
             None,
             None if ctx.calls is None else grad_RH.new_zeros(()),
             None,
+            None,
         )
 
 
@@ -339,6 +344,7 @@ def expert_mlp(
     down_EHF: Tensor,
     deferred: Deferred | None = None,
     max_rows: int | None = None,
+    recomputes: bool = False,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
@@ -346,9 +352,19 @@ def expert_mlp(
     rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
     (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `deferred`
     leaves them to the end of several calls (:func:`defer`). More rows than `max_rows` are computed
-    in blocks of at most so many, whose h is computed again in the backward instead of kept.
+    in blocks of at most so many, whose h is computed again in the backward instead of kept; so is
+    any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)
     return _ExpertMLP.apply(
-        source_NH, weights_R, gate_up_E2FH, down_EHF, rows, counts_E, calls, anchor, max_rows
+        source_NH,
+        weights_R,
+        gate_up_E2FH,
+        down_EHF,
+        rows,
+        counts_E,
+        calls,
+        anchor,
+        max_rows,
+        recomputes,
     )

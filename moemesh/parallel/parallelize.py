@@ -85,7 +85,7 @@ def parallelize(
         set_boundaries(model, plan, mesh)
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
-    set_recompute(model, plan.recompute, mesh.ledger)
+    set_recompute(model, plan, mesh.ledger)
     where = placements(Transformer(config), plan, holders(config, schedule, parts))
     initialize(
         model,

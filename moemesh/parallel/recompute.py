@@ -3,13 +3,17 @@
 | plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
 | none | all that autograd wants | nothing | nothing |
-| selective | inputs and outputs of matrix products | attention core, SwiGLU product | nothing |
+| selective | inputs of matrix products, and most outputs | see below | nothing |
 | full | the residual stream before it | its forward | what enters its blocks, dispatch |
 
-``selective``: between the two projections of an attention block (norms, rotary positions, scaled
-dot-product attention; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022), and the product ``silu(gate) * up`` of dense and shared MLPs. No matrix product with
-weights is done twice. (Routed experts never keep their product.)
+``selective`` computes again
+
+- with ``recompute_attention`` what lies between the two projections of an attention block (norms,
+  rotary positions, scaled dot-product attention; Korthikanti et al., "Reducing Activation
+  Recomputation in Large Transformer Models", 2022);
+- with ``recompute_experts`` gate and up of the routed experts from the rows that they were sent: of
+  the experts' three products with weights two are done twice, and nothing is exchanged again;
+- the product ``silu(gate) * up`` of dense and shared MLPs. (Routed experts never keep theirs.)
 
 ``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time. The
 layer is computed once more, as far as its backward reads it, when its backward begins: inside `I`
@@ -30,9 +34,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moemesh.config.plan import Recompute
+from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention
 from moemesh.model.batch import Context
+from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
@@ -44,11 +49,11 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def set_recompute(model: Transformer, recompute: Recompute, ledger: Ledger) -> None:
-    """Let `model` keep what `recompute` says; exchanges that are repeated enter `ledger` as
+def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
+    """Let `model` keep what `plan` says; exchanges that are repeated enter `ledger` as
     "recompute"."""
     memory = Recomputation(ledger)
-    match recompute:
+    match plan.recompute:
         case "none":
             pass
         case "full":
@@ -56,8 +61,10 @@ def set_recompute(model: Transformer, recompute: Recompute, ledger: Ledger) -> N
         case "selective":
             for module in model.modules():
                 match module:
-                    case Attention():
+                    case Attention() if plan.recompute_attention:
                         module.memory = memory
+                    case Experts():
+                        module.recomputes = plan.recompute_experts
                     case MLP():
                         module.activate = SwigluOf
                     case _:

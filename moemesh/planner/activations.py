@@ -117,9 +117,10 @@ def feed_forward_kept(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Ke
     if "moe" in layout.recompute:
         return Kept(tokens=tokens)
     copies = routed_copies(shape, layout)
-    routed = copies * (
-        2 * w * hidden * layout.etp + mlp_kept(shape, shape.expert_intermediate_size, layout)
-    )
+    inner = mlp_kept(shape, shape.expert_intermediate_size, layout)
+    if "experts" in layout.recompute:
+        inner = 0.0
+    routed = copies * (2 * w * hidden * layout.etp + inner)
     tokens += 4 * shape.num_experts
     return Kept(tokens=tokens, width=shared, routed=routed)
 

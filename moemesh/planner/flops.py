@@ -95,7 +95,8 @@ def mtp_forward(shape: ModelShape, seq_len: int, convention: Convention) -> floa
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in the
-    attention cores; `mtp` the forward of all extra prediction layers, in no other figure."""
+    attention cores, `expert_gate_up` that in the first products of routed experts; `mtp` the
+    forward of all extra prediction layers, in no other figure."""
 
     convention: Convention
     forward: float
@@ -103,6 +104,7 @@ class Flops:
     attention: float
     head: float
     mtp: float
+    expert_gate_up: float
 
     def to_json(self) -> dict[str, float | str]:
         return asdict(self)
@@ -127,7 +129,15 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         attention=cores,
         head=head_forward(shape),
         mtp=shape.num_mtp_layers * mtp,
+        expert_gate_up=_expert_gate_up(shape),
     )
+
+
+def _expert_gate_up(shape: ModelShape) -> float:
+    """Forward FLOPs of one token in the first products of the routed experts of all layers."""
+    layers = sum(number for kind, number in shape.kind_counts.items() if kind.moe)
+    width = shape.experts_per_token * shape.expert_intermediate_size
+    return layers * 2.0 * (2 if shape.gated else 1) * shape.hidden_size * width
 
 
 def hardware_flops(
@@ -135,12 +145,14 @@ def hardware_flops(
 ) -> float:
     """FLOPs of one token that the device carries out in training: what is computed again counts.
 
-    Full recomputation adds a forward (4 F in all), recomputing the attention core one core.
+    Full recomputation adds a forward (4 F in all), recomputing the attention core one core, gate
+    and up of the routed experts two of their three products.
     FlashAttention computes QK^T once more in its backward: half a core.
     """
     found = flops.training
     if "full" in recompute:
         found += flops.forward - flops.head
-    elif "attention" in recompute:
-        found += flops.attention
+    else:
+        found += flops.attention * ("attention" in recompute)
+        found += flops.expert_gate_up * ("experts" in recompute)
     return found + (0.5 * flops.attention if flash else 0.0)

@@ -23,18 +23,21 @@ AttentionKernel = Literal["flash", "eager", "fused"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
 
 #: What can be computed again in the backward instead of kept: whole layers; or the attention core
-#: (scores), norms, the MLP's activation, the routed experts, the shared expert, the expansion of
-#: MLA's low ranks; or every second operator.
+#: (scores), norms, the MLP's activation, gate and up of the routed experts ("experts") or all of
+#: their layer with its exchange ("moe"), the shared expert, the expansion of MLA's low ranks; or
+#: every second operator.
 RECOMPUTABLE = (
-    "full", "attention", "norm", "activation", "moe", "shared_expert", "mla_up", "operators",
+    "full", "attention", "norm", "activation", "experts", "moe", "shared_expert", "mla_up",
+    "operators",
 )  # fmt: skip
 
-#: What `plan.recompute` computes again (`moemesh.parallel.recompute`). Our "selective" is more than
-#: that of the tables, the attention core alone: also the product of a dense or shared SwiGLU. (The
-#: product of routed experts is never kept; "activation" says so of them, too.)
+#: What `plan.recompute` computes again (`moemesh.parallel.recompute`), all switches being on. Our
+#: "selective" is more than that of the tables, the attention core alone: also the product of a
+#: dense or shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is
+#: never kept; "activation" says so of them, too.)
 RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
-    "selective": frozenset({"attention", "activation"}),
+    "selective": frozenset({"attention", "activation", "experts"}),
     "full": frozenset({"full"}),
 }
 

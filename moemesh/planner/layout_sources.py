@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from math import ceil
-from typing import cast, get_args
+from typing import Any, get_args
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
+from moemesh.config.plan import DEGREES, Plan, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
@@ -57,16 +57,35 @@ def from_plan(
         slices=plan.slices or 0,
         zero=DATA.index(plan.data) if plan.data in DATA else 0,
         parameter_server=plan.data == "parameter_server",
-        recompute=RECOMPUTED[plan.recompute],
+        recompute=recomputed(plan),
         dtype=dtype,
         **widths(dtype),
         ranks_per_node=plan.ranks_per_node or 0,
     )
 
 
+def recomputed(plan: Plan) -> frozenset[str]:
+    """The parts that `plan` computes again."""
+    parts = RECOMPUTED[plan.recompute]
+    if plan.recompute != "selective":
+        return parts
+    switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
+    return parts - {part for part, is_on in switches.items() if not is_on}
+
+
+def _recompute_keys(parts: frozenset[str]) -> dict[str, Any]:
+    """The keys of a plan that computes `parts` again; those of "none" where no plan says it."""
+    for word, all_parts in RECOMPUTED.items():
+        if parts == all_parts:
+            return {"recompute": word}
+    if "activation" not in parts or parts - RECOMPUTED["selective"]:
+        return {}
+    switches = {f"recompute_{part}": part in parts for part in ("attention", "experts")}
+    return {"recompute": "selective", **switches}
+
+
 def plan_of(layout: PlannedLayout) -> Plan:
     """The Plan next to a layout: equal to it where :func:`from_plan` gives the layout back."""
-    recompute = next((word for word, parts in RECOMPUTED.items() if parts == layout.recompute), "")
     node, world = layout.ranks_per_node, layout.world_size
     return Plan(
         **{name: getattr(layout, name) for name in _SAME},
@@ -74,7 +93,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         slices=layout.slices or None,
         microbatches=layout.microbatches,
         data="parameter_server" if layout.parameter_server else DATA[layout.zero],
-        recompute=cast("Recompute", recompute or "none"),
+        **_recompute_keys(layout.recompute),
         # A single node is what a plan without node borders has.
         ranks_per_node=node if 0 < node < world else None,
     )

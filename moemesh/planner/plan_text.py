@@ -30,7 +30,7 @@ _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 
 #: Keys of a Plan that a layout says in its own way.
-_TRANSLATED = {"data", "microbatches"}
+_TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
 
 
 class Planned(NamedTuple):

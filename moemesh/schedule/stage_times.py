@@ -28,13 +28,21 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     weight gradient W. Raises ValueError when the model cannot be cut into the plan's stages.
     """
     layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
+    #: Gate and up of the experts that a token visits.
+    routed = 2 * model.experts_per_token * model.hidden_size * model.expert_intermediate_size
     forward: list[float] = []
     inputs: list[float] = []
     weights: list[float] = []
     for stage, (weight, per_token) in enumerate(stage_costs(model, layers)):
         scores = per_token * (seq_len + 1) / 2
         inner = weight - (last_stage_cost(model) if stage == len(layers) - 1 else 0)
-        again = {"none": 0.0, "selective": scores, "full": inner + scores}[plan.recompute]
+        again = 0.0
+        if plan.recompute == "full":
+            again = inner + scores
+        elif plan.recompute == "selective":
+            again = scores * plan.recompute_attention
+            moe_layers = sum(model.is_moe_layer(index) for index in layers[stage])
+            again += moe_layers * routed * plan.recompute_experts
         forward.append(weight + scores)
         inputs.append(weight + 2 * scores + again)
         weights.append(weight)

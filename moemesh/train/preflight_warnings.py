@@ -78,6 +78,13 @@ def _idle_keys(plan: Plan) -> Iterator[str]:
                 yield f"plan.{name} = {value} does nothing: plan.pp = 1 is no pipeline"
     if plan.data != "parameter_server" and plan.servers != defaults.servers:
         yield f"plan.servers = {plan.servers} does nothing: plan.data is {plan.data}"
+    if plan.recompute != "selective":
+        for name in ("recompute_attention", "recompute_experts"):
+            if (value := getattr(plan, name)) != getattr(defaults, name):
+                yield (
+                    f"plan.{name} = {str(value).lower()} does nothing: plan.recompute = "
+                    f"{plan.recompute} is not selective"
+                )
     if plan.ep == 1 and plan.spare_slots:
         yield f"plan.spare_slots = {plan.spare_slots} does nothing: plan.ep = 1 is even"
     if plan.ep * plan.etp == 1:

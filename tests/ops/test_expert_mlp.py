@@ -48,16 +48,21 @@ def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, qu
     return [y.detach(), source.grad, weights.grad, gate_up.grad, down.grad]
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("max_rows", [None, 1, 4, 12])
 @pytest.mark.parametrize("block_rows", [1, 3, 5, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_cut_into_blocks_gives_the_loops_result(
-    monkeypatch: pytest.MonkeyPatch, block_rows: int, dtype: torch.dtype, max_rows: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    block_rows: int,
+    dtype: torch.dtype,
+    max_rows: int | None,
+    recomputes: bool,
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_ROWS", block_rows)
     leaves, (experts, upstream) = make(dtype)
     slow = run(expert_mlp_loop, leaves, experts, upstream)
-    mlp = partial(expert_mlp, max_rows=max_rows)
+    mlp = partial(expert_mlp, max_rows=max_rows, recomputes=recomputes)
     fast = run(mlp, leaves, experts, upstream)
     later = run(mlp, leaves, experts, upstream, WeightGradientQueue())
     for got, deferred, expected in zip(fast, later, slow, strict=True):
@@ -85,8 +90,13 @@ def test_bounded_blocks_cut_experts_where_they_must(max_rows: int) -> None:
     assert counts.tolist() == [1, 0, 9, 3, 2, 0]
 
 
-@pytest.mark.parametrize(("max_rows", "keeps_h"), [(None, True), (13, True), (12, False)])
-def test_saved_for_backward_is_the_source_and_h(max_rows: int | None, keeps_h: bool) -> None:
+@pytest.mark.parametrize(
+    ("max_rows", "recomputes", "keeps_h"),
+    [(None, False, True), (13, False, True), (12, False, False), (None, True, False)],
+)
+def test_saved_for_backward_is_the_source_and_h(
+    max_rows: int | None, recomputes: bool, keeps_h: bool
+) -> None:
     leaves, (experts, upstream) = make(torch.float32)
     num_rows, saved = len(upstream), []
 
@@ -95,7 +105,8 @@ def test_saved_for_backward_is_the_source_and_h(max_rows: int | None, keeps_h: b
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(partial(expert_mlp, max_rows=max_rows), leaves, experts, upstream)
+        mlp = partial(expert_mlp, max_rows=max_rows, recomputes=recomputes)
+        run(mlp, leaves, experts, upstream)
     big = sorted(t.numel() for t in saved if t.dim() == 2)
     assert num_rows == 13
     assert big == sorted([leaves[0].numel(), *([num_rows * 2 * WIDTH] if keeps_h else [])])

@@ -24,7 +24,14 @@ from tests.parity.training import Shape, microbatches, name_of
 from tests.ranks import mesh_on_ranks
 
 SHAPE = Shape(global_batch=6, seq_len=8, padding=True)
-KINDS = ("none", "selective", "full")
+#: The last one sends something again.
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute": "selective", "recompute_experts": False},
+    "experts": {"recompute": "selective", "recompute_attention": False},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+}
 
 ALONE: dict[str, dict[str, Any]] = {
     "sigmoid": MODELS["sigmoid"],
@@ -102,11 +109,11 @@ def test_no_bit_changes_and_nothing_is_decided_twice(
     monkeypatch.setattr(LocalDispatcher, "plan", counted("plan", LocalDispatcher.plan))
     results: dict[str, dict[str, Any]] = {}
     decisions: dict[str, list[str]] = {}
-    for kind in KINDS:
-        plan = Plan(recompute=kind, microbatches=2, dispatch_chunks=2)
+    for kind, keys in KINDS.items():
+        plan = Plan(**keys, microbatches=2, dispatch_chunks=2)
         results[kind] = step(build(Mesh.single("cpu"), ALONE[model], plan, dtype), plan)
         decisions[kind], decided[:] = decided[:], []
-    for kind in KINDS[1:]:
+    for kind in KINDS:
         assert_same_bits(results[kind], results["none"])
         assert decisions[kind] == decisions["none"]
     assert decisions["none"].count("plan") == 2 * 2 * ModelConfig(**ALONE[model]).num_moe_layers
@@ -115,8 +122,8 @@ def test_no_bit_changes_and_nothing_is_decided_twice(
 def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
     """One step of each kind; the ledger is that of all so far."""
     found = []
-    for kind in KINDS:
-        plan = Plan(**plan_keys, recompute=kind)
+    for keys in KINDS.values():
+        plan = Plan(**plan_keys, **keys)
         result = step(build(mesh, MODEL, plan, dtype), plan)
         found.append(result | {"ledger": mesh.ledger.rows()})
     return found
@@ -129,17 +136,17 @@ def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str,
 @pytest.mark.parametrize("plan", PLANS, ids=name_of)
 def test_on_many_ranks_only_what_is_read_is_sent_again(plan: dict[str, Any]) -> None:
     dtype = "bfloat16" if "payload" in plan else "float64"
-    for none, selective, full in mesh_on_ranks(Plan(**plan).layout, run_all, plan, dtype):
-        assert_same_bits(selective, none)
-        assert_same_bits(full, none)
-        first, second, third = (by_phase(run["ledger"]) for run in (none, selective, full))
-        assert "recompute" not in second
-        for phase in first:
-            for key, total in first[phase].items():
-                times = LedgerTotal().plus(total).plus(total)
-                assert second[phase][key] == times, key
-                assert third[phase][key] == times.plus(total), key
-        again = third["recompute"]
+    for runs in mesh_on_ranks(Plan(**plan).layout, run_all, plan, dtype):
+        for run in runs[1:]:
+            assert_same_bits(run, runs[0])
+        first, *others = (by_phase(run["ledger"]) for run in runs)
+        times = {(phase, key): total for phase in first for key, total in first[phase].items()}
+        for sent in others:
+            for (phase, key), total in times.items():
+                times[phase, key] = total.plus(first[phase][key])
+                assert sent[phase][key] == times[phase, key], key
+        assert all("recompute" not in sent for sent in others[:-1])
+        again = others[-1]["recompute"]
         assert {caller for _, _, caller in again} <= SENT_AGAIN
         for key, total in again.items():
             if key[2] != "mlp.leave":
@@ -158,7 +165,7 @@ def by_phase(rows: Any) -> dict[str, dict[tuple[str, str, str], LedgerTotal]]:
 
 
 def saved_bytes(model: dict[str, Any], kind: str) -> int:
-    plan = Plan(recompute=kind)
+    plan = Plan(**KINDS[kind])
     parallel = build(Mesh.single("cpu"), model, plan, "float64")
     with SavedForBackward(parallel.model.parameters()) as saved:
         step(parallel, plan)
@@ -177,14 +184,21 @@ def test_saved_bytes_fall_as_predicted(dense: bool) -> None:
         deep, shallow = (saved_bytes(model | {"num_layers": n}, kind) for n in (4, 2))
         return (deep - shallow) / 2
 
-    none, selective, full = map(per_layer, KINDS)
+    none, attention, experts, selective, full = map(per_layer, KINDS)
     assert full == tokens * config.hidden_size * size
     # Rotated queries and keys, the log-sum-exp of every head; silu(gate) and its product with up.
     heads = config.num_heads + config.num_kv_heads
     core = heads * config.head_dim + config.num_heads
     width = config.intermediate_size if dense else config.shared_width
-    assert none - selective == tokens * size * (core + 2 * width)
-    assert full < selective / 3
+    assert none - attention == tokens * size * (core + 2 * width)
+    # Gate and up of the experts that every token visits; padding visits none.
+    (batch,) = microbatches(config, Plan(), SHAPE, 1, Mesh.single("cpu"))
+    assert batch.valid_BS is not None
+    visited = 0 if dense else config.experts_per_token * int(batch.valid_BS.sum())
+    gate_and_up = visited * 2 * config.expert_intermediate_size * size
+    assert none - experts == tokens * size * 2 * width + gate_and_up
+    assert none - selective == tokens * size * (core + 2 * width) + gate_and_up
+    assert full < selective / 2
 
 
 def test_rows_beyond_the_bound_are_computed_again_inside() -> None:

@@ -10,7 +10,7 @@ from moemesh.config.plan import Plan
 from moemesh.planner.accuracy.rows import recompute_from_words
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.layout import RECOMPUTED, PlannedLayout
-from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.layout_sources import from_plan, plan_of
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.shapes.shape import LayerKind
@@ -23,12 +23,34 @@ def layout(**keys: Any) -> PlannedLayout:
 
 
 def test_selective_recomputes_the_core_and_the_product_of_a_swiglu() -> None:
-    """As `moemesh.parallel.recompute`: no product with weights twice, silu(gate) * up not kept."""
+    """As `moemesh.parallel.recompute`: silu(gate) * up not kept."""
     shape = load_model("llama3-8b").shape
     kind = LayerKind(window=0, moe=False)
     none, selective = (layer_kept(shape, kind, layout(recompute=r)) for r in ("none", "selective"))
     assert none.width - selective.width == 2 * shape.intermediate_size
     assert none.tokens == selective.tokens and none.routed == selective.routed
+
+
+def test_selective_keeps_of_experts_what_its_switch_says() -> None:
+    shape = load_model("qwen3-30b-a3b").shape
+    kind = LayerKind(window=0, moe=True)
+    none, selective, attention = (
+        layer_kept(shape, kind, layout(**keys))
+        for keys in (
+            {},
+            {"recompute": "selective"},
+            {"recompute": "selective", "recompute_experts": False},
+        )
+    )
+    width = shape.experts_per_token * shape.expert_intermediate_size
+    assert attention.routed - selective.routed == 2 * 2 * width  # gate and up, bfloat16
+    assert none.routed - attention.routed == 2 * width
+
+
+@pytest.mark.parametrize("part", ["attention", "experts"])
+def test_a_switch_comes_back(part: str) -> None:
+    plan = Plan(recompute="selective", **{f"recompute_{part}": False})
+    assert plan_of(from_plan(plan, **BATCH)) == plan
 
 
 def test_a_published_selective_is_the_attention_core_alone() -> None:

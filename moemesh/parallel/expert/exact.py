@@ -60,10 +60,17 @@ class ExactRows(NamedTuple):
     counts_LO: Tensor
 
     def compute(
-        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        deferred: Deferred | None,
+        max_rows: int | None,
+        recomputes: bool,
     ) -> Tensor:
         """The sums run over all rows of an expert: nothing is deferred or cut into blocks."""
-        return exact_experts(self.source_NH, self.weights_R, self.counts_LO, gate_up, down)
+        return exact_experts(
+            self.source_NH, self.weights_R, self.counts_LO, gate_up, down, recomputes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

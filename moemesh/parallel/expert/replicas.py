@@ -90,17 +90,22 @@ class ReplicatedRows(NamedTuple):
     weights: Pending[tuple[Tensor, Tensor]]
 
     def compute(
-        self, gate_up: Tensor, down: Tensor, deferred: Deferred | None, max_rows: int | None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        deferred: Deferred | None,
+        max_rows: int | None,
+        recomputes: bool,
     ) -> Tensor:
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
         own = Rows(self.source_NH, self.home, home_R, self.counts_L)
-        y_RH = own.compute(gate_up, down, deferred, max_rows)
+        y_RH = own.compute(gate_up, down, deferred, max_rows, recomputes)
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
         replicas = Rows(self.source_NH, self.spare, spare_R, self.counts_S)
-        return torch.cat([y_RH, replicas.compute(*fetched, None, max_rows)])
+        return torch.cat([y_RH, replicas.compute(*fetched, None, max_rows, recomputes)])
 
 
 class _NoRows(torch.autograd.Function):

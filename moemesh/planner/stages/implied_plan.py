@@ -33,7 +33,9 @@ _TENSOR = {
     **dict.fromkeys(("embedding", "logits", "loss"), "vocabulary"),
 }
 #: Operators that `recompute = "selective"` computes again.
-_SELECTIVE = ("attention core", "activation", "shared activation", "expert activation")
+_SELECTIVE = (
+    "attention core", "activation", "shared activation", "expert up", "expert activation",
+)  # fmt: skip
 _RECOMPUTES = ("none", "selective", "full")
 
 

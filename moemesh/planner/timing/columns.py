@@ -161,6 +161,7 @@ class LayoutColumns:
     again_attention: Number
     again_norm: Number
     again_moe: Number
+    again_experts: Number
     again_shared: Number
     kernel: Number
     native_kernel: Number
@@ -302,6 +303,7 @@ def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> La
         "again_attention": "attention" in again,
         "again_norm": bool(again & {"norm", "activation", "operators", "mla_up"}),
         "again_moe": "moe" in again,
+        "again_experts": "experts" in again,
         "again_shared": "shared_expert" in again,
         "kernel": KERNELS.index(kernel),
         "fused_norm": traits.fused_norm and layout.fused_norm,

@@ -178,6 +178,9 @@ def routed_layer(
     backward = backward + weights * accumulate / work.hbm
     again = layout.again_moe * forward + layout.again_norm * experts.elementwise / 2
     again = again + layout.again_shared * experts.shared_products
+    # All products of an expert but the last; the few FLOPs of the router are counted with them.
+    first_products = (work.model.mlp_matrices - 1) / work.model.mlp_matrices * experts.products
+    again = again + layout.again_experts * first_products
     ahead = first.forward + forward
     back = first.backward + backward + again + layout.again_full * ahead
     host = experts.overhead
