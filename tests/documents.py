@@ -25,6 +25,7 @@ from moemesh.config.trainable import TRAINABLE, TRAINABLE_MODELS
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
+from tests.planner import documents as planner_documents
 from tests.schedule import documents as schedule_documents
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,7 @@ DOCUMENTS = (
     "docs/configuration.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
+    "docs/data_parallelism.md",
     "docs/dispatchers.md",
     "docs/schedules.md",
     "docs/planner.md",
@@ -217,6 +219,7 @@ BLOCKS = {
     "placements": placement_table,
     "presets": presets,
     "schedules": schedule_documents.schedules,
+    **planner_documents.BLOCKS,
 }
 
 

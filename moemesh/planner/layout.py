@@ -111,7 +111,7 @@ class PlannedLayout:
     zero_group: int = 0
     #: One sum of gradients for each layer instead of one a step.
     bucket_per_layer: bool = False
-    #: Gradients are summed for every microbatch (ZeRO-2 without a buffer to accumulate in).
+    #: Gradients are summed for every microbatch, as ZeRO 2 and 3 do in any case.
     reduce_every_microbatch: bool = False
     recompute: frozenset[str] = frozenset()
     #: Layers of a rank's stage that recompute; None: all.

@@ -19,7 +19,7 @@ server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
 | EP | (e-1)/e k (u/t) h w; fp8 dispatch 1 + 4/128 bytes | 4 an MoE layer and microbatch, 6 rec. |
 | ETP | (x-1) k (u/t) h w | as EP |
 | data, ZeRO 0 | all-reduce 2 (N-1)/N g Psi | 1 |
-| ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (2: m without a buffer) |
+| ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (ZeRO 2 scatters m times) |
 | server, S of them | (1 - 1/S) g Psi pushed, (N-1)/S w Psi pulled from it | 1 |
 | ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m |
 | norms and routers under SP | all-reduce 2 (t-1)/t g | 1 |
@@ -318,7 +318,9 @@ class _Volumes:
         if not psi or replicas == 1:
             return
         gradient, weight = layout.gradient_bytes * psi, layout.element_bytes * psi
-        times = layout.microbatches if layout.reduce_every_microbatch else 1
+        # ZeRO-2 keeps no place where gradients of several microbatches could add up unreduced.
+        is_often = layout.reduce_every_microbatch or layout.zero == 2
+        times = layout.microbatches if is_often else 1
         if layout.parameter_server:
             gradient, weight = gradient / buckets, weight / buckets
             servers = min(layout.servers, replicas)
