@@ -274,6 +274,7 @@ def _context(num_tokens: int, chosen_TK: Tensor | None) -> Context:
         cosine=nothing,
         sine=nothing,
         sequence_T=torch.zeros_like(tokens_T),
+        position_T=tokens_T,
         valid_T=None,
         token_ids_T=tokens_T,
         experts=None if chosen_TK is None else {0: chosen_TK},

@@ -26,12 +26,14 @@ VIEWS: dict[str, tuple[str, ...]] = {
 
 #: Axis name -> (view, the dimensions of that view that the axis spans).
 #: The combined axes exist because gradients are summed over them: dense parameters over ``dp_cp``,
-#: parameters in front of token-sharded activations over the whole ``stage``.
+#: parameters in front of token-sharded activations over the whole ``stage``. ``cp_tp`` are the
+#: ranks that share sequences.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp": ("dense", ("pp",)),
     "dp": ("dense", ("dp",)),
     "cp": ("dense", ("cp",)),
     "tp": ("dense", ("tp",)),
+    "cp_tp": ("dense", ("cp", "tp")),
     "dp_cp": ("dense", ("dp", "cp")),
     "stage": ("dense", ("dp", "cp", "tp")),
     "edp": ("expert", ("edp",)),

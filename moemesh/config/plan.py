@@ -188,7 +188,7 @@ class Plan(Section):
     def tokens_per_rank(self, seq_len: int, global_batch: int) -> int:
         """Most tokens of one microbatch that a rank's residual stream holds."""
         sequences = ceil(ceil(global_batch / self.dp) / self.microbatches)
-        return ceil(sequences * seq_len / (self.cp * self.tp))
+        return ceil(sequences * ceil(seq_len / self.cp) / self.tp)
 
     def check(
         self,

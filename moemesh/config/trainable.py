@@ -16,7 +16,6 @@ from moemesh.config.run import RunConfig
 
 #: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
-    "cp": (1,),
     "data": ("replicate",),
 }
 
@@ -47,7 +46,13 @@ class Clash(NamedTuple):
 
 def refusals(config: RunConfig) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
-    return [*_keys(config), *_experts_that_move(config), *_slices(config), *_model(config)]
+    return [
+        *_keys(config),
+        *_experts_that_move(config),
+        *_slices(config),
+        *_context(config),
+        *_model(config),
+    ]
 
 
 def _keys(config: RunConfig) -> Iterator[Problem]:
@@ -107,6 +112,21 @@ def _slices(config: RunConfig) -> Iterator[Problem]:
         fix=f"{fix}, or another schedule such as 1f1b",
         related=("plan.schedule", "plan.slices"),
     )
+
+
+def _context(config: RunConfig) -> Iterator[Problem]:
+    """Slices of a sequence come one after the other; the positions of a rank of cp are spread."""
+    plan = config.plan
+    if plan.cp > 1 and plan.num_slices > 1:
+        yield Problem(
+            code="conflict",
+            key="plan.cp",
+            value=plan.cp,
+            message=f"cp ({plan.cp}) spreads the positions of a sequence, but schedule = "
+            f"{plan.schedule} computes them in {plan.num_slices} slices, one after the other",
+            fix="cp = 1, or another schedule such as 1f1b",
+            related=("plan.schedule", "plan.slices"),
+        )
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

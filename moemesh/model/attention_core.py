@@ -44,12 +44,14 @@ class Visibility:
     """Which keys a query sees. ``queries`` and ``keys``: the positions held here, as runs;
     ``window``: a query sees the last `window` positions, itself among them (None: all);
     ``starts_BL``: of each position of the whole sequence, the first position of its document
-    (int64; None: a sequence is one document)."""
+    (int64; None: a sequence is one document); ``length``: of whole sequences, where other ranks
+    hold the other positions."""
 
     queries: Runs
     keys: Runs
     window: int | None = None
     starts_BL: Tensor | None = None
+    length: int = 0
 
     @property
     def is_whole(self) -> bool:

@@ -47,8 +47,10 @@ class Batch:
     length: int | None = None
     slices: SliceState = NO_SLICES
 
-    def take(self, runs: Runs) -> Batch:
-        """The positions `runs`, in that order, of all sequences."""
+    def take(self, runs: Runs | None) -> Batch:
+        """The positions `runs`, in that order, of all sequences; None: this batch."""
+        if runs is None:
+            return self
         assert self.runs is None, "a part of a part"
         num_sequences, length = self.tokens_BS.shape
         index_S = position_ids(runs, self.tokens_BS.device)
@@ -104,10 +106,11 @@ class Context:
     """Shared by the layers of one forward: shapes, positions, and the ids of the local tokens.
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
-    device, a tensor-parallel shard otherwise); ``sequence_T``, ``valid_T`` and ``token_ids_T``
-    describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`). ``visible``: which
-    keys the queries see; it counts those of slices before among the keys. ``cosine`` and ``sine``
-    are the tables of rotary positions, [S, D], or [B, 1, S, D] where each sequence has its own.
+    device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
+    ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
+    ``visible``: which keys the queries see; it counts those of slices before among the keys.
+    ``cosine`` and ``sine`` are the tables of rotary positions, [S, D], or [B, 1, S, D] where each
+    sequence has its own.
     ``length`` is that of whole sequences. ``flow``: how the forward is carried out.
     """
 
@@ -119,6 +122,7 @@ class Context:
     cosine: Tensor
     sine: Tensor
     sequence_T: Tensor
+    position_T: Tensor
     valid_T: Tensor | None
     token_ids_T: Tensor
     seed: int = 0
@@ -168,10 +172,11 @@ def make_context(
         seq_len=seq_len,
         num_tokens=num_sequences * seq_len,
         length=length,
-        visible=Visibility(queries=runs, keys=keys, starts_BL=starts_BL),
+        visible=Visibility(runs, keys, starts_BL=starts_BL, length=length),
         cosine=angles.cos(),
         sine=angles.sin(),
         sequence_T=sequence_T,
+        position_T=position_T,
         valid_T=valid_T,
         token_ids_T=batch.sequences_B[sequence_T] * length + position_T,
         seed=batch.seed,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.model.attention_core import Visibility, attention
+from moemesh.model.attention_core import Runs, Visibility, attention
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Operand, linear
 from moemesh.ops.pending import Pending
@@ -64,14 +64,20 @@ class Vocabulary(Protocol):
 
 
 class Tokens(Protocol):
-    """Which tokens of a microbatch this rank's residual stream holds."""
+    """Which tokens of a microbatch this rank's residual stream holds: some positions of every
+    sequence, and of these tokens some rows."""
 
-    def local(self, num_tokens: int) -> range:
-        """The rows of the flattened tokens that are held here."""
+    def runs(self, length: int) -> Runs | None:
+        """The positions of sequences of `length` whose tokens come here; None: all."""
         ...
 
-    def gather(self, x_T: Tensor, num_tokens: int) -> Tensor:
-        """Own rows [T, ...] -> all rows of the microbatch [num_tokens, ...]; no gradient."""
+    def local(self, num_tokens: int) -> range:
+        """The rows that are held here, of the flattened tokens of these positions."""
+        ...
+
+    def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
+        """Own rows [T, ...] -> those of all ranks that share sequences, in the order of the ranks,
+        [num_sequences * length, ...]; no gradient."""
         ...
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:
@@ -186,10 +192,13 @@ class LocalVocabulary:
 class LocalTokens:
     """One device: all tokens."""
 
+    def runs(self, length: int) -> Runs | None:
+        return None
+
     def local(self, num_tokens: int) -> range:
         return range(num_tokens)
 
-    def gather(self, x_T: Tensor, num_tokens: int) -> Tensor:
+    def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
         return x_T
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:

@@ -21,9 +21,14 @@ class WholeSequences:
         ids_T = context.token_ids_T
         # One exchange for both: the complement of an id says that it is padding.
         key_T = ids_T if context.valid_T is None else torch.where(context.valid_T, ids_T, ~ids_T)
-        key_N = tokens.gather(key_T, context.num_tokens)
+        key_N = self._gather(key_T)
         self._order_N = torch.argsort(torch.where(key_N < 0, ~key_N, key_N))
         self.valid_BS = self._in_order(key_N) >= 0
+        self._own_T = context.sequence_T * context.length + context.position_T
+
+    def _gather(self, x_T: Tensor) -> Tensor:
+        context = self._context
+        return self._tokens.gather(x_T, context.num_sequences, context.length)
 
     def _in_order(self, x_N: Tensor) -> Tensor:
         shape = (self._context.num_sequences, self._context.length, *x_N.shape[1:])
@@ -31,12 +36,8 @@ class WholeSequences:
 
     def gather(self, x_T: Tensor) -> Tensor:
         """Own rows [T, ...] -> all rows [B, S, ...]."""
-        return self._in_order(self._tokens.gather(x_T.detach(), self._context.num_tokens))
+        return self._in_order(self._gather(x_T.detach()))
 
     def own(self, x_BS: Tensor) -> Tensor:
         """All rows [B, S, ...] -> own rows [T, ...]."""
-        flat = x_BS.flatten(0, 1)
-        x_N = torch.empty_like(flat)
-        x_N[self._order_N] = flat
-        local = self._tokens.local(self._context.num_tokens)
-        return x_N[local.start : local.stop]
+        return x_BS.flatten(0, 1)[self._own_T]

@@ -1,7 +1,8 @@
 """The hub: the only file that sees model, plan and mesh together. It works in a fixed order.
 
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
-2. token shards, then block boundaries (sequence and tensor parallelism)
+2. token shards, keys of other positions, block boundaries (sequence, context and tensor
+   parallelism)
 3. vocabulary shards
 4. dispatchers (expert parallelism), and activation recomputation
 5. parameter placements, local shards and their initial values
@@ -22,6 +23,9 @@ from moemesh.model.attention import Attention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
+from moemesh.parallel.context.all_gather import GatheredKeyValues
+from moemesh.parallel.context.all_to_all import HeadShards
+from moemesh.parallel.context.ring import RingKeyValues
 from moemesh.parallel.data import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
@@ -35,6 +39,13 @@ from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
+
+#: `plan.context` -> how queries reach the keys of positions that other ranks hold.
+CONTEXTS = {
+    "ring": RingKeyValues,
+    "all_gather": GatheredKeyValues,
+    "all_to_all": HeadShards,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +92,7 @@ def parallelize(
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))
     set_tokens(model, mesh)
+    set_context(model, plan, mesh)
     if mesh["tp"].size > 1:
         set_boundaries(model, plan, mesh)
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
@@ -119,11 +131,19 @@ def parallelize(
 
 
 def set_tokens(model: Transformer, mesh: Mesh) -> None:
-    """Shard the residual stream over tp; what layers sum over tokens is summed over ranks."""
+    """Shard the residual stream over cp and tp; layers sum over the tokens of all ranks."""
     if mesh["stage"].size > 1:
-        model.tokens = ShardedTokens(mesh["tp"], mesh["stage"])
+        model.tokens = ShardedTokens(mesh)
         for moe in model.moe_layers().values():
             moe.tokens = model.tokens
+
+
+def set_context(model: Transformer, plan: Plan, mesh: Mesh) -> None:
+    """Reach the keys and values of positions that other ranks of cp hold."""
+    if mesh["cp"].size > 1:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.key_values = CONTEXTS[plan.context](mesh["cp"])
 
 
 def set_boundaries(model: Transformer, plan: Plan, mesh: Mesh) -> None:

@@ -104,6 +104,9 @@ def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> t
         [sum(batch.num_loss_tokens() for batch in microbatches), *scopes],
         device=parallel.mesh.device,
     )
+    if parallel.mesh["cp"].index:
+        # Ranks of cp are given the same sequences: the first of them counts.
+        counts.zero_()
     all_reduce_(counts, parallel.mesh["dp_cp"], caller="step.counts", phase="forward")
     num_tokens, *scopes = counts.tolist()
     # A global scope exists when any rank has a token in that microbatch.

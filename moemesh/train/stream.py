@@ -115,6 +115,7 @@ class TrainingStream:
         # or about to be. One step more than that, so that it is there.
         self._patience = 2 + math.ceil(reach / num_microbatches)
         self._batches: dict[int, Sequence[Batch]] = {}
+        self._held: dict[int, Batch] = {}
         self._windows: dict[int, _Window] = {}
         self._steps: dict[int, _Step] = {}
         self._reports: dict[int, _Report] = {}
@@ -130,6 +131,14 @@ class TrainingStream:
         return self.first - 1 + self._num_finished
 
     def batch(self, sample: int) -> Batch:
+        """The positions of its sequences that this rank holds."""
+        if sample not in self._held:
+            whole = self._whole(sample)
+            runs = self.parallel.model.tokens.runs(whole.tokens_BS.shape[1])
+            self._held[sample] = whole.take(runs)
+        return self._held[sample]
+
+    def _whole(self, sample: int) -> Batch:
         step, place = divmod(sample, self.num_microbatches)
         if step not in self._batches:
             self._batches[step] = self._batches_of(self.first + step)
@@ -169,6 +178,7 @@ class TrainingStream:
         return min(self._end, (step + 1) * self.num_microbatches)
 
     def finished(self, sample: int) -> None:
+        self._held.pop(sample, None)
         step, place = divmod(sample, self.num_microbatches)
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
@@ -182,7 +192,7 @@ class TrainingStream:
     def _window(self, index: int) -> _Window:
         if index not in self._windows:
             samples = range(index * self.window, (index + 1) * self.window)
-            counts = count_over_step(self.parallel, [self.batch(sample) for sample in samples])
+            counts = count_over_step(self.parallel, [self._whole(sample) for sample in samples])
             sums, again = (StepSums(self.parallel, *counts) for _ in range(2))
             self._windows[index] = _Window(*counts, sums, again)
         return self._windows[index]

@@ -27,6 +27,8 @@ class Shape(NamedTuple):
     global_batch: int = 5
     seq_len: int = 7
     padding: bool = False
+    #: Documents packed in every sequence, of any length.
+    packed: bool = False
 
 
 WHOLE = Shape()
@@ -39,7 +41,12 @@ def name_of(value: object) -> str:
         case dict():
             return "-".join(f"{key}={item}" for key, item in value.items())
         case Shape():
-            return "lonely" if value.global_batch == 1 else "padded" if value.padding else ""
+            names = {
+                "lonely": value.global_batch == 1,
+                "padded": value.padding,
+                "packed": value.packed,
+            }
+            return "-".join(name for name, holds in names.items() if holds)
         case tuple():
             return "-".join(name for part in value if (name := name_of(part)))
         case _:
@@ -67,6 +74,7 @@ def microbatches(
     size = (shape.global_batch, shape.seq_len + 1)
     tokens = torch.randint(config.vocab_size, size, generator=generator)
     valid = torch.rand(shape.global_batch, shape.seq_len, generator=generator) < 0.7
+    begins = torch.rand(shape.global_batch, shape.seq_len, generator=generator) < 0.3
     own = shard_range(shape.global_batch, plan.dp, dp)
     found = []
     for index in range(plan.microbatches):
@@ -78,6 +86,7 @@ def microbatches(
                 targets_BS=tokens[rows, 1:].to(device),
                 sequences_B=torch.arange(shape.global_batch, device=device)[rows],
                 valid_BS=valid[rows].to(device) if shape.padding else None,
+                documents_BS=begins[rows].cumsum(1).to(device) if shape.packed else None,
             )
         )
     return found

@@ -188,7 +188,6 @@ def test_a_dense_model_that_we_run_gets_the_exact_ledger() -> None:
     ("plan", "reason"),
     [
         ("dp=2,data=zero1", "does not carry out data = zero1"),
-        ("cp=2", "does not carry out cp = 2"),
         ("dp=2,ep=2,dispatcher=auto", "chosen on the ranks themselves"),
         ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` says this layout"),
         ("dp=2,microbatches=4,ep=2,spare_slots=1,combine=exact", "cannot be trained with spare"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.context import context_runs
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -155,10 +156,14 @@ def choices_of(
             microbatch, slice = divmod(number, len(lengths))
             part = shard_range(len(own), plan.microbatches, microbatch)
             start = sum(lengths[:slice])
+            runs = (range(start, start + lengths[slice]),)
+            if plan.cp > 1:
+                runs = context_runs(seq_len, plan.cp, at["cp"])
             tokens = [
                 (own.start + sequence) * seq_len + position
                 for sequence in part
-                for position in range(start, start + lengths[slice])
+                for run in runs
+                for position in run
             ]
             shard = shard_range(len(tokens), plan.tp, at["tp"])
             local = tokens[shard.start : shard.stop]

@@ -123,14 +123,14 @@ def name_of(case: Case) -> str:
     return "-".join(f"{key}={value}" for key, value in {**model, **plan, "dtype": dtype}.items())
 
 
-def check(case: Case, *, activations: bool = True) -> None:
+def check(case: Case, *, activations: bool = True, seq_len: int = SEQ_LEN) -> None:
     model, plan, dtype, batch = case
     config, checked = ModelConfig(**model), Plan(**plan)
-    ranks = measure(model, plan, dtype, batch, count_saved=activations)
-    choices = choices_of(config, checked, ranks, batch, SEQ_LEN)
+    ranks = measure(model, plan, dtype, batch, seq_len, count_saved=activations)
+    choices = choices_of(config, checked, ranks, batch, seq_len)
     for rank, found in enumerate(ranks):
         settings: dict[str, Any] = {
-            "seq_len": SEQ_LEN,
+            "seq_len": seq_len,
             "global_batch": batch,
             "dtype": dtype,
             "rank": rank,

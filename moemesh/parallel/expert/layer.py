@@ -293,6 +293,7 @@ class MoELayer(nn.Module):
             cosine=nothing,
             sine=nothing,
             sequence_T=rows_T // max(length, 1),
+            position_T=rows_T % max(length, 1),
             valid_T=None if valid is None else valid.reshape(-1),
             token_ids_T=rows_T + self.ranks.index * _IDS_PER_RANK,
             # One number of torch's generator, so that a checkpointed forward finds it again.
@@ -315,7 +316,7 @@ class MoELayer(nn.Module):
         mesh, block = connection.mesh, self._block[0]
         tokens = self._agree(mesh, x.numel() // x.shape[-1], dtype)
         block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
-        block.tokens = ShardedTokens(mesh["tp"], mesh["world"])
+        block.tokens = ShardedTokens(mesh, "world")
         self._num_tokens = tokens
         self._connection = connection
 

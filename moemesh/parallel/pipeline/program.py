@@ -150,7 +150,11 @@ class ModelProgram:
                 f"{len(batches)} microbatches for a schedule of {schedule.total_microbatches}"
             )
         self.schedule, self.model, self.parts = schedule, model, parts
-        self.batches, self.objective, self.hooks = batches, objective, hooks
+        # Of whole sequences, the positions that this rank holds.
+        self.batches = [
+            batch.take(model.tokens.runs(batch.tokens_BS.shape[1])) for batch in batches
+        ]
+        self.objective, self.hooks = objective, hooks
         # The stream's dtype: an embedding's or a norm's, which come before any fp32 router.
         self._dtype = next(model.parameters()).dtype
 

@@ -1,9 +1,9 @@
-"""Sequence parallelism: the tokens of a microbatch that a tensor-parallel rank holds.
+"""Context and sequence parallelism: the tokens of a microbatch that a rank holds.
 
 | call | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| gather | T x ... own rows | all rows | all_gather over tp | none: no gradient |
-| sum_over_shards | counts | sums over a sequence's ranks | all_reduce over tp | none |
+| gather | T x ... own rows | all rows | all_gather over tp, cp_tp | none: no gradient |
+| sum_over_shards | counts | sums over a sequence's ranks | all_reduce over tp, cp_tp | none |
 | sum_over_ranks, max_over_ranks | counts | sums, maxima | all_reduce over stage | none |
 """
 
@@ -13,29 +13,43 @@ from torch import Tensor
 
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
-from moemesh.comm.mesh import Axis
+from moemesh.comm.mesh import Mesh
+from moemesh.config.context import context_runs, context_sizes
 from moemesh.config.layout import shard_range, shard_sizes
+from moemesh.model.attention_core import Runs
 
 
 class ShardedTokens:
-    """Contiguous, balanced blocks of the flattened B*S tokens, in rank order.
+    """Positions are spread over cp (:mod:`moemesh.config.context`); the flattened tokens of a
+    rank's positions are cut over tp in contiguous, balanced blocks, in rank order.
 
-    `axis` are the ranks that share sequences (tp), `stage` all ranks that run the same layers.
+    `stage`: the axis of all ranks that run the same layers.
     """
 
-    def __init__(self, axis: Axis, stage: Axis) -> None:
-        self.axis, self.stage = axis, stage
+    def __init__(self, mesh: Mesh, stage: str = "stage") -> None:
+        self.axis, self.context, self.stage = mesh["tp"], mesh["cp"], mesh[stage]
+        #: The ranks that share sequences.
+        self.sharing = mesh["cp_tp"] if self.context.size > 1 else self.axis
+
+    def runs(self, length: int) -> Runs | None:
+        if self.context.size == 1:
+            return None
+        return context_runs(length, self.context.size, self.context.index)
 
     def local(self, num_tokens: int) -> range:
         return shard_range(num_tokens, self.axis.size, self.axis.index)
 
-    def gather(self, x_T: Tensor, num_tokens: int) -> Tensor:
-        sizes = shard_sizes(num_tokens, self.axis.size)
-        return transfers.all_gather(x_T, self.axis, sizes, phase="forward", caller="moe.choose")
+    def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
+        sizes = [
+            rows
+            for positions in context_sizes(length, self.context.size)
+            for rows in shard_sizes(num_sequences * positions, self.axis.size)
+        ]
+        return transfers.all_gather(x_T, self.sharing, sizes, phase="forward", caller="moe.choose")
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:
         total = counts.clone()
-        all_reduce_(total, self.axis, caller="moe.balance", phase="forward")
+        all_reduce_(total, self.sharing, caller="moe.balance", phase="forward")
         return total
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:

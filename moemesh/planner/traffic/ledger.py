@@ -16,6 +16,7 @@ bytes one rank sends):
 | exit all_reduce | all-reduce 2 (N-1)/N T h w | all-gather |
 | exit all_to_all | all-to-all (N-1)/N^2 T a d w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
+| context parallelism | see `context_traffic` | |
 | experts | see `dispatch_traffic`, `replica_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
 
@@ -32,6 +33,7 @@ from typing import NamedTuple
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.planner.traffic.context_traffic import CONTEXT_CALLERS, ContextTraffic
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.replica_traffic import ReplicaTraffic
@@ -65,8 +67,8 @@ def predict_ledger(
     """The ledger of `rank` after one training step (no evaluation, no checkpoint).
 
     Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform.
-    Raises ValueError when the plan's schedule cannot be made. Context parallelism and ZeRO are not
-    in it: see `volumes`, and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
+    Raises ValueError when the plan's schedule cannot be made. ZeRO is not in it: see `volumes`,
+    and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
     """
     return _Step(model, plan, seq_len, global_batch, dtype, rank, routing).ledger()
 
@@ -107,19 +109,22 @@ class _Step:
             self.layout,
             rank,
             forwards=2 if twice else 1,
-            recomputed=_AGAIN if self.is_full else (),
+            recomputed=(*_AGAIN, *CONTEXT_CALLERS) if self.is_full else (),
         )
+        #: The ranks that share sequences.
+        self.sharing = "cp_tp" if plan.cp > 1 else "tp"
+        self.context = ContextTraffic(self.lines, model, plan, seq_len, self.element)
         self.once = LedgerLines(self.layout, rank)
 
-    def tokens(self, dp: int, forward: _Forward) -> int:
-        """Tokens of one forward of one data-parallel rank."""
+    def tokens(self, dp: int, cp: int, forward: _Forward) -> int:
+        """Tokens of one forward of the ranks that share positions of sequences."""
         sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
-        return sequences * self.placement.lengths[forward.slice]
+        return sequences * self.placement.positions(cp, forward.slice)
 
     def local_tokens(self, rank: int, forward: _Forward) -> int:
         """Rows of the residual stream of `rank` in one forward."""
         at = self.layout.coordinates(rank)
-        return shard_sizes(self.tokens(at["dp"], forward), self.plan.tp)[at["tp"]]
+        return shard_sizes(self.tokens(at["dp"], at["cp"], forward), self.plan.tp)[at["tp"]]
 
     def ledger(self) -> Ledger:
         at = self.lines.here["pp"]
@@ -136,12 +141,15 @@ class _Step:
 
     def _stage(self, stage: int, forward: _Forward) -> None:
         here = self.lines.here["dp"]
-        tokens = self.tokens(here, forward)
+        tokens = self.tokens(here, self.lines.here["cp"], forward)
         if stage == 0:
             self._scatter(tokens, "embedding")
         layers = self.placement.layers[stage]
         num_moe = sum(self.model.is_moe_layer(index) for index in layers)
         self._attention(tokens, len(layers))
+        self.context.enter(
+            self.placement.sequences(self.batch, here, forward.microbatch), len(layers)
+        )
         shared = num_moe if self.model.shared_width else 0
         if mlps := len(layers) - num_moe + shared:
             self._gather(tokens, "mlp.enter", mlps)
@@ -201,13 +209,16 @@ class _Step:
         if (model.aux_loss_coefficient or model.z_loss_coefficient) and is_last:
             scope = model.aux_loss_scope
             scopes = sequences if scope == "sequence" else 1
-            axis = "stage" if scope == "global" else "tp"
+            axis = "stage" if scope == "global" else self.sharing
             numbers = scopes * model.num_experts
             lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
         for width in self._compared():
-            sizes = shard_sizes(self.tokens(dp, forward), self.plan.tp)
-            blocks = [float(rows * width) for rows in sizes]
-            lines.all_gather("tp", blocks, "forward", "moe.choose", times)
+            blocks = [
+                float(rows * width)
+                for cp in range(self.plan.cp)
+                for rows in shard_sizes(self.tokens(dp, cp, forward), self.plan.tp)
+            ]
+            lines.all_gather(self.sharing, blocks, "forward", "moe.choose", times)
         if model.router_selection == "expert_choice":
             lines.all_reduce("stage", 1, _INT64, "forward", "moe.choose", times)
 

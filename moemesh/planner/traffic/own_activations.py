@@ -80,7 +80,7 @@ class _Saved:
         at = self.layout.coordinates(rank)
         microbatch, slice = divmod(number, len(self.lengths))
         sequences = self.placement.sequences(self.batch, at["dp"], microbatch)
-        whole = sequences * self.lengths[slice]
+        whole = sequences * self.placement.positions(at["cp"], slice)
         return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def peak(self) -> float:
@@ -109,7 +109,7 @@ class _Saved:
     def stage(self, stage: int, number: int) -> float:
         """Of one forward on one stage."""
         whole, local = self.tokens(self.rank, number)
-        length = self.lengths[number % len(self.lengths)]
+        length = self.placement.positions(self.here["cp"], number % len(self.lengths))
         found, layers = 0.0, self.placement.layers[stage]
         if stage == 0:
             found += _INT64 * whole + (whole if self.plan.tp > 1 else 0)

@@ -18,6 +18,7 @@ from functools import cached_property
 from math import prod
 
 from moemesh.config.buckets import Bucket, Member, buckets
+from moemesh.config.context import context_sizes
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -139,6 +140,12 @@ class StagePlacement:
         """Sequences of one microbatch of one data-parallel rank."""
         own = len(shard_range(global_batch, self.plan.dp, dp))
         return len(shard_range(own, self.plan.microbatches, microbatch))
+
+    def positions(self, cp: int, slice: int = 0) -> int:
+        """Positions of a sequence that a context-parallel rank holds, in one slice of it."""
+        if self.plan.cp == 1:
+            return self.lengths[slice]
+        return context_sizes(self.seq_len, self.plan.cp)[cp]
 
     def stages(self, pp_rank: int) -> list[int]:
         """The stages that a pipeline rank runs, of whatever pipe, each once."""

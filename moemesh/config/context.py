@@ -1,0 +1,51 @@
+"""Which positions and heads a context-parallel rank holds.
+
+The positions of a sequence are cut into 2 c chunks; rank i of c holds chunk i and chunk 2c-1-i. A
+late position sees more keys than an early one, and every pair of chunks together about as many as
+another pair: causal attention is balanced. With c = 4::
+
+    chunk   0   1   2   3   4   5   6   7
+    rank    0   1   2   3   3   2   1   0
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moemesh.config.layout import shard_range
+
+
+def context_runs(length: int, ranks: int, index: int) -> tuple[range, ...]:
+    """The positions of a sequence of `length` that rank `index` holds, as ascending runs.
+
+    Lengths need not divide by anything: chunks may differ by one position, and be empty. Chunks
+    that are neighbours make one run.
+    """
+    chunks = 2 * ranks
+    early = shard_range(length, chunks, index)
+    late = shard_range(length, chunks, chunks - 1 - index)
+    runs = (range(early.start, late.stop),) if early.stop == late.start else (early, late)
+    return tuple(run for run in runs if run)
+
+
+def context_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """How many positions of a sequence each rank holds."""
+    return tuple(sum(map(len, context_runs(length, ranks, index))) for index in range(ranks))
+
+
+class HeadShare(NamedTuple):
+    """The query heads that a rank attends with, and the key/value heads that they read."""
+
+    queries: range
+    keys: range
+
+
+def head_share(num_heads: int, num_kv_heads: int, ranks: int, index: int) -> HeadShare:
+    """The heads of rank `index` where attention is spread over `ranks` by heads.
+
+    `ranks` must divide `num_heads`. Key/value heads that the query heads of several ranks read go
+    to all of them: there may be fewer than ranks.
+    """
+    queries = shard_range(num_heads, ranks, index)
+    group = num_heads // num_kv_heads
+    return HeadShare(queries, range(queries.start // group, (queries.stop - 1) // group + 1))

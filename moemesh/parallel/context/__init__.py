@@ -1,0 +1,1 @@
+"""Context parallelism: the positions of a sequence are spread, attention reaches all keys."""

@@ -1,0 +1,37 @@
+"""Context parallelism: predicted bytes equal measured ones on every rank, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.twins.test_planner_runs import Case, check, name_of
+
+CONTEXTS = ("ring", "all_gather", "all_to_all")
+FULL: dict[str, Any] = {"recompute": "full"}
+PIPES: dict[str, Any] = {"pp": 2, "cp": 2, "microbatches": 3}
+CHOICE = {"router_selection": "expert_choice", "aux_loss_scope": "global"}
+CASES: list[Case] = [
+    *(({}, {"cp": cp, "context": name}, "float32", 3) for cp in (2, 4) for name in CONTEXTS),
+    *(({}, {"cp": 2, "tp": 2, "ep": 4, "context": name}, "bfloat16", 3) for name in CONTEXTS),
+    *(({}, FULL | {"cp": 2, "dp": 2, "ep": 2, "context": n}, "float64", 3) for n in CONTEXTS),
+    *(({}, PIPES | {"ep": 2, "context": name}, "bfloat16", 4) for name in CONTEXTS),
+    ({"num_kv_heads": 1}, {"cp": 4, "context": "all_to_all"}, "float32", 2),
+    ({"num_kv_heads": 2}, {"cp": 8, "context": "all_to_all"}, "float32", 2),
+    (CHOICE, {"cp": 2, "tp": 2, "ep": 2}, "float32", 3),
+    ({"capacity_factor": 1.0}, {"cp": 4, "ep": 2}, "float32", 3),
+    ({}, PIPES | {"schedule": "zb_h1", "recompute": "full"}, "float32", 4),
+    ({"num_experts": 12}, {"dp": 3, "cp": 2, "ep": 6, "combine": "exact"}, "float32", 2),
+]
+
+
+@pytest.mark.representative(
+    "cp=4-context=ring-dtype=float32",
+    "cp=2-tp=2-ep=4-context=all_gather-dtype=bfloat16",
+    "num_kv_heads=1-cp=4-context=all_to_all-dtype=float32",
+)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_predicted_traffic_is_measured(case: Case) -> None:
+    # 13 positions: chunks of one and of two.
+    check(case, activations=False, seq_len=13)
