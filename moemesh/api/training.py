@@ -62,6 +62,11 @@ def parallelize(
             f"the plan needs {plan.world_size} ranks, the mesh has {mesh.world_size}: "
             "Mesh.create(plan.layout, device)"
         )
+    if plan.data != "replicate":
+        raise UserError(
+            f'plan.data = "{plan.data}" shards states over an optimizer that moemesh steps itself: '
+            'take moemesh.train, or plan.data = "replicate"'
+        )
     parallel = hub.parallelize(
         model,
         plan,

@@ -65,11 +65,20 @@ def all_gather(
 
 
 def all_gather_start(
-    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+    x: Tensor,
+    axis: Axis,
+    sizes: Sequence[int] | None = None,
+    *,
+    into: Tensor | None = None,
+    phase: str,
+    caller: str,
 ) -> Callable[[], Tensor]:
-    """As all_gather; the result comes from calling what is returned, exactly once."""
+    """As all_gather; the result comes from calling what is returned, exactly once.
+
+    `into`: where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor.
+    """
     if axis.size == 1:
-        return lambda: x
+        return lambda: x if into is None else into.copy_(x)
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
     if x.shape[0] != blocks[axis.index]:
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes say {blocks[axis.index]}")
@@ -77,7 +86,7 @@ def all_gather_start(
     moved = wire.all_gather([rows * row_bytes for rows in blocks], axis.index)
     record(axis, "all_gather", phase, caller, moved)
     x = x.contiguous()
-    gathered = x.new_empty(sum(blocks), *x.shape[1:])
+    gathered = x.new_empty(sum(blocks), *x.shape[1:]) if into is None else into
     if not _is_nccl(axis):
         messages = gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
         return partial(_after, messages, lambda: gathered)
@@ -100,9 +109,18 @@ def reduce_scatter(
 
 
 def reduce_scatter_start(
-    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+    x: Tensor,
+    axis: Axis,
+    sizes: Sequence[int] | None = None,
+    *,
+    in_tree: bool = False,
+    phase: str,
+    caller: str,
 ) -> Callable[[], Tensor]:
-    """As reduce_scatter; the result comes from calling what is returned, exactly once."""
+    """As reduce_scatter; the result comes from calling what is returned, exactly once.
+
+    `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
+    """
     if axis.size == 1:
         return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
@@ -113,7 +131,7 @@ def reduce_scatter_start(
     record(axis, "reduce_scatter", phase, caller, moved)
     x, own = x.contiguous(), blocks[axis.index]
     work: Work | None
-    if _is_nccl(axis) and len(set(blocks)) == 1:
+    if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
         reduced = x.new_empty(own, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
         return partial(_after, work, lambda: reduced)
@@ -124,6 +142,8 @@ def reduce_scatter_start(
         work = dist.all_to_all_single(rows, x, *splits[::-1], group=axis.group, async_op=True)
     else:
         work = exchange_by_messages(x, rows, axis, *splits)
+    if in_tree:
+        return partial(_after, work, lambda: tree_sum(list(parts)))
     return partial(_after, work, lambda: _sum_in_rank_order(parts))
 
 

@@ -16,7 +16,7 @@ from moemesh.config.run import RunConfig
 
 #: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
-    "data": ("replicate",),
+    "data": ("replicate", "zero1"),
 }
 
 #: The same of model keys, with what the others mean.
@@ -48,6 +48,7 @@ def refusals(config: RunConfig) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
     return [
         *_keys(config),
+        *_sharded_states(config),
         *_experts_that_move(config),
         *_slices(config),
         *_context(config),
@@ -88,6 +89,20 @@ def _model(config: RunConfig) -> Iterator[Problem]:
                 message=f"{what} can be planned but not trained by this version",
                 fix=f"{name} = {shown}",
             )
+
+
+def _sharded_states(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of states that are sharded over data-parallel ranks."""
+    plan = config.plan
+    if plan.data != "replicate":
+        clashes = {
+            "schedule": Clash(
+                plan.schedule in ASYNCHRONOUS_SCHEDULES,
+                "keeps older versions of whole weights, and an update would wait for all ranks",
+                "schedule = 1f1b",
+            )
+        }
+        yield from _clashes(plan, clashes, "plan.data", f"data = {plan.data}")
 
 
 def _slices(config: RunConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
+from moemesh.parallel.data.ownership import OwnRange, part_of, rows
 from moemesh.parallel.placement import Placement
 
 
@@ -27,6 +28,7 @@ class GradientNorm:
 def gradient_norm(
     gradients: Mapping[str, Tensor],
     placements: Mapping[str, Placement],
+    owned: Mapping[str, OwnRange],
     mesh: Mesh,
     *,
     axis: str = "world",
@@ -34,19 +36,22 @@ def gradient_norm(
     """The norm of all (already summed) gradients in `placements`, whose holders make up `axis`.
 
     Every logical tensor (each expert of a stack by itself) has a place in one float64 vector; each
-    rank adds the squares it owns (index 0 on the axis that replicates them). One SUM over the
-    axis, one sum over the vector in its fixed order, one square root: the bits do not depend on
-    which rank holds which expert. Norms are never averaged: sharded experts with norms a and b have
-    the norm sqrt(a^2 + b^2).
+    rank adds the squares of what it owns and counts (`owned`, `gradients`: those of its reducer).
+    One SUM over the axis, one sum over the vector in its fixed order, one square root: the bits do
+    not depend on which rank holds which expert. Norms are never averaged: sharded experts with
+    norms a and b have the norm sqrt(a^2 + b^2).
     """
-    squares = gradient_squares(gradients, placements, mesh)
+    squares = gradient_squares(gradients, placements, owned, mesh)
     all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
     return norm_of(squares)
 
 
 @torch.no_grad()
 def gradient_squares(
-    gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh
+    gradients: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    owned: Mapping[str, OwnRange],
+    mesh: Mesh,
 ) -> Tensor:
     """This rank's addend to the float64 vector of :func:`gradient_norm`; zeros where it owns
     nothing."""
@@ -54,11 +59,13 @@ def gradient_squares(
     squares = torch.zeros(sum(sizes), dtype=torch.float64)
     start = 0
     for (name, where), size in zip(placements.items(), sizes, strict=True):
-        if where.is_owner(mesh):
+        own = owned.get(name)
+        if own is not None and where.counts(own, mesh):
+            local = math.prod(len(part) for part in where.slices(mesh))
             places = where.experts(mesh) if where.is_expert else [0]
-            pieces = gradients[name] if where.is_expert else [gradients[name]]
-            for place, piece in zip(places, pieces, strict=True):
-                squares[start + place] = piece.double().square().sum()
+            for row, numbers in rows(len(places), local // len(places), own.numbers):
+                piece = part_of(gradients[name], own, numbers)
+                squares[start + places[row]] = piece.double().square().sum()
         start += size
     return squares.to(mesh.device)
 

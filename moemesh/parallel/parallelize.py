@@ -26,10 +26,10 @@ from moemesh.model.transformer import Transformer
 from moemesh.parallel.context.all_gather import GatheredKeyValues
 from moemesh.parallel.context.all_to_all import HeadShards
 from moemesh.parallel.context.ring import RingKeyValues
-from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
-from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts
+from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
@@ -109,7 +109,9 @@ def parallelize(
     reducer = GradientReducer(
         [(name, parameter, where[name]) for name, parameter in model.named_parameters()],
         mesh,
+        data=plan.data,
         exact=plan.combine == "exact",
+        stages=stages_of(model, held),
     )
     return ParallelModel(
         model=model,

@@ -27,6 +27,7 @@ from moemesh.model.attention import Attention
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, VocabularyRows
 from moemesh.model.transformer import Transformer
+from moemesh.parallel.data.ownership import OwnRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ class Placement:
         """Whether this rank's pipeline stages hold (a slice of) it."""
         return mesh["pp"].index in self.holders
 
-    def is_owner(self, mesh: Mesh) -> bool:
-        """Whether this rank is the one that counts (norm) and saves (checkpoint) its slice."""
-        return mesh["pp"].index == self.holders[0] and mesh[self.summed_over].index == 0
+    def counts(self, own: OwnRange, mesh: Mesh) -> bool:
+        """Whether this rank is the one that counts (norm) and saves (checkpoint) what it owns."""
+        return own.is_first and mesh["pp"].index == self.holders[0]
 
     @property
     def is_expert(self) -> bool:

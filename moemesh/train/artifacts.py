@@ -162,17 +162,13 @@ class Artifacts:
         page.write(self.folder.path)
 
     def _memory(self) -> MemoryProfile:
-        weights = {True: 0, False: 0}
-        for name, parameter in self.parallel.model.named_parameters():
-            size = parameter.numel() * parameter.element_size()
-            weights[self.parallel.placements[name].is_expert] += size
-        gradients = self.parallel.reducer.gradients.values()
+        reducer = self.parallel.reducer
         return MemoryProfile(
             rank=self.mesh.rank,
-            dense_weights=weights[False],
-            expert_weights=weights[True],
+            dense_weights=reducer.weight_bytes(experts=False),
+            expert_weights=reducer.weight_bytes(experts=True),
             weight_versions=self.weight_versions,
-            gradients=sum(g.numel() * g.element_size() for g in gradients),
+            gradients=reducer.gradient_bytes,
             optimizer=self.optimizer.num_state_bytes(),
             snapshots=self.snapshots,
             activations=self._activations,

@@ -8,13 +8,14 @@ result does not depend on the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moemesh.config.train import TrainConfig
+from moemesh.parallel.parallelize import ParallelModel
 
 #: torch's names of the per-element state that a checkpoint must carry.
 STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -30,6 +31,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return lowest + 0.5 * (config.lr - lowest) * (1 + math.cos(math.pi * progress))
 
 
+def has_master(dtype: torch.dtype) -> bool:
+    """Whether the optimizer steps an fp32 copy of weights of this dtype."""
+    return dtype == torch.bfloat16
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A copy of all that a step changes: masters and torch's state of each (moments and number of
@@ -41,22 +47,45 @@ class Snapshot:
 
 
 class Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019) or SGD on the masters of all local parameters."""
+    """AdamW (Loshchilov & Hutter, 2019) or SGD on the masters of what a rank owns."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
-        self._kind = config.optimizer
+    @classmethod
+    def of(cls, parallel: ParallelModel, config: TrainConfig) -> Optimizer:
+        """The optimizer of what this rank owns of a model; an update also publishes the weights."""
+        reducer = parallel.reducer
+        return cls(
+            reducer.weights,
+            config,
+            scales={name for name, where in parallel.placements.items() if len(where.shape) == 1},
+            publish=reducer.publish,
+        )
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        *,
+        scales: Collection[str] | None = None,
+        publish: Callable[[], None] | None = None,
+    ) -> None:
+        """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
+        updated parameters to other ranks: all ranks then call what changes them together."""
+        self._kind, self._momentum = config.optimizer, config.momentum
         self.num_updates = 0
-        self._parameters = dict(parameters)
+        self._parameters, self._publish = dict(parameters), publish
         self.masters: dict[str, nn.Parameter] = {
             name: nn.Parameter(parameter.detach().float())
-            if parameter.dtype == torch.bfloat16
+            if has_master(parameter.dtype)
             else parameter
             for name, parameter in parameters.items()
         }
         # No decay for norms: they are scales, not directions.
+        if scales is None:
+            scales = {name for name, master in self.masters.items() if master.ndim == 1}
+        masters = self.masters.items()
         groups = [
-            {"params": [m for m in self.masters.values() if m.ndim > 1]},
-            {"params": [m for m in self.masters.values() if m.ndim == 1], "weight_decay": 0.0},
+            {"params": [m for name, m in masters if name not in scales]},
+            {"params": [m for name, m in masters if name in scales], "weight_decay": 0.0},
         ]
         self._torch: torch.optim.Optimizer
         if config.optimizer == "adamw":
@@ -74,7 +103,7 @@ class Optimizer:
             )
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One update from complete gradients (fp32 or fp64, the shape of the local parameters)."""
+        """One update from complete gradients (fp32 or fp64, the shapes of the parameters)."""
         for group in self._torch.param_groups:
             group["lr"] = lr
         for name, master in self.masters.items():
@@ -87,10 +116,12 @@ class Optimizer:
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Copy the masters into the parameters that are not their own master."""
+        """Copy the masters into the parameters that are not their own master, and publish."""
         for name, parameter in self._parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
+        if self._publish is not None:
+            self._publish()
 
     def snapshot(self) -> Snapshot:
         """A copy of all state, for :meth:`restore`."""
@@ -123,6 +154,11 @@ class Optimizer:
     def state_names(self) -> tuple[str, ...]:
         """The kinds of per-element state that this optimizer can have."""
         return STATE_NAMES[self._kind]
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state that there are by now, the same on every rank, whatever it owns."""
+        has_none = self._kind == "sgd" and not self._momentum
+        return () if has_none or not self.num_updates else self.state_names()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Kind ("exp_avg", ...) -> parameter name -> tensor of the local shape; empty at step 0."""

@@ -225,8 +225,10 @@ class PostValidation:
     def _report(self, step: Step) -> Tensor:
         """This rank's addend to the vector of the step, float64: a stop request, the two losses,
         the loads (exact in float64), and the squares of :func:`gradient_squares`."""
-        parallel = self.parallel
-        squares = gradient_squares(parallel.reducer.gradients, parallel.placements, parallel.mesh)
+        parallel, reducer = self.parallel, self.parallel.reducer
+        squares = gradient_squares(
+            reducer.gradients, parallel.placements, reducer.owned, parallel.mesh
+        )
         stop = squares.new_tensor([float(self._stop_requested())])
         return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
 

@@ -7,24 +7,43 @@ at a step boundary, with everything that belongs to an expert: weights, masters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moemesh.balance import rebalance_incremental
 from moemesh.balance.compiled import plain_loops
 from moemesh.comm.collectives import gather_json
+from moemesh.parallel.data.ownership import OwnRange
 from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
 from moemesh.parallel.parallelize import ParallelModel
-from moemesh.train.optimizer import Optimizer
+from moemesh.train.optimizer import Optimizer, has_master
 
 #: Experts stay while the hottest rank is within this much of the best that can be had.
 TOLERANCE = 0.05
 #: Up to so many experts x ranks a plan is found before its code would be compiled.
 LARGEST_UNCOMPILED = 256
+
+
+class _WholeState(NamedTuple):
+    """A state of a parameter put together, [places, ...], and the part of it that this rank owns:
+    the whole itself, a flat range, or nothing."""
+
+    whole: Tensor
+    part: Tensor | None
+    own: OwnRange | None
+
+    def write_back(self) -> None:
+        """Where the whole is a copy: the own part follows it."""
+        if self.part is None or self.own is None:
+            return
+        if self.part.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr():
+            numbers = slice(self.own.numbers.start, self.own.numbers.stop)
+            self.part.view(-1).copy_(self.whole.view(-1)[numbers])
 
 
 class Rehoming:
@@ -93,19 +112,29 @@ class Rehoming:
             )
         return plan.physical_to_logical.tolist()
 
+    @torch.no_grad()
     def _move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
         if layer in self._parallel.model.moe_layers():
-            parameters = dict(self._parallel.model.named_parameters())
-            moments = self._optimizer.state()
-            tensors: list[Tensor] = []
+            states: list[_WholeState] = []
             for name in stacks_of_experts(self._parallel.placements, layer):
-                master = self._optimizer.masters[name]
-                tensors.append(master)
-                if parameters[name] is not master:
-                    tensors.append(parameters[name])
-                tensors += [found[name] for found in moments.values() if name in found]
-            move_experts(tensors, old, new, self._mesh["ep"])
+                states += self._states(name)
+            move_experts([state.whole for state in states], old, new, self._mesh["ep"])
+            for state in states:
+                state.write_back()
         self._set(layer, new)
+
+    def _states(self, name: str) -> Iterator[_WholeState]:
+        """All that belongs to a stack of experts: weights, masters where they are others, moments.
+        All ranks that share them call."""
+        reducer, optimizer = self._parallel.reducer, self._optimizer
+        weights = reducer.whole_weights(name)
+        yield _WholeState(weights, reducer.weights.get(name), reducer.owned.get(name))
+        moments = optimizer.state()
+        parts = [moments.get(kind, {}).get(name) for kind in optimizer.kinds()]
+        if has_master(weights.dtype):
+            parts.append(optimizer.masters.get(name))
+        for part in parts:
+            yield _WholeState(reducer.whole(name, part), part, reducer.owned.get(name))
 
     def _set(self, layer: int, places: Sequence[int]) -> None:
         parallel = self._parallel

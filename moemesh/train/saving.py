@@ -9,8 +9,9 @@ Nothing in a name or a shape tells which layout wrote it, so any layout can read
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from moemesh.checkpoint import store, together
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
 from moemesh.comm.collectives import barrier
+from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.folder import RunFolder
@@ -40,12 +42,12 @@ def save(
     """
     mesh = parallel.mesh
     moments = optimizer.state()
-    shards = list(_owned(parallel, "model", optimizer.masters))
+    shards = list(_counted(parallel, "model", optimizer.masters))
     for kind, tensors in moments.items():
-        shards += _owned(parallel, f"optimizer.{kind}", tensors)
+        shards += _counted(parallel, f"optimizer.{kind}", tensors)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, owned=True)
-    own = {**state, "moments": sorted(moments), "updates": optimizer.num_updates}
+    own = {**state, "moments": sorted(optimizer.kinds()), "updates": optimizer.num_updates}
     together.save(folder.checkpoints, step, shards, own, mesh.control)
     if mesh.rank == 0:
         store.prune(folder.checkpoints, keep)
@@ -73,41 +75,61 @@ def newest(
 
 
 def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) -> None:
-    """Restore weights, moments and buffers, each rank reading only what it holds."""
-    shards = list(_held(parallel, "model", optimizer.masters))
+    """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
+    shards = list(_owned(parallel, "model", optimizer.masters))
     moments: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer.state_names():
         if kind in checkpoint.state["moments"]:
             moments[kind] = {n: torch.zeros_like(m.data) for n, m in optimizer.masters.items()}
-            shards += _held(parallel, f"optimizer.{kind}", moments[kind])
+            shards += _owned(parallel, f"optimizer.{kind}", moments[kind])
     checkpoint.load_into(shards + _buffers(parallel))
     optimizer.load_state(moments, int(checkpoint.state["updates"]))
 
 
+def _counted(
+    parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]
+) -> Iterator[Shard]:
+    """The shards that this rank saves: every logical element is counted by one rank."""
+    for name, own in parallel.reducer.owned.items():
+        where = parallel.placements[name]
+        if where.counts(own, parallel.mesh):
+            yield from _shards(parallel, prefix, where, own, tensors[name])
+
+
 def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """The shards that this rank saves: every logical element is owned by one rank."""
-    for name, where in parallel.placements.items():
-        if where.is_owner(parallel.mesh):
-            yield from _shards(parallel, prefix, where, tensors[name])
-
-
-def _held(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """The shards that this rank reads: all it holds, replicas too."""
-    for name, where in parallel.placements.items():
-        if where.is_held(parallel.mesh):
-            yield from _shards(parallel, prefix, where, tensors[name])
+    """The shards that this rank reads: all it owns, what others own too."""
+    for name, own in parallel.reducer.owned.items():
+        yield from _shards(parallel, prefix, parallel.placements[name], own, tensors[name])
 
 
 def _shards(
-    parallel: ParallelModel, prefix: str, where: Placement, tensor: Tensor
+    parallel: ParallelModel, prefix: str, where: Placement, own: OwnRange, tensor: Tensor
 ) -> Iterator[Shard]:
-    part = Sharded(tensor, where.shape, where.offset(parallel.mesh))
+    """`tensor`, a state of what this rank owns of a parameter, as parts of logical tensors."""
+    slices = where.slices(parallel.mesh)
     if not where.is_expert:
-        yield shard_of(f"{prefix}.{where.name}", part)
+        yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
         return
     module, _, leaf = where.name.rpartition(".")
-    for place, expert in enumerate(where.experts(parallel.mesh)):
-        yield shard_of(f"{prefix}.{module}.{expert}.{leaf}", part.row(place))
+    experts = where.experts(parallel.mesh)
+    numbers = math.prod(len(part) for part in slices[1:])
+    for place, part in rows(len(experts), numbers, own.numbers):
+        name = f"{prefix}.{module}.{experts[place]}.{leaf}"
+        own_row = OwnRange(
+            numbers=range(part.start - place * numbers, part.stop - place * numbers),
+            is_first=own.is_first,
+        )
+        yield from _parts(name, where.shape[1:], slices[1:], own_row, part_of(tensor, own, part))
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], slices: Sequence[range], own: OwnRange, tensor: Tensor
+) -> Iterator[Shard]:
+    """The boxes of a logical tensor of global `shape`, held in `slices`, that `tensor` fills."""
+    for box in boxes([len(part) for part in slices], own.numbers):
+        offset = tuple(part.start + first for part, first in zip(slices, box.offset, strict=True))
+        part = part_of(tensor, own, box.numbers).view(box.shape)
+        yield shard_of(name, Sharded(part, shape, offset))
 
 
 def _buffers(parallel: ParallelModel, *, owned: bool = False) -> list[Shard]:

@@ -86,7 +86,7 @@ class Session:
             tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
             schedule=schedule,
         )
-        optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+        optimizer = Optimizer.of(parallel, train)
         artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
         rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
         checkpoint = saving.newest(

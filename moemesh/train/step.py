@@ -199,7 +199,7 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        norm = gradient_norm(reducer.gradients, parallel.placements, mesh)
+        norm = gradient_norm(reducer.gradients, parallel.placements, reducer.owned, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
     return step_result(

@@ -155,7 +155,8 @@ class TrainingStream:
         """
         done, reducer = self._windows.pop(window), self.parallel.reducer
         reducer.finish()
-        norm = gradient_norm(reducer.gradients, self._own, self.parallel.mesh, axis="stage")
+        mesh = self.parallel.mesh
+        norm = gradient_norm(reducer.gradients, self._own, reducer.owned, mesh, axis="stage")
         index = window * self.window // self.num_microbatches
 
         def step() -> None:

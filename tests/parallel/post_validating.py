@@ -129,7 +129,7 @@ def _start(mesh: Mesh, case: Case) -> tuple[ParallelModel, Optimizer]:
     tokens = plan.tokens_per_rank(case.shape.seq_len, case.shape.global_batch)
     dtype = getattr(torch, train.dtype)
     parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
-    return parallel, Optimizer(dict(parallel.model.named_parameters()), train)
+    return parallel, Optimizer.of(parallel, train)
 
 
 def stop_on_rank(mesh: Mesh, case: Case, rank: int, asked: int) -> list[bool]:
@@ -184,7 +184,7 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
         results += [taken.result for taken in early.take() if taken.result is not None]
     for recorder in recorders:
         records += recorder.timeline().records
-    state = {"weight": dict(parallel.model.named_parameters()), **optimizer.state()}
+    state = {"weight": dict(parallel.reducer.weights), **optimizer.state()}
     return {
         "steps": [
             (r.loss, r.grad_norm, r.skipped, r.counts_LE.tolist(), r.aux_loss) for r in results

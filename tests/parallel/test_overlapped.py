@@ -14,7 +14,7 @@ from moemesh.comm import overlap, transfers
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.model.experts import Experts
-from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.segments import SegmentTape
 from moemesh.schedule.build import build
@@ -102,9 +102,9 @@ def compare(rank: int, cases: list[Case]) -> list[str]:
         if expected["steps"] != got["steps"]:
             found.append(f"{case}: losses, norms or loads")
         for kind in ("gradients", "weights"):
-            for name, (_, _, tensor) in expected[kind].items():
-                if not torch.equal(tensor, got[kind][name][2]):
-                    found.append(f"{case}: {kind} of {name}")
+            for ours, theirs in zip(expected[kind], got[kind], strict=True):
+                if ours[:3] != theirs[:3] or not torch.equal(ours[3], theirs[3]):
+                    found.append(f"{case}: {kind} of {ours[0]}")
         assert all(norm > 0 for _, _, norm, _ in expected["steps"])
     return found
 

@@ -56,7 +56,7 @@ def stream_on_rank(
     tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
     dtype = getattr(torch, train.dtype)
     parallel = parallelize(config, plan, mesh, seed=train.seed, dtype=dtype, tokens_per_rank=tokens)
-    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    optimizer = Optimizer.of(parallel, train)
     count, window = train.steps * plan.microbatches, plan.num_update_microbatches
     reported: list[tuple[int, StepResult]] = []
     stream = TrainingStream(
@@ -104,7 +104,7 @@ def stream_on_rank(
     assert [step for step, _ in reported] == list(range(1, stream.last + 1))
     return {
         "steps": [(result.loss, result.aux_loss) for _, result in reported],
-        "weights": owned(parallel, dict(parallel.model.named_parameters())),
+        "weights": owned(parallel, parallel.reducer.weights),
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "stage": (mesh["pp"].index, program.versions.most_copies, program.versions.lag),
         "schedule": None if schedule is None else to_text(schedule),

@@ -30,6 +30,7 @@ from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches
+from tests.parity.training import owned as training_owned
 from tests.ranks import mesh_on_ranks
 
 
@@ -100,7 +101,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
         dtype=getattr(torch, train.dtype),
         tokens_per_rank=tokens,
     )
-    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    optimizer = Optimizer.of(parallel, train)
     mover = Rehoming(parallel, optimizer, train.rebalance_every)
     steps, rank_tokens, counts, num_moved = [], [], [], 0
     for step in range(1, train.steps + 1):
@@ -131,16 +132,14 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
 def owned(parallel: ParallelModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
     """(name, logical shape, slices, tensor) of what this rank owns; each expert by itself."""
     found = []
-    parameters = dict(parallel.model.named_parameters())
-    for name, where in parallel.placements.items():
-        if not where.is_owner(parallel.mesh):
-            continue
-        slices, tensor = where.slices(parallel.mesh), parameters[name].detach().clone()
+    for name, shape, slices, tensor in training_owned(parallel, parallel.reducer.weights):
+        where = parallel.placements[name]
         if not where.is_expert:
-            found.append((name, where.shape, slices, tensor))
+            found.append((name, shape, slices, tensor))
             continue
-        for place, expert in enumerate(where.experts(parallel.mesh)):
-            found.append((f"{name}.{expert}", where.shape[1:], slices[1:], tensor[place]))
+        experts = where.places or range(where.shape[0])
+        for place, row in zip(slices[0], tensor, strict=True):
+            found.append((f"{name}.{experts[place]}", shape[1:], slices[1:], row))
     return found
 
 
@@ -220,8 +219,8 @@ def norm_counts_replicas() -> Any:
     """As if replicas were parameters: the norm sees the gradients of busy experts twice."""
     squares = norm.gradient_squares
 
-    def changed(gradients: Any, placements: Any, mesh: Mesh) -> Tensor:
-        found = squares(gradients, placements, mesh)
+    def changed(gradients: Any, placements: Any, owned: Any, mesh: Mesh) -> Tensor:
+        found = squares(gradients, placements, owned, mesh)
         experts = {name: where for name, where in placements.items() if where.is_expert}
         sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
         starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
@@ -234,7 +233,7 @@ def norm_counts_replicas() -> Any:
 
 def moments_stay_behind() -> Any:
     """Only weights move."""
-    return mock.patch.object(Optimizer, "state", lambda self: {})
+    return mock.patch.object(Optimizer, "kinds", lambda self: ())
 
 
 def weights_stay_behind() -> Any:

@@ -196,7 +196,7 @@ def bad_gradient() -> None:
 
     def gradient_norm(*args: Any, **keys: Any) -> GradientNorm:
         found = norm(*args, **keys)
-        bad = next(calls) == 6 and args[2]["pp"].index == 1
+        bad = next(calls) == 6 and args[3]["pp"].index == 1
         return GradientNorm(value=float("inf"), is_finite=False) if bad else found
 
     stream_module.gradient_norm = gradient_norm  # type: ignore[assignment]

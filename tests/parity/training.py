@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
+from moemesh.parallel.data.ownership import boxes, part_of
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
@@ -113,39 +115,51 @@ def train_on_rank(
         tokens_per_rank=tokens,
         schedule=build_step(plan, config, shape.seq_len),
     )
-    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    optimizer = Optimizer.of(parallel, train)
     steps = []
     for step in range(1, train.steps + 1):
         batches = microbatches(config, plan, shape, step, mesh)
         recorder = TimelineRecorder(mesh.rank)
         result = gradients_of_step(parallel, batches, recorder)
-        gradients = owned(parallel, dict(parallel.reducer.gradients))
+        gradients = owned(parallel, parallel.reducer.gradients)
         update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
         steps.append((result.loss, result.aux_loss, result.grad_norm, result.counts_LE.tolist()))
     return {
         "steps": steps,
         "gradients": gradients,
-        "weights": owned(parallel, dict(parallel.model.named_parameters())),
+        "weights": owned(parallel, parallel.reducer.weights),
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "ledger": mesh.ledger.to_json(),
     }
 
 
-def owned(parallel: ParallelModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """name -> (logical shape, slices, tensor) of what this rank owns."""
-    return {
-        name: (where.shape, where.slices(parallel.mesh), tensors[name].detach().clone())
-        for name, where in parallel.placements.items()
-        if where.is_owner(parallel.mesh)
-    }
+#: (name, logical shape, slices, tensor) of a part of a logical tensor.
+Part: TypeAlias = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]
 
 
-def assemble(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
+    """What this rank owns and counts of `tensors`, states of parameters by name."""
+    found: list[Part] = []
+    for name, own in parallel.reducer.owned.items():
+        where = parallel.placements[name]
+        if where.counts(own, parallel.mesh):
+            slices = where.slices(parallel.mesh)
+            for box in boxes([len(part) for part in slices], own.numbers):
+                inside = tuple(
+                    part[first : first + length]
+                    for part, first, length in zip(slices, box.offset, box.shape, strict=True)
+                )
+                tensor = part_of(tensors[name].detach(), own, box.numbers).view(box.shape)
+                found.append((name, where.shape, inside, tensor.clone()))
+    return found
+
+
+def assemble(parts: list[list[Part]]) -> dict[str, Tensor]:
     """Logical tensors from the ranks' shards; every element must be owned exactly once."""
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
     for part in parts:
-        for name, (shape, slices, tensor) in part.items():
+        for name, shape, slices, tensor in part:
             index = tuple(slice(piece.start, piece.stop) for piece in slices)
             whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[index] = tensor
             times.setdefault(name, torch.zeros(shape, dtype=torch.int64))[index] += 1

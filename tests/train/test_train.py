@@ -287,14 +287,16 @@ def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks
 
 def test_every_rank_reports_the_same_gradient_norm_and_skips_together() -> None:
     from moemesh.comm.mesh import Mesh
+    from moemesh.parallel.data.ownership import OwnRange
     from moemesh.parallel.norm import gradient_norm
     from moemesh.parallel.placement import Placement
 
     where = {"w": Placement(name="w", shape=(2,), shards={}, summed_over="stage")}
+    own = {"w": OwnRange(numbers=range(2), is_first=True)}
     mesh = Mesh.single("cpu")
-    norm = gradient_norm({"w": torch.tensor([3.0, 4.0])}, where, mesh)
+    norm = gradient_norm({"w": torch.tensor([3.0, 4.0])}, where, own, mesh)
     assert norm.value == 5.0 and norm.is_finite
-    assert not gradient_norm({"w": torch.tensor([3.0, torch.nan])}, where, mesh).is_finite
+    assert not gradient_norm({"w": torch.tensor([3.0, torch.nan])}, where, own, mesh).is_finite
 
 
 def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -> None:

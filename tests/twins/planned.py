@@ -54,7 +54,7 @@ def step_on_rank(
         dtype=getattr(torch, dtype),
         tokens_per_rank=plan.tokens_per_rank(seq_len, batch),
     )
-    optimizer = Optimizer(dict(parallel.model.named_parameters()), train)
+    optimizer = Optimizer.of(parallel, train)
     batches = microbatches(config, plan, Shape(batch, seq_len), 1, mesh)
     saved = SavedForBackward(parallel.model.parameters())
     with recorded_choices() as choices, saved if count_saved else contextlib.nullcontext():
@@ -175,15 +175,11 @@ def choices_of(
 
 def memory_of(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer, as a run's memory.json counts them."""
-    weights = {True: 0, False: 0}
-    for name, parameter in parallel.model.named_parameters():
-        size = parameter.numel() * parameter.element_size()
-        weights[parallel.placements[name].is_expert] += size
-    gradients = parallel.reducer.gradients.values()
+    reducer = parallel.reducer
     return {
-        "dense_weights": weights[False],
-        "expert_weights": weights[True],
-        "gradients": sum(g.numel() * g.element_size() for g in gradients),
+        "dense_weights": reducer.weight_bytes(experts=False),
+        "expert_weights": reducer.weight_bytes(experts=True),
+        "gradients": reducer.gradient_bytes,
         "optimizer": optimizer.num_state_bytes(),
     }
 

@@ -28,7 +28,7 @@ from moemesh.comm.channels import Channels
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Output, Part, Transformer
-from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.program import (

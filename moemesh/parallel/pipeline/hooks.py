@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.schedule.action import Op, Schedule
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import nn
+
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
@@ -19,6 +23,25 @@ def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Pa
 def parts_of(schedule: Schedule, parts: tuple[Part, ...], rank: int) -> dict[int, Part]:
     """Stage -> part, of every stage that pipeline rank `rank` runs (in whatever pipe)."""
     return {stage: parts[stage] for _, stage in schedule.stages_of(rank)}
+
+
+def parameters_of(model: Transformer, part: Part) -> list[nn.Parameter]:
+    """The parameters of this part of the model."""
+    modules: list[nn.Module | None] = [model.layers[str(index)] for index in part.layers]
+    if part.first:
+        modules.append(model.embedding)
+    if part.last:
+        modules += [model.norm, model.embedding if model.head is None else model.head]
+    return [p for module in modules if module is not None for p in module.parameters()]
+
+
+def stages_of(model: Transformer, parts: Mapping[int, Part]) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the stages of this rank (``parts``) that use it, ascending."""
+    used = {stage: set(parameters_of(model, part)) for stage, part in sorted(parts.items())}
+    return {
+        name: tuple(stage for stage, parameters in used.items() if parameter in parameters)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def holders(

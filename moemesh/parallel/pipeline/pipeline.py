@@ -14,11 +14,12 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Part, Transformer
-from moemesh.parallel.data import GradientReducer
+from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
+from moemesh.parallel.pipeline.parts import parameters_of
 from moemesh.parallel.pipeline.program import ModelProgram, Objective, Program
 from moemesh.parallel.pipeline.slices import SlicedProgram
 from moemesh.schedule.action import Schedule
@@ -69,7 +70,7 @@ class Pipeline:
         self._hooks = GradientHooks(
             schedule,
             self.rank,
-            {stage: list(self._parameters(part)) for stage, part in parts.items()},
+            {stage: parameters_of(model, part) for stage, part in parts.items()},
             reducer,
             in_parts,
         )
@@ -94,13 +95,3 @@ class Pipeline:
         schedule = forward_only(self.schedule, len(batches))
         program = ModelProgram(schedule, self.model, self.parts, batches, objective, self._hooks)
         Executor(schedule, self.channels).run(program, TimelineRecorder(self.rank))
-
-    def _parameters(self, part: Part) -> list[nn.Parameter]:
-        """The parameters of this part of the model."""
-        model = self.model
-        modules: list[nn.Module | None] = [model.layers[str(index)] for index in part.layers]
-        if part.first:
-            modules.append(model.embedding)
-        if part.last:
-            modules += [model.norm, model.embedding if model.head is None else model.head]
-        return [p for module in modules if module is not None for p in module.parameters()]

@@ -1,0 +1,1 @@
+"""Data parallelism: sums of gradients, and which rank keeps which states (``plan.data``)."""

@@ -1,0 +1,250 @@
+"""The buckets of one rank at run time: memory of gradients and weights, and their exchanges.
+
+| class | gradients kept | weights kept | exchanges of a step |
+|---|---|---|---|
+| :class:`ReplicatedBucket` | all | all | all_reduce |
+| :class:`ShardedBucket` (zero1) | all | all | reduce_scatter; all_gather of the updated weights |
+| :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter behind every backward |
+
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
+Gradients accumulate in fp32 (float64 for float64 weights). Sums over ranks are plain sums, added
+in rank order; under ``combine = exact`` those of experts in a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.mesh import Mesh
+from moemesh.comm.transfers import (
+    all_gather_start,
+    all_reduce_in_tree_,
+    reduce_scatter_start,
+)
+from moemesh.config.buckets import Bucket
+from moemesh.config.layout import shard_sizes
+from moemesh.parallel.data.ownership import OwnRange
+
+#: Waits for an exchange that has been started.
+Wait = Callable[[], None]
+
+
+class ReplicatedBucket:
+    """Every rank keeps all of it, and all-reduces the gradients once a step."""
+
+    #: Whether gradients are summed over ranks behind every backward, not once a step.
+    is_per_backward = False
+
+    def __init__(
+        self, rule: Bucket, parameters: Sequence[nn.Parameter], mesh: Mesh, *, exact: bool
+    ) -> None:
+        self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
+        self.axis = mesh[rule.axis]
+        self.in_tree = exact and rule.axis == "edp"
+        #: Members without their last gradient of the step (or backward); whether sums have started.
+        self.waiting, self.is_launched = len(self.parameters), False
+        sizes = [member.numbers for member in rule.members]
+        self.offsets = [sum(sizes[:place]) for place in range(len(sizes))]
+        self.device = parameters[0].device
+        self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the memory of gradients and weights."""
+        self.total = torch.zeros(self.rule.numbers, dtype=self.dtype, device=self.device)
+        self._views = dict(zip(self.parameters, self.views(self.total), strict=True))
+        self._work: Wait | None = None
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector of the bucket as tensors with the members' local shapes."""
+        parts = flat.split([member.numbers for member in self.rule.members])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    # What this rank owns: by name, the parts that are not empty.
+
+    def owned(self) -> dict[str, OwnRange]:
+        """The numbers of every member that this rank owns."""
+        first = self.axis.index == 0
+        return {
+            member.name: OwnRange(numbers=range(member.numbers), is_first=first)
+            for member in self.rule.members
+        }
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Views of the gradients that this rank owns: complete when :meth:`wait` has returned."""
+        names = (member.name for member in self.rule.members)
+        return dict(zip(names, self._views.values(), strict=True))
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that this rank owns, as what an optimizer steps."""
+        names = (member.name for member in self.rule.members)
+        return dict(zip(names, self.parameters, strict=True))
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """From the part that every rank owns of a state of a member to all of the local tensor, of
+        the local shape. All ranks of the axis call."""
+        return part
+
+    def whole_weights(self, name: str) -> Tensor:
+        """The whole local tensor of a member, as it is or put together by all ranks of the axis."""
+        return self.parameters[self.place(name)].detach()
+
+    def place(self, name: str) -> int:
+        """The place of a member in the bucket."""
+        return next(i for i, member in enumerate(self.rule.members) if member.name == name)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps from one backward to the next."""
+        return self.total.numel() * self.total.element_size()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that this rank keeps between steps."""
+        return self.rule.numbers * self.rule.weight_bytes
+
+    # A step.
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
+        self.total.zero_()
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Sums may start again when every member has had its gradient."""
+        self.waiting, self.is_launched = len(self.parameters), False
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add one microbatch's gradient of a member."""
+        self._views[parameter] += gradient
+
+    def launch(self) -> None:
+        """Start the sums over ranks."""
+        if self.in_tree:
+            # Replicas' parts continue the tree in which the experts added their owners' parts.
+            all_reduce_in_tree_(self.total, self.axis, phase="backward", caller="gradients")
+            return
+        work = all_reduce_(
+            self.total, self.axis, caller="gradients", phase="backward", async_op=True
+        )
+        self._work = None if work is None else lambda: (work.wait(), None)[1]
+
+    def wait(self) -> None:
+        """Sums that have started are complete."""
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+    def finish(self) -> None:
+        """Wait, and add what the other holder of mirrored parameters has: two operands, so that
+        both get the same bits."""
+        self.wait()
+        if self.rule.mirrored:
+            mirror = self.mesh["mirror"]
+            all_reduce_(self.own_sums(), mirror, caller="gradients", phase="backward")
+
+    def own_sums(self) -> Tensor:
+        """The flat gradients that this rank owns."""
+        return self.total
+
+    def publish(self) -> Wait | None:
+        """Start to send updated weights to the ranks that need them."""
+        return None
+
+
+class ShardedBucket(ReplicatedBucket):
+    """Optimizer states are sharded: a rank updates its range and sends it to the others."""
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._shard()
+        self.weights = torch.empty(
+            self.rule.numbers, dtype=self.parameters[0].dtype, device=self.device
+        )
+        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+            parameter.data = view.copy_(parameter.data)
+
+    def _shard(self) -> None:
+        self.sizes = list(shard_sizes(self.rule.numbers, self.axis.size))
+        self.own = self.rule.own(self.axis.size, self.axis.index)
+
+    def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
+        """(name, numbers of its flattened local tensor, place in the range `own`) of each member
+        that overlaps it."""
+        for member, offset in zip(self.rule.members, self.offsets, strict=True):
+            start, stop = max(own.start, offset), min(own.stop, offset + member.numbers)
+            if start < stop:
+                place = slice(start - own.start, stop - own.start)
+                yield member.name, range(start - offset, stop - offset), place
+
+    def owned(self) -> dict[str, OwnRange]:
+        return {
+            name: OwnRange(numbers=numbers, is_first=True)
+            for name, numbers, _ in self.ranges(self.own)
+        }
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        sums = self.own_sums()
+        return {name: sums[place] for name, _, place in self.ranges(self.own)}
+
+    def own_weights(self) -> dict[str, nn.Parameter]:
+        flat = self.own_flat_weights()
+        return {name: nn.Parameter(flat[place]) for name, _, place in self.ranges(self.own)}
+
+    def own_flat_weights(self) -> Tensor:
+        """This rank's range of the flat weights."""
+        return self.weights[self.own.start : self.own.stop]
+
+    def own_sums(self) -> Tensor:
+        return self.total[self.own.start : self.own.stop]
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        sizes: list[int] = []
+        for index in range(self.axis.size):
+            own = self.rule.own(self.axis.size, index)
+            sizes.append(sum(len(r) for other, r, _ in self.ranges(own) if other == name))
+        wait = all_gather_start(
+            part.view(-1), self.axis, sizes, phase="optimizer", caller="moe.homes"
+        )
+        return wait().view(self.parameters[self.place(name)].shape)
+
+    def launch(self) -> None:
+        self._receive = self.scatter(self.total)
+        self._work = self._take_own
+
+    def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
+        """Start the sum over ranks of this rank's range of `flat`."""
+        return reduce_scatter_start(
+            flat,
+            self.axis,
+            self.sizes,
+            in_tree=self.in_tree,
+            phase="backward",
+            caller="gradients",
+        )
+
+    def _take_own(self) -> None:
+        if self.axis.size > 1:
+            self.own_sums().copy_(self._receive())
+        del self._receive
+
+    def publish(self) -> Wait | None:
+        wait = all_gather_start(
+            self.own_flat_weights(),
+            self.axis,
+            self.sizes,
+            into=self.weights,
+            phase="optimizer",
+            caller="weights",
+        )
+        return lambda: (wait(), None)[1]
+
+
+BUCKETS: dict[str, type[ReplicatedBucket]] = {
+    "replicate": ReplicatedBucket,
+    "zero1": ShardedBucket,
+}

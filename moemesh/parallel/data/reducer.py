@@ -1,0 +1,178 @@
+"""The reducer: gradients are summed over their axis, in buckets, while the backward still runs.
+
+One reducer serves the three parameter classes of `placement.py`, each with its own axis (dp_cp,
+stage, edp). torch's DistributedDataParallel and FSDP2 know one process group per module, divide by
+its size and see neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has
+the reasons). When the last gradient has filled a bucket, its sum over ranks starts, always in the
+order of the list, which is the same on every rank. What two pipeline ranks hold both (axis
+``mirror``) is summed over the pair at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.buckets import BUCKET_BYTES, Member, buckets
+from moemesh.config.plan import DataStrategy
+from moemesh.parallel.data.buckets import BUCKETS, ReplicatedBucket
+from moemesh.parallel.data.ownership import OwnRange
+from moemesh.parallel.placement import Placement
+
+#: Sums over ranks under way at once: each holds a copy of its bucket.
+MOST_UNDER_WAY = 2
+
+
+class GradientReducer:
+    """Owns the gradients of all parameters. One step::
+
+    reducer.begin()
+    for each microbatch: (if it is the last: reducer.arm(parameters)); loss.backward()
+    reducer.finish()            # sums are complete
+    reducer.gradients[name]     # of what this rank owns, views of the buckets
+    ...                         # an optimizer changes `reducer.weights`
+    reducer.publish()           # all ranks have the updated weights
+
+    `owned` tells which numbers of which parameters this rank owns: all of all of them
+    (``data = replicate``; then gradients have the shape of the local parameter), or flat ranges.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter, Placement]],
+        mesh: Mesh,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        data: DataStrategy = "replicate",
+        exact: bool = False,
+        stages: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`stages`: those of this rank that use each parameter (None: there is one stage)."""
+        self.mesh, self.data = mesh, data
+        members = [
+            Member(
+                name=name,
+                numbers=parameter.numel(),
+                weight_bytes=parameter.element_size(),
+                axis=placement.summed_over,
+                mirrored=len(placement.holders) > 1,
+                stages=(0,) if stages is None else stages[name],
+            )
+            for name, parameter, placement in parameters
+        ]
+        named = {name: parameter for name, parameter, _ in parameters}
+        self.buckets = [
+            BUCKETS[data](rule, [named[member.name] for member in rule.members], mesh, exact=exact)
+            for rule in buckets(members, data, bucket_bytes)
+        ]
+        self._home: dict[nn.Parameter, ReplicatedBucket] = {}
+        #: Of what this rank owns, by name: complete gradients, and the weights to update.
+        self.gradients: dict[str, Tensor] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        self.owned: dict[str, OwnRange] = {}
+        self._by_name: dict[str, ReplicatedBucket] = {}
+        for bucket in self.buckets:
+            self.gradients |= bucket.own_gradients()
+            self.weights |= bucket.own_weights()
+            self.owned |= bucket.owned()
+            self._by_name |= {member.name: bucket for member in bucket.rule.members}
+            for parameter in bucket.parameters:
+                self._home[parameter] = bucket
+                parameter.grad_dtype = bucket.dtype
+                parameter.register_post_accumulate_grad_hook(self._take)
+        # Everything that has an order has that of the model.
+        order = [name for name, _, _ in parameters]
+        self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
+        self.weights = {name: self.weights[name] for name in order if name in self.weights}
+        #: Parameters whose next gradient is their last of this step.
+        self._armed: set[nn.Parameter] = set()
+        self._under_way: deque[ReplicatedBucket] = deque()
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # else it is deferred, and comes by another way
+            self.accumulate(parameter, gradient)
+
+    @torch.no_grad()
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add one microbatch's gradient; deferred weight gradients come here directly."""
+        bucket = self._home[parameter]
+        bucket.add(parameter, gradient)
+        if parameter in self._armed:
+            self._armed.remove(parameter)
+            bucket.waiting -= 1
+            self._launch(only_full=True)
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for bucket in self.buckets:
+            bucket.begin()
+        self._armed.clear()
+
+    def arm(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The next gradient of each of these is its last of this step: buckets may start."""
+        self._armed.update(parameters)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These have had their last gradient of this step."""
+        for parameter in parameters:
+            self._home[parameter].waiting -= 1
+        self._launch(only_full=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start what has not started (a missing gradient counts as zero), wait for all."""
+        self._launch(only_full=False)
+        self._under_way.clear()
+        for bucket in self.buckets:
+            bucket.wait()
+        for bucket in self.buckets:
+            bucket.finish()
+        self._armed.clear()
+
+    def publish(self) -> None:
+        """Send the updated weights to all ranks that need them; all ranks call."""
+        works = [bucket.publish() for bucket in self.buckets]
+        for wait in works:
+            if wait is not None:
+                wait()
+
+    def whole(self, name: str, part: Tensor | None) -> Tensor:
+        """Put together a state of the parameter `name` from the parts that all ranks own (None: no
+        part here), of the local shape. All ranks that share the states call."""
+        bucket = self._by_name[name]
+        if part is None:
+            part = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        return bucket.whole(name, part)
+
+    def whole_weights(self, name: str) -> Tensor:
+        """The whole local tensor of the weight `name`: its memory where it stays in one piece, else
+        a copy. All ranks that share the states call."""
+        return self._by_name[name].whole_weights(name)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps from one backward to the next."""
+        return sum(bucket.gradient_bytes for bucket in self.buckets)
+
+    def weight_bytes(self, *, experts: bool) -> int:
+        """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
+        others."""
+        found = (bucket for bucket in self.buckets if (bucket.rule.axis == "edp") == experts)
+        return sum(bucket.weight_bytes for bucket in found)
+
+    def _launch(self, *, only_full: bool) -> None:
+        for bucket in self.buckets:
+            if bucket.is_launched:
+                continue
+            if only_full and bucket.waiting > 0:
+                return  # never out of order: every rank issues the same sequence
+            bucket.is_launched = True
+            bucket.launch()
+            self._under_way.append(bucket)
+            while self.data != "replicate" and len(self._under_way) > MOST_UNDER_WAY:
+                self._under_way.popleft().wait()

@@ -1,0 +1,140 @@
+"""Sharded states (plan.data) give what one device gives, whatever axes they meet."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.parallel import post_validating
+from tests.parallel.post_validating import Case
+from tests.parallel.test_post_validation import DEEP, FAULTS, SHAPE, after
+from tests.parallel.test_post_validation import TRAIN as STEPS
+from tests.parallel.test_post_validation import assert_same as assert_same_outcome
+from tests.parity import balancing
+from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
+from tests.parity.test_parity import LONELY, MODEL, MODELS, PADDED, TRAIN, assert_same
+from tests.parity.training import Shape, Trained, name_of, train
+
+#: Momentum keeps a state, which must be the one of the numbers that a rank owns.
+MOMENTUM = TRAIN | {"momentum": 0.7}
+TIED = MODEL | {"tied_embeddings": True, "qk_norm": True, "num_kv_heads": 4}
+
+PLANS: list[tuple[str, dict[str, Any], Shape]] = [
+    ("moe", {"dp": 4}, Shape()),
+    ("moe", {"dp": 2, "ep": 2, "microbatches": 2}, Shape()),
+    ("moe", {"dp": 4, "ep": 2}, Shape()),
+    ("moe", {"dp": 3}, PADDED),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "etp": 2, "microbatches": 2}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_to_all"}, Shape()),
+    ("moe", {"dp": 4, "ep": 2, "combine": "exact", "microbatches": 2}, Shape()),
+    ("moe", {"dp": 4, "ep": 4}, LONELY),
+    ("moe", {"dp": 2, "ep": 2, "recompute": "full", "microbatches": 2}, Shape()),
+    ("tied", {"pp": 2, "dp": 2, "microbatches": 2}, Shape()),
+    ("tied", {"dp": 2, "tp": 2, "ep": 2}, Shape()),
+    ("sigmoid", {"tp": 2, "dp": 2, "ep": 2}, PADDED),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3}, Shape()),
+    ("tied", {"pp": 2, "dp": 2, "schedule": "chimera", "microbatches": 4}, Shape()),
+    (
+        "moe",
+        {
+            "pp": 2,
+            "dp": 2,
+            "schedule": "interleaved_1f1b",
+            "stages_per_rank": 1,
+            "microbatches": 2,
+            "recompute": "full",
+        },
+        Shape(),
+    ),
+    ("moe", {"pp": 2, "dp": 2, "schedule": "gpipe", "microbatches": 4}, Shape()),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "terapipe", "microbatches": 2}, Shape()),
+]
+#: Schedules that defer weight gradients, or take turns between a forward and a backward.
+DEFERRING: list[tuple[str, dict[str, Any], Shape]] = [
+    ("moe", {"pp": 2, "dp": 2, "schedule": "zb_h1", "microbatches": 4}, Shape()),
+    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_h2", "microbatches": 4}, Shape()),
+    ("tied", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 4, "num_layers": 4}, Shape()),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe", "microbatches": 4}, Shape()),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe_v", "microbatches": 4}, Shape()),
+]
+
+
+def _model(name: str, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = TIED if name == "tied" else MODELS[name]
+    plan = dict(plan)
+    if layers := plan.pop("num_layers", None) or (4 if plan.get("pp", 1) > 1 else None):
+        model = model | {"num_layers": layers}
+    return model, plan
+
+
+@cache
+def _alone(name: str, layers: int, shape: Shape, microbatches: int) -> Trained:
+    model = (TIED if name == "tied" else MODELS[name]) | {"num_layers": layers}
+    return train(model, {"microbatches": microbatches}, MOMENTUM, shape)
+
+
+def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None:
+    name, keys, shape = case
+    model, plan = _model(name, keys)
+    alone = _alone(name, model["num_layers"], shape, plan.get("microbatches", 1))
+    assert_same(train(model, plan | data, MOMENTUM, shape), alone)
+
+
+@pytest.mark.representative(
+    "moe-dp=4-ep=2-zero1",
+    "moe-tp=2-dp=2-etp=2-microbatches=2-zero1",
+    "tied-pp=2-dp=2-schedule=chimera-microbatches=4-zero1",
+)
+@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize("case", [*PLANS, *DEFERRING], ids=name_of)
+def test_sharded_states_equal_one_device(
+    case: tuple[str, dict[str, Any], Shape], data: str
+) -> None:
+    check({"data": data}, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
+def test_experts_move_with_their_sharded_states(
+    workload: str, plan: dict[str, Any], data: str
+) -> None:
+    keys = ADAM | {"steps": 7, "rebalance_every": 3}
+    expected = balancing.train(
+        balancing.Case(SKEWED, {}, keys | {"rebalance_every": 0}, workload=workload)
+    )
+    case = balancing.Case(SKEWED, plan | {"data": data}, keys, workload=workload)
+    got = balancing.train(case)
+    assert balancing.difference(got, expected) <= EQUAL
+    assert got.num_moved > 0
+
+
+@pytest.mark.representative("plan0-zero1")
+@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 2, "dp": 2, "ep": 2, "schedule": "1f1b", "microbatches": 2},
+        {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b", "microbatches": 3},
+    ],
+)
+def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data: str) -> None:
+    plan = plan | {"data": data}
+    before = post_validating.train(Case(DEEP["moe"], plan, STEPS, SHAPE, FAULTS))
+    got = post_validating.train(Case(DEEP["moe"], after(plan), STEPS, SHAPE, FAULTS))
+    assert_same_outcome(got, before)
+    assert any(got.redone(rank) for rank in range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
+def test_replicas_of_experts_with_sharded_states(
+    workload: str, plan: dict[str, Any], data: str
+) -> None:
+    expected = balancing.train(balancing.Case(SKEWED, {}, TRAIN, workload=workload))
+    got = balancing.train(balancing.Case(SKEWED, plan | {"data": data}, TRAIN, workload=workload))
+    assert balancing.difference(got, expected) <= EQUAL

@@ -1,0 +1,66 @@
+"""A checkpoint of any plan is read under any other, whoever keeps which states: bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.test_parity import MODEL
+from tests.train.resharding import chain
+
+SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 4}
+TRAIN: dict[str, Any] = {
+    "steps": 4,
+    "optimizer": "adamw",
+    "lr": 0.01,
+    "warmup_steps": 0,
+    "clip": 0.5,
+}
+#: Four ranks. Beside each other: other strategies, other degrees, or both.
+CHAIN: list[dict[str, Any]] = [
+    {"dp": 4, "ep": 2, "data": "zero1"},
+    {"dp": 4, "ep": 4},
+    {"dp": 2, "tp": 2, "ep": 2, "data": "zero1"},
+    {"pp": 2, "dp": 2, "data": "zero1", "microbatches": 2},
+    {"tp": 4, "ep": 2, "etp": 2},
+    {"pp": 2, "tp": 2, "etp": 2, "data": "zero1", "microbatches": 2},
+]
+
+
+def plans_of(strategies: list[str]) -> list[dict[str, Any]]:
+    """The layouts of the chain, each under all of the strategies, so that neighbours differ."""
+    layouts = [{k: v for k, v in plan.items() if k != "data"} for plan in CHAIN]
+    return [
+        layouts[(place + shift) % len(layouts)] | {"data": strategy}
+        for shift in range(len(layouts))
+        for place, strategy in enumerate(strategies)
+    ]
+
+
+def check(folder: Path, model: dict[str, Any], plans: list[dict[str, Any]], dtype: str) -> None:
+    first, *others = chain(folder, model, plans, TRAIN | {"dtype": dtype})
+    kinds = {name.partition(".")[0] for name in first}
+    assert kinds == {"weights", "masters", "exp_avg", "exp_avg_sq"}
+    assert all(float(tensor.abs().max()) > 0 for tensor in first.values())
+    for plan, state in zip(plans[1:], others, strict=True):
+        assert state.keys() == first.keys()
+        for name, tensor in first.items():
+            assert state[name].dtype == tensor.dtype
+            assert torch.equal(state[name], tensor), f"{plan}: {name}"
+
+
+def test_states_go_from_plan_to_plan_bit_by_bit(tmp_path: Path) -> None:
+    check(tmp_path, MODEL | SMALL, CHAIN, "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_states_go_through_every_layout_under_every_strategy(
+    tmp_path: Path, dtype: str, tied: bool
+) -> None:
+    plans = plans_of(["zero1", "replicate"])
+    check(tmp_path, MODEL | SMALL | {"tied_embeddings": tied}, plans, dtype)
