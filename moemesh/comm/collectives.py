@@ -13,6 +13,7 @@ The sum convention (no function averages):
 | all_gather | all_gather | reduce_scatter |
 | reduce_scatter | reduce_scatter | all_gather |
 | all_reduce | all_reduce | identity |
+| all_reduce_both | all_reduce | all_reduce |
 | take_shard | own rows | all_gather |
 | all_to_all | all_to_all | all_to_all, transposed |
 """
@@ -37,6 +38,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_both",
     "all_to_all",
     "barrier",
     "exchange_counts",
@@ -76,6 +78,15 @@ def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
     """
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
     return _pair(x, axis, run, _identity)
+
+
+def all_reduce_both(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
+    """all_reduce (sum) along axis; backward: all_reduce.
+
+    For consumers that differ between the ranks, whose gradients are parts of the whole.
+    """
+    run = partial(transfers.all_reduce, axis=axis, caller=caller)
+    return _pair(x, axis, run, run)
 
 
 def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:

@@ -151,6 +151,16 @@ class ModelConfig(AttentionConfig):
         )
 
     @property
+    def entering_widths(self) -> tuple[int, ...]:
+        """Channels of a token in each tensor that enters the heads of an attention block."""
+        if self.attention == "gqa":
+            return (self.hidden_size,)
+        latent = self.kv_lora_rank + self.qk_rotary_head_dim
+        if self.q_lora_rank:
+            return (self.q_lora_rank + latent,)
+        return (self.hidden_size, latent)
+
+    @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.num_dense_layers
 

@@ -21,17 +21,6 @@ TRAINABLE: dict[str, tuple[object, ...]] = {
 
 #: The same of model keys, with what the others mean.
 TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
-    "attention": ("gqa", "latent attention"),
-    "qk_norm_over": ("head", "a norm over all query or key heads"),
-    "qkv_bias": (False, "a bias on the query, key and value projections"),
-    "output_bias": (False, "a bias on the attention's output projection"),
-    "clip_qkv": (0.0, "clipping of queries, keys and values"),
-    "attention_sinks": (False, "attention sinks"),
-    "attention_multiplier": (0.0, "another factor of the scores"),
-    "sliding_window": (0, "sliding-window attention"),
-    "partial_rotary_factor": (1.0, "RoPE of some channels"),
-    "rope_interleave": (False, "RoPE of interleaved pairs"),
-    "rope_type": ("default", "stretched RoPE"),
     "num_mtp_layers": (0, "multi-token prediction"),
 }
 

@@ -1,11 +1,13 @@
-"""Causal grouped-query attention with rotary positions.
+"""Causal self-attention with rotary positions: grouped-query, and multi-head latent attention.
 
-Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, N query heads held here,
-M key/value heads held here, G = N/M query heads per key/value head, A = attention
-width held here.
+Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size (of values it may differ),
+N query heads held here, M key/value heads held here, G = N/M query heads per key/value head,
+A = attention width held here, R rotated channels, P query latent, L key/value latent.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.layers import RMSNorm
+from moemesh.model.rope import rotate
 from moemesh.model.seams import (
     Boundary,
     KeepAll,
@@ -24,55 +27,235 @@ from moemesh.model.seams import (
 from moemesh.ops.linear import linear
 
 
+class Projected(NamedTuple):
+    """``qkv_TA``: queries, keys and values as :class:`Attention` packs them; ``squares_T2``: sums
+    over all query heads and all key heads of a token, for a norm over them."""
+
+    qkv_TA: Tensor
+    squares_T2: Tensor | None
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023).
 
     ``qkv`` [M, G+2, D, H] keeps a key/value head together with its query heads: a tensor-parallel
-    shard is a slice of dim 0. ``output`` is [H, N*D]. `layer` is the global index of the layer.
+    shard is a slice of dim 0, as it is of ``qkv_bias`` [M*(G+2)*D]. ``output`` is [H, N*D].
+    `layer` is the global index of the layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.layer = layer
-        self.num_groups = config.num_heads // config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.qkv = nn.Parameter(
-            torch.empty(
-                config.num_kv_heads, self.num_groups + 2, config.head_dim, config.hidden_size
-            )
+        self.layer, self.config = layer, config
+        heads, size = config.num_kv_heads, config.head_dim
+        self.num_groups = config.num_heads // heads
+        self.qkv = nn.Parameter(torch.empty(heads, self.num_groups + 2, size, config.hidden_size))
+        self.qkv_bias = parameter_if(config.qkv_bias, heads * (self.num_groups + 2) * size)
+        self.output = nn.Parameter(torch.empty(config.hidden_size, config.num_heads * size))
+        self.output_bias = parameter_if(config.output_bias, config.hidden_size)
+        self.sinks = parameter_if(config.attention_sinks, config.num_heads)
+        self.over_projection = config.qk_norm and config.qk_norm_over == "projection"
+        self.query_norm, self.key_norm = (
+            query_key_norm(config, number) for number in (config.num_heads, heads)
         )
-        self.output = nn.Parameter(
-            torch.empty(config.hidden_size, config.num_heads * config.head_dim)
-        )
-        norm = RMSNorm if config.qk_norm else lambda size, epsilon: nn.Identity()
-        self.query_norm = norm(config.head_dim, config.norm_eps)
-        self.key_norm = norm(config.head_dim, config.norm_eps)
         self.boundary: Boundary = LocalBoundary()
         self.key_values: KeyValues = LocalKeyValues()
         self.memory: Memory = KeepAll()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
-        y_TA = self.memory.run(self.core, linear(x_TH, self.qkv), context)
-        return self.boundary.leave(y_TA, self.output)
+        qkv_TA = plus(linear(x_TH, self.qkv), self.qkv_bias)
+        squares_T2 = None
+        if self.over_projection:
+            # Outside of the core, which may be computed twice: the sum is an exchange.
+            squares_T2 = self.boundary.total(self.squares(qkv_TA))
+        y_TA = self.memory.run(self.core, Projected(qkv_TA, squares_T2), context)
+        return plus(self.boundary.leave(y_TA, self.output), self.output_bias)
 
-    def core(self, qkv_TA: Tensor, context: Context) -> Tensor:
+    def squares(self, qkv_TA: Tensor) -> Tensor:
+        """Sums of squares over the query heads and the key heads held here, fp32 or fp64 [T, 2]."""
+        qkv = qkv_TA.view(len(qkv_TA), self.qkv.shape[0], self.num_groups + 2, -1)
+        query, key, _ = qkv.split([self.num_groups, 1, 1], dim=2)
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        return torch.stack([part.to(wide).square().sum((1, 2, 3)) for part in (query, key)], dim=1)
+
+    def core(self, projected: Projected, context: Context) -> Tensor:
         """The part between the two projections: norms, rotary positions, attention."""
-        shape = (context.num_sequences, context.seq_len, -1, self.num_groups + 2, self.head_dim)
+        config, qkv_TA = self.config, projected.qkv_TA
         # -1 cannot be inferred for an empty microbatch: take the heads from the weight.
-        qkv = qkv_TA.view(*shape[:2], self.qkv.shape[0], *shape[3:])
+        size = (self.qkv.shape[0], self.num_groups + 2, config.head_dim)
+        qkv = qkv_TA.view(context.num_sequences, context.seq_len, *size)
         query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
-        query_BNSD = rotate(self.query_norm(query.flatten(2, 3).transpose(1, 2)), context)
-        key_BMSD = rotate(self.key_norm(key.squeeze(3).transpose(1, 2)), context)
-        value_BMSD = value.squeeze(3).transpose(1, 2)
-        key_BMCD, value_BMCD = context.slices.extend(self.layer, key_BMSD, value_BMSD)
-        y_BNSD = self.key_values.attend(query_BNSD, key_BMCD, value_BMCD, context.visible)
-        return y_BNSD.transpose(1, 2).reshape(len(qkv_TA), y_BNSD.shape[1] * self.head_dim)
+        query_BSND, key_BSMD, value_BSMD = (part.flatten(2, 3) for part in (query, key, value))
+        if projected.squares_T2 is None:
+            query_BSND, key_BSMD = self.query_norm(query_BSND), self.key_norm(key_BSMD)
+        else:
+            squares_BS12 = projected.squares_T2.view(*qkv.shape[:2], 1, 2)
+            query_BSND = self.query_norm(query_BSND, squares_BS12[..., :1])
+            key_BSMD = self.key_norm(key_BSMD, squares_BS12[..., 1:])
+        if limit := config.clip_qkv:
+            query_BSND, key_BSMD, value_BSMD = (
+                part.clamp(-limit, limit) for part in (query_BSND, key_BSMD, value_BSMD)
+            )
+        query_BSND, key_BSMD = (
+            rotate(part, context.cosine, context.sine, interleaved=config.rope_interleave)
+            for part in (query_BSND, key_BSMD)
+        )
+        return attend(self, query_BSND, key_BSMD, value_BSMD, context)
 
 
-def rotate(x_BNSD: Tensor, context: Context) -> Tensor:
-    """Rotary positions (Su et al., 2021), the half-split form: pairs are (i, i + D/2)."""
-    first, second = x_BNSD.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    cosine, sine = (table.to(x_BNSD.dtype) for table in (context.cosine, context.sine))
-    return x_BNSD * cosine + turned * sine
+class Expanded(NamedTuple):
+    """Queries and keys with values of all heads held here, as :class:`LatentAttention` packs them,
+    and the rotary part of the keys, which all heads share."""
+
+    query_TA: Tensor
+    key_value_TA: Tensor
+    key_TR: Tensor
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
+
+    ``query_down`` [P, H] and ``key_value_down`` [L+R, H] make the latents and the rotary keys, on
+    the rows of the residual stream that are held here; ``query_up`` [N, D, P] and ``key_value_up``
+    [N, D-R+V, L] expand them for each head (a tensor-parallel shard is a slice of dim 0), V the
+    size of a value head. Without compressed queries, ``query`` [N, D, H] takes their place.
+    ``output`` is [H, N*V].
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        hidden, heads, size = config.hidden_size, config.num_heads, config.query_head_dim
+        rank, latent = config.q_lora_rank, config.kv_lora_rank
+        down = latent + config.qk_rotary_head_dim
+        if rank:
+            self.query_down = nn.Parameter(torch.empty(rank, hidden))
+            self.query_down_bias = parameter_if(config.qkv_bias, rank)
+            self.query_up = nn.Parameter(torch.empty(heads, size, rank))
+        else:
+            self.query = nn.Parameter(torch.empty(heads, size, hidden))
+        self.key_value_down = nn.Parameter(torch.empty(down, hidden))
+        self.key_value_down_bias = parameter_if(config.qkv_bias, down)
+        both = config.qk_nope_head_dim + config.v_head_dim
+        self.key_value_up = nn.Parameter(torch.empty(heads, both, latent))
+        self.output = nn.Parameter(torch.empty(hidden, heads * config.v_head_dim))
+        self.output_bias = parameter_if(config.output_bias, hidden)
+        self.sinks = parameter_if(config.attention_sinks, heads)
+        if rank:
+            self.query_latent_norm = RMSNorm(rank, config.norm_eps)
+        self.key_value_latent_norm = RMSNorm(latent, config.norm_eps)
+        self.boundary: Boundary = LocalBoundary()
+        self.key_values: KeyValues = LocalKeyValues()
+        self.memory: Memory = KeepAll()
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        config, enter = self.config, self.boundary.enter
+        latent, rotary = config.kv_lora_rank, config.qk_rotary_head_dim
+        down_TL = plus(linear(x_TH, self.key_value_down), self.key_value_down_bias)
+        latent_TL, key_TR = down_TL.split([latent, rotary], dim=1)
+        latent_TL = self.key_value_latent_norm(latent_TL)
+        # What enters are the latents, not the stream: narrower, and each is made once.
+        if config.q_lora_rank:
+            query_TP = plus(linear(x_TH, self.query_down), self.query_down_bias)
+            sizes = [config.q_lora_rank, latent, rotary]
+            entered = torch.cat([self.query_latent_norm(query_TP), latent_TL, key_TR], dim=1)
+            query_TP, latent_TL, key_TR = enter(entered, context.num_tokens).split(sizes, dim=1)
+            query_TA = linear(query_TP, self.query_up)
+        else:
+            query_TA = linear(enter(x_TH, context.num_tokens), self.query)
+            entered = enter(torch.cat([latent_TL, key_TR], dim=1), context.num_tokens)
+            latent_TL, key_TR = entered.split([latent, rotary], dim=1)
+        expanded = Expanded(query_TA, linear(latent_TL, self.key_value_up), key_TR)
+        y_TA = self.memory.run(self.core, expanded, context)
+        return plus(self.boundary.leave(y_TA, self.output), self.output_bias)
+
+    def core(self, expanded: Expanded, context: Context) -> Tensor:
+        """The part between the projections of the heads: rotary positions, attention."""
+        config, heads = self.config, self.key_value_up.shape[0]
+        plain, rotary = config.qk_nope_head_dim, config.qk_rotary_head_dim
+
+        def by_head(x_TA: Tensor, number: int, sizes: list[int]) -> tuple[Tensor, ...]:
+            shape = (context.num_sequences, context.seq_len, number, sum(sizes))
+            return x_TA.view(shape).split(sizes, dim=3)
+
+        def rotated(x: Tensor) -> Tensor:
+            return rotate(x, context.cosine, context.sine, interleaved=config.rope_interleave)
+
+        query_BSND, query_BSNR = by_head(expanded.query_TA, heads, [plain, rotary])
+        key_BSND, value_BSND = by_head(expanded.key_value_TA, heads, [plain, config.v_head_dim])
+        (key_BS1R,) = by_head(expanded.key_TR, 1, [rotary])
+        key_BSNR = rotated(key_BS1R).expand(-1, -1, heads, -1)
+        query_BSND = torch.cat([query_BSND, rotated(query_BSNR)], dim=3)
+        key_BSND = torch.cat([key_BSND, key_BSNR], dim=3)
+        return attend(self, query_BSND, key_BSND, value_BSND, context)
+
+
+def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
+    """The attention of one layer of `config`."""
+    kind = LatentAttention if config.attention == "mla" else Attention
+    return kind(config, layer)
+
+
+def attend(
+    block: Attention | LatentAttention,
+    query_BSND: Tensor,
+    key_BSMD: Tensor,
+    value_BSMD: Tensor,
+    context: Context,
+) -> Tensor:
+    """Attention of heads that have their positions, over this and earlier slices: [T, A].
+
+    Heads of a token stand together in memory: so does then the output, without a copy.
+    """
+    query_BNSD, key_BMSD, value_BMSD = (
+        x.transpose(1, 2) for x in (query_BSND, key_BSMD, value_BSMD)
+    )
+    config, visible = block.config, context.visible
+    if window := config.window(block.layer):
+        visible = visible.within(window)
+    key_BMCD, value_BMCD = context.slices.extend(block.layer, key_BMSD, value_BMSD)
+    y_BNSD = block.key_values.attend(
+        query_BNSD,
+        key_BMCD,
+        value_BMCD,
+        visible,
+        sinks_N=block.sinks,
+        scale=config.attention_scale,
+    )
+    return y_BNSD.transpose(1, 2).reshape(
+        context.num_tokens, y_BNSD.shape[1] * config.value_head_dim
+    )
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm of queries or keys over all heads of a token; ``weight`` [heads * D] has a scale for
+    every channel, and a tensor-parallel shard is a slice of it."""
+
+    def __init__(self, heads: int, head_dim: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads * head_dim))
+        self.num_channels, self.head_dim, self.epsilon = heads * head_dim, head_dim, epsilon
+
+    def forward(self, x_BSND: Tensor, squares_BS11: Tensor) -> Tensor:
+        """`squares_BS11`: the sums over all heads, on whatever rank they are; fp32 or fp64."""
+        root_BS11 = torch.rsqrt(squares_BS11 / self.num_channels + self.epsilon)
+        normed_BSND = (x_BSND * root_BS11).to(x_BSND.dtype)
+        return normed_BSND * self.weight.view(-1, self.head_dim)
+
+
+def query_key_norm(config: ModelConfig, heads: int) -> nn.Module:
+    """The norm of `heads` query or key heads."""
+    if not config.qk_norm:
+        return nn.Identity()
+    if config.qk_norm_over == "head":
+        return RMSNorm(config.head_dim, config.norm_eps)
+    return ProjectionNorm(heads, config.head_dim, config.norm_eps)
+
+
+def parameter_if(wanted: bool, size: int) -> nn.Parameter | None:
+    """A vector that a model may do without."""
+    return nn.Parameter(torch.empty(size)) if wanted else None
+
+
+def plus(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_TO if bias_O is None else x_TO + bias_O

@@ -71,7 +71,13 @@ class Visibility:
 
     def between(self, queries: Runs, keys: Runs) -> Visibility:
         """The same rules for other queries and keys."""
-        found = replace(self, queries=queries, keys=keys)
+        return self._with_starts(replace(self, queries=queries, keys=keys))
+
+    def within(self, window: int) -> Visibility:
+        """The same, and no query sees more than the last `window` positions."""
+        return self._with_starts(replace(self, window=window))
+
+    def _with_starts(self, found: Visibility) -> Visibility:
         if "starts_on_host" in self.__dict__:
             found.__dict__["starts_on_host"] = self.starts_on_host
         return found

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moemesh.config.attention import AttentionConfig
 from moemesh.model.attention_core import Runs, Visibility, document_starts
+from moemesh.model.rope import rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
 
 
@@ -109,8 +111,8 @@ class Context:
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
     ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
     ``visible``: which keys the queries see; it counts those of slices before among the keys.
-    ``cosine`` and ``sine`` are the tables of rotary positions, [S, D], or [B, 1, S, D] where each
-    sequence has its own.
+    ``cosine`` and ``sine`` are the tables of rotary positions, [S, 1, R], or [B, S, 1, R]
+    where each sequence has its own.
     ``length`` is that of whole sequences. ``flow``: how the forward is carried out.
     """
 
@@ -134,7 +136,7 @@ class Context:
 
 
 def make_context(
-    batch: Batch, local: range, head_dim: int, rope_theta: float, flow: Flow = PLAIN_FLOW
+    batch: Batch, local: range, config: AttentionConfig, flow: Flow = PLAIN_FLOW
 ) -> Context:
     """The context of `batch` for a rank whose residual stream holds the token rows `local`."""
     num_sequences, seq_len = batch.tokens_BS.shape
@@ -146,15 +148,10 @@ def make_context(
     rotary = positions_S
     if batch.documents_BS is not None:
         starts_BL = document_starts(batch.documents_BS)
-        rotary = (positions_S - starts_BL[:, positions_S])[:, None]
+        rotary = positions_S - starts_BL[:, positions_S]
     # Slices before this one have left their keys, from the first position on.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
-    # Angles in float64, whatever the run's dtype: positions are exact far beyond 2^24.
-    frequencies = rope_theta ** (
-        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    )
-    angles = rotary.double()[..., None] * frequencies
-    angles = torch.cat([angles, angles], dim=-1)
+    cosine, sine = rotary_tables(config, rotary)
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
     valid_T = None
@@ -173,8 +170,8 @@ def make_context(
         num_tokens=num_sequences * seq_len,
         length=length,
         visible=Visibility(runs, keys, starts_BL=starts_BL, length=length),
-        cosine=angles.cos(),
-        sine=angles.sin(),
+        cosine=cosine,
+        sine=sine,
         sequence_T=sequence_T,
         position_T=position_T,
         valid_T=valid_T,

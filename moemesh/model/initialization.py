@@ -73,8 +73,10 @@ def initialize(
     for name, parameter in list(model.named_parameters()):
         shape = tuple(parameter.shape)
         parts = slices(name, shape)
-        if len(shape) == 1:
-            value = torch.full([len(part) for part in parts], float(not name.endswith(".bias")))
+        if name.endswith("bias"):
+            value = torch.zeros([len(part) for part in parts])
+        elif len(shape) == 1 and not name.endswith(".sinks"):
+            value = torch.ones([len(part) for part in parts])
         else:
             value = normal_slice(seed, name, shape, parts) * standard_deviation(name, model.config)
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype

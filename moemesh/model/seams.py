@@ -34,6 +34,7 @@ from moemesh.ops.pending import Pending
 
 C = TypeVar("C")
 R = TypeVar("R")
+X = TypeVar("X")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -48,6 +49,10 @@ class Boundary(Protocol):
 
     def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
         """Project back to hidden with the block's last weight, and return to the stream's rows."""
+        ...
+
+    def total(self, sums_TX: Tensor) -> Tensor:
+        """Sums over the part of the block's width that is held here -> sums over all of it."""
         ...
 
 
@@ -136,8 +141,8 @@ class SliceState(Protocol):
 class Memory(Protocol):
     """Which activations a part of the model keeps for its backward."""
 
-    def run(self, part: Callable[[Tensor, C], R], x: Tensor, context: C) -> R:
-        """``part(x, context)``: a layer, or the core of its attention."""
+    def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
+        """``part(x, context)``: a layer, or the core of its attention; x: a tensor, or several."""
         ...
 
 
@@ -177,6 +182,9 @@ class LocalBoundary:
 
     def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
         return linear(y_TA, weight_HA)
+
+    def total(self, sums_TX: Tensor) -> Tensor:
+        return sums_TX
 
 
 class LocalVocabulary:
@@ -240,7 +248,7 @@ class NoSlices:
 class KeepAll:
     """Everything that autograd saves is kept."""
 
-    def run(self, part: Callable[[Tensor, C], R], x: Tensor, context: C) -> R:
+    def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
         return part(x, context)
 
 

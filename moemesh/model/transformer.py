@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.attention import Attention
+from moemesh.model.attention import build_attention
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.layers import MLP, RMSNorm, VocabularyRows
 from moemesh.model.moe import MoE, MoEOutput
@@ -59,7 +59,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, index)
+        self.attention = build_attention(config, index)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward: MoE | MLP = (
             MoE(config, index)
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         config = self.config
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
-        context = make_context(batch, local, config.head_dim, config.rope_theta, flow)
+        context = make_context(batch, local, config, flow)
         if part.first:
             assert x_TH is None and self.embedding is not None
             x_TH = self.vocabulary.embed(batch.tokens_BS.flatten(), self.embedding.weight)

@@ -19,7 +19,7 @@ import torch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.attention import Attention
+from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import Transformer
@@ -153,7 +153,7 @@ def set_boundaries(model: Transformer, plan: Plan, mesh: Mesh) -> None:
     axis = mesh["tp"]
     for module in model.modules():
         match module:
-            case Attention():
+            case Attention() | LatentAttention():
                 module.boundary = ATTENTION_BOUNDARIES[plan.attention_exit](axis, "attention")
             case MLP():
                 module.boundary = ReduceScatterBoundary(axis, "mlp")

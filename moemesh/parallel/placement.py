@@ -6,8 +6,11 @@ From that one rule everything follows (no averaging, no factor):
 
 | parameter | view | sharded over | gradient summed over |
 |---|---|---|---|
-| QKV, row-parallel W_o, dense and shared MLP, vocabulary rows | dense | tp | dp_cp |
-| norms, router, whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
+| QKV, its bias, sinks, norms over all heads | dense | tp | dp_cp |
+| latents up to heads (MLA), row-parallel W_o | dense | tp | dp_cp |
+| dense and shared MLP, vocabulary rows | dense | tp | dp_cp |
+| other norms, router, output bias | dense | - | stage (dp, cp, tp) |
+| down to latents (MLA), whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
 | routed experts | expert | ep, etp | edp |
 
 Pipeline ranks hold different parameters. Where two of them hold the same one (mirrored pipes, an
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.plan import Plan
-from moemesh.model.attention import Attention
+from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, VocabularyRows
 from moemesh.model.transformer import Transformer
@@ -106,9 +109,13 @@ def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
             return {"ep": 0, "etp": 2}, "edp"
         case Experts(), "down":
             return {"ep": 0, "etp": 2}, "edp"
-        case Attention(), "qkv":
+        case Attention(), "qkv" | "qkv_bias" | "sinks":
             return {"tp": 0}, "dp_cp"
-        case Attention(), "output" if plan.attention_exit != "all_to_all":
+        case LatentAttention(), "query" | "query_up" | "key_value_up" | "sinks":
+            return {"tp": 0}, "dp_cp"
+        case ProjectionNorm(), "weight":
+            return {"tp": 0}, "dp_cp"
+        case Attention() | LatentAttention(), "output" if plan.attention_exit != "all_to_all":
             return {"tp": 1}, "dp_cp"
         case MLP(), "gate_up":
             return {"tp": 1}, "dp_cp"

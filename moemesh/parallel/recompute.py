@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moemesh.config.plan import Plan
-from moemesh.model.attention import Attention
+from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.batch import Context
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
@@ -46,6 +46,7 @@ from moemesh.ops.pending import Pending
 from moemesh.trace.ledger import Ledger
 
 R = TypeVar("R")
+X = TypeVar("X")
 P = ParamSpec("P")
 
 
@@ -61,7 +62,7 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
         case "selective":
             for module in model.modules():
                 match module:
-                    case Attention() if plan.recompute_attention:
+                    case Attention() | LatentAttention() if plan.recompute_attention:
                         module.memory = memory
                     case Experts():
                         module.recomputes = plan.recompute_experts
@@ -77,16 +78,22 @@ class Recomputation:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def run(self, part: Callable[[Tensor, Context], R], x: Tensor, context: Context) -> R:
+    def run(self, part: Callable[[X, Context], R], x: X, context: Context) -> R:
         """``part(x, context)``; it must read nothing else that changes until its backward."""
         if not torch.is_grad_enabled():
             return part(x, context)
         tape = RecomputeTape(self.ledger)
+        tensors, kind = ((x,), None) if isinstance(x, Tensor) else (x, type(x))
+
+        def again(context: Context, *tensors: Tensor) -> R:
+            return part(tensors[0] if kind is None else kind(*tensors), context)
+
+        # Each tensor is an argument of its own: torch keeps arguments as autograd keeps tensors.
         # No state of random number generators is kept: our numbers are functions of ids.
         return checkpoint(
-            part,
-            x,
+            again,
             replace(context, flow=tape),
+            *tensors,
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (nullcontext(), tape),

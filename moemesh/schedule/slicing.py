@@ -54,9 +54,7 @@ def even_lengths(seq_len: int, num_slices: int) -> tuple[int, ...]:
 def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, int]]:
     """Per stage: multiply-adds of a token with weights, and with each token that it looks at."""
     weights = layer_costs(model)
-    found = [
-        (sum(weights[index] for index in cut), 2 * model.num_heads * model.head_dim * len(cut))
-        for cut in layers
-    ]
+    scores = model.num_heads * (model.query_head_dim + model.value_head_dim)
+    found = [(sum(weights[index] for index in cut), scores * len(cut)) for cut in layers]
     found[-1] = (found[-1][0] + last_stage_cost(model), found[-1][1])
     return found

@@ -53,7 +53,7 @@ def context_of(
         valid_BS=None if padded is None else valid.view_as(tokens),
         **details,
     )
-    return make_context(batch, range(num_sequences * seq_len), 4, 1e4)
+    return make_context(batch, range(num_sequences * seq_len), ModelConfig())
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: "-".join(map(str, knobs.values())))
@@ -191,8 +191,7 @@ def test_jitter_depends_on_logical_coordinates_only() -> None:
             step=1,
         ),
         range(3, 6),
-        4,
-        1e4,
+        ModelConfig(),
     )
     assert torch.equal(half.token_ids_T, whole.token_ids_T[3:])
     torch.testing.assert_close(router(x_TH[3:], half).logits_TE, noisy[3:], rtol=1e-6, atol=1e-6)

@@ -6,13 +6,15 @@ holds about T/N rows of the stream; rows need not divide evenly, a rank may hold
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
 | enter | T/N x H | T x H | all_gather | reduce_scatter |
+| total | T x X partial sums | T x X | all_reduce | all_reduce |
 | exit reduce_scatter | T x A/N | T/N x H | reduce_scatter of partial sums | all_gather |
 | exit all_reduce | T x A/N | T/N x H | all_reduce of partial sums, slice | all_gather |
 | exit all_to_all | T x A/N | T/N x H | all_to_all heads -> tokens | all_to_all |
 
-The first two exits shard the output weight by columns of its input (row parallelism); the third
-keeps it whole on every rank, and its gradient becomes partial over tp. Per rank and direction they
-send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
+X: 2, the squares of queries and of keys where a norm is over all heads. What enters is H wide, or
+as wide as the latents of MLA. The first two exits shard the output weight by columns of its input
+(row parallelism); the third keeps it whole on every rank, and its gradient becomes partial over tp.
+Per rank and direction they send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ class ReduceScatterBoundary:
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         return enter(x_TH, num_tokens, self.axis, self.caller)
 
+    def total(self, sums_TX: Tensor) -> Tensor:
+        return total(sums_TX, self.axis, self.caller)
+
     def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
         partial_TH = linear(y_TA, weight_HA)
         sizes = shard_sizes(len(partial_TH), self.axis.size)
@@ -51,6 +56,9 @@ class AllReduceBoundary:
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         return enter(x_TH, num_tokens, self.axis, self.caller)
+
+    def total(self, sums_TX: Tensor) -> Tensor:
+        return total(sums_TX, self.axis, self.caller)
 
     def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
         caller = f"{self.caller}.leave"
@@ -71,6 +79,9 @@ class AllToAllBoundary:
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         return enter(x_TH, num_tokens, self.axis, self.caller)
+
+    def total(self, sums_TX: Tensor) -> Tensor:
+        return total(sums_TX, self.axis, self.caller)
 
     def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
@@ -95,3 +106,8 @@ def enter(x_TH: Tensor, num_tokens: int, axis: Axis, caller: str) -> Tensor:
     """Own rows of the stream -> all rows. Backward: the partial gradients are reduce-scattered."""
     sizes = shard_sizes(num_tokens, axis.size)
     return collectives.all_gather(x_TH, axis, sizes, caller=f"{caller}.enter")
+
+
+def total(sums_TX: Tensor, axis: Axis, caller: str) -> Tensor:
+    """Sums over the own part of the width -> sums over all of it, for the own part of the width."""
+    return collectives.all_reduce_both(sums_TX, axis, caller=f"{caller}.norm")

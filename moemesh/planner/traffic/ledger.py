@@ -12,9 +12,11 @@ bytes one rank sends):
 |---|---|---|
 | embedding | reduce-scatter (N-1)/N T h w | all-gather |
 | enter of attention and of every MLP | all-gather (N-1)/N T h w | reduce-scatter |
+| enter of latent attention | the same, r_q + r_kv + d_r wide in place of h | reduce-scatter |
+| norm over all heads | all-reduce of 2 numbers a token | all-reduce |
 | exit reduce_scatter | reduce-scatter (N-1)/N T h w | all-gather |
 | exit all_reduce | all-reduce 2 (N-1)/N T h w | all-gather |
-| exit all_to_all | all-to-all (N-1)/N^2 T a d w | all-to-all |
+| exit all_to_all | all-to-all (N-1)/N^2 T a d_v w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
 | context parallelism | see `context_traffic` | |
 | experts | see `dispatch_traffic`, `replica_traffic` | |
@@ -49,8 +51,8 @@ _INT64 = 8
 
 #: Of a layer that is computed again, what is sent again; shared experts leave their block, too.
 _AGAIN = (
-    "attention.enter", "attention.leave", "mlp.enter", "moe.dispatch", "moe.dispatch.weights",
-    "moe.replicas",
+    "attention.enter", "attention.norm", "attention.leave", "mlp.enter", "moe.dispatch",
+    "moe.dispatch.weights", "moe.replicas",
 )  # fmt: skip
 
 
@@ -168,12 +170,14 @@ class _Step:
             for numbers in (tokens, 2 * tokens):
                 self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss")
 
-    def _blocks(self, tokens: int) -> list[float]:
-        width = self.model.hidden_size * self.element
+    def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
+        width = (self.model.hidden_size if channels is None else channels) * self.element
         return [float(rows * width) for rows in shard_sizes(tokens, self.plan.tp)]
 
-    def _gather(self, tokens: int, caller: str, times: int = 1) -> None:
-        blocks = self._blocks(tokens)
+    def _gather(
+        self, tokens: int, caller: str, times: int = 1, channels: int | None = None
+    ) -> None:
+        blocks = self._blocks(tokens, channels)
         self.lines.all_gather("tp", blocks, "forward", caller, times)
         self.lines.reduce_scatter("tp", blocks, "backward", caller, times)
 
@@ -184,7 +188,11 @@ class _Step:
 
     def _attention(self, tokens: int, times: int) -> None:
         caller, lines, model = "attention.leave", self.lines, self.model
-        self._gather(tokens, "attention.enter", times)
+        for channels in model.entering_widths:
+            self._gather(tokens, "attention.enter", times, channels)
+        if model.qk_norm and model.qk_norm_over == "projection":
+            for phase in ("forward", "backward"):
+                lines.all_reduce("tp", 2 * tokens, self.wide, phase, "attention.norm", times)
         match self.plan.attention_exit:
             case "reduce_scatter":
                 self._scatter(tokens, caller, times)
@@ -195,7 +203,7 @@ class _Step:
             case "all_to_all":
                 sizes = shard_sizes(tokens, self.plan.tp)
                 heads = model.num_heads // self.plan.tp
-                width = heads * model.head_dim * self.element
+                width = heads * model.value_head_dim * self.element
                 out = [float(rows * width) for rows in sizes]
                 into = [float(sizes[lines.here["tp"]] * width)] * self.plan.tp
                 lines.all_to_all("tp", out, into, "forward", caller, times)

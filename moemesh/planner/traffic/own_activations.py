@@ -6,10 +6,8 @@ N = tp, T tokens, T/N of them here:
 | where | bytes | tokens |
 |---|---|---|
 | each norm | input, normalised copy: 2 W h; the inverse root W | T/N |
-| entry of a block | its input w h | T |
-| attention | rotated q and k, their projections, v, output: w d (3 a + 3 h_kv/d) / N; W a / N | T |
-| rotary tables | 4 w d a position | |
-| exit all_to_all | own rows w a d | T/N |
+| attention | see `attention_activations` | |
+| entry of an MLP | its input w h | T |
 | MLP, shared experts | gate, up, silu(gate), product: 4 w f / N | T |
 | router | its input W h where w < W; scores, choices and weights | T/N |
 | experts | their rows w h a source row; gate and up 2 w f_e / x and a weight W a row | received |
@@ -27,13 +25,14 @@ from math import ceil
 
 from moemesh.config.dispatchers import EXACT_ROWS
 from moemesh.config.layout import Layout, shard_sizes
+from moemesh.planner.traffic.attention_activations import attention_kept
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
 
-_INT64 = 8
+_INT64, _FLOAT64 = 8, 8
 
 
 def predict_activations(
@@ -113,9 +112,12 @@ class _Saved:
         found, layers = 0.0, self.placement.layers[stage]
         if stage == 0:
             found += _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+        if self.w == _FLOAT64:
+            # The tables of rotary positions as they are made, for all layers.
+            found += 2 * length * self.model.rotary_dim * self.w * (whole > 0)
         for layer in layers:
-            found += self._attention(whole, local, length)
-            found += self._norm(local)
+            found += 2 * self._norm(local)
+            found += attention_kept(self.model, self.plan, layer, (whole, local), length, self.w)
             if not self.model.is_moe_layer(layer):
                 found += self._mlp(whole, self.model.intermediate_size, owns_input=True)
             else:
@@ -125,23 +127,8 @@ class _Saved:
             found += whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
         return found
 
-    def _norm(self, rows: int, width: int | None = None) -> float:
-        width = self.model.hidden_size if width is None else width
-        return rows * self.wide * (2 * width + 1)
-
-    def _attention(self, whole: int, local: int, length: int) -> float:
-        model, tp = self.model, self.plan.tp
-        heads, keys, width = model.num_heads / tp, model.num_kv_heads / tp, model.head_dim
-        found = self._norm(local) + whole * self.w * model.hidden_size
-        found += whole * (3 * self.w * width * (heads + keys) + self.wide * heads)
-        if self.w < 8:
-            # The tables are made in float64: every use keeps a copy in the model's dtype.
-            found += 4 * length * width * self.w * (whole > 0)
-        if model.qk_norm:
-            found += self._norm(round(whole * (heads + keys)), width)
-        if self.plan.attention_exit == "all_to_all" and tp > 1:
-            found += local * self.w * model.num_heads * width
-        return found
+    def _norm(self, rows: int) -> float:
+        return rows * self.wide * (2 * self.model.hidden_size + 1)
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> float:
         hidden = self.model.hidden_size if owns_input else 0

@@ -5,8 +5,11 @@ without torch; tests hold the two together.
 
 | parameter | sharded over | gradient summed over |
 |---|---|---|
-| QKV, row-parallel W_o, dense and shared MLP, vocabulary rows | tp | dp_cp |
-| norms, router, whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
+| QKV, its bias, sinks, norms over all heads | tp | dp_cp |
+| latents up to heads (MLA), row-parallel W_o | tp | dp_cp |
+| dense and shared MLP, vocabulary rows | tp | dp_cp |
+| other norms, router, output bias | - | stage (dp, cp, tp) |
+| down to latents (MLA), whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
 | routed experts | ep, etp | edp |
 """
 
@@ -67,22 +70,9 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
 
 
 def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
-    hidden, head = model.hidden_size, model.head_dim
-    prefix = f"layers.{index}"
+    hidden, prefix = model.hidden_size, f"layers.{index}"
     yield ParameterTensor(name=f"{prefix}.attention_norm.weight", shape=(hidden,))
-    heads = (model.num_kv_heads, model.num_heads // model.num_kv_heads + 2, head, hidden)
-    yield ParameterTensor(
-        name=f"{prefix}.attention.qkv", shape=heads, shards={"tp": 0}, summed_over="dp_cp"
-    )
-    output = (hidden, model.num_heads * head)
-    name = f"{prefix}.attention.output"
-    if plan.attention_exit == "all_to_all":
-        yield ParameterTensor(name=name, shape=output)
-    else:
-        yield ParameterTensor(name=name, shape=output, shards={"tp": 1}, summed_over="dp_cp")
-    if model.qk_norm:
-        for which in ("query", "key"):
-            yield ParameterTensor(name=f"{prefix}.attention.{which}_norm.weight", shape=(head,))
+    yield from _attention(model, plan, f"{prefix}.attention")
     yield ParameterTensor(name=f"{prefix}.feed_forward_norm.weight", shape=(hidden,))
     prefix += ".feed_forward"
     if not model.is_moe_layer(index):
@@ -107,6 +97,54 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
     )
     if model.shared_width:
         yield from _mlp(f"{prefix}.shared", hidden, model.shared_width)
+
+
+def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
+    def whole(leaf: str, *shape: int) -> ParameterTensor:
+        return ParameterTensor(name=f"{prefix}.{leaf}", shape=shape)
+
+    def cut(leaf: str, *shape: int, dim: int = 0) -> ParameterTensor:
+        name = f"{prefix}.{leaf}"
+        return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
+
+    hidden, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
+    size, values = model.query_head_dim, model.value_head_dim
+    rank, latent = model.q_lora_rank, model.kv_lora_rank
+    is_latent = model.attention == "mla"
+    if is_latent:
+        down = latent + model.qk_rotary_head_dim
+        if rank:
+            yield whole("query_down", rank, hidden)
+            if model.qkv_bias:
+                yield whole("query_down_bias", rank)
+            yield cut("query_up", heads, size, rank)
+        else:
+            yield cut("query", heads, size, hidden)
+        yield whole("key_value_down", down, hidden)
+        if model.qkv_bias:
+            yield whole("key_value_down_bias", down)
+        yield cut("key_value_up", heads, model.qk_nope_head_dim + values, latent)
+    else:
+        rows = heads // keys + 2
+        yield cut("qkv", keys, rows, size, hidden)
+        if model.qkv_bias:
+            yield cut("qkv_bias", keys * rows * size)
+    if plan.attention_exit == "all_to_all":
+        yield whole("output", hidden, heads * values)
+    else:
+        yield cut("output", hidden, heads * values, dim=1)
+    if model.output_bias:
+        yield whole("output_bias", hidden)
+    if model.attention_sinks:
+        yield cut("sinks", heads)
+    if is_latent:
+        if rank:
+            yield whole("query_latent_norm.weight", rank)
+        yield whole("key_value_latent_norm.weight", latent)
+    elif model.qk_norm:
+        for leaf, number in (("query_norm.weight", heads), ("key_norm.weight", keys)):
+            over_head = model.qk_norm_over == "head"
+            yield whole(leaf, size) if over_head else cut(leaf, number * size)
 
 
 def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:

@@ -1,0 +1,139 @@
+"""Every kind of attention, in any plan, gives the numbers of one device: float64, SGD, clipping on.
+
+Latent attention with and without compressed queries, and each knob of grouped-query attention,
+under tensor parallelism (all three exits), pipelines with deferred weight gradients, slices,
+experts on several ranks and recomputation; with odd counts, padding, and ranks without a token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.model.transformer import Transformer
+from moemesh.parallel.placement import placements
+from moemesh.planner.traffic.tensors import tensors
+from tests.parity.test_parity import LONELY, MODEL, TRAIN, assert_same
+from tests.parity.training import PADDED, WHOLE, Shape, Trained, name_of, train
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "rope_beta_fast": 2.0,
+    "rope_beta_slow": 0.2,
+}
+LATENT: dict[str, Any] = MODEL | {
+    "attention": "mla",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rotary_head_dim": 2,
+    "v_head_dim": 3,
+    "rope_interleave": True,
+}
+MIXED: dict[str, Any] = {
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GROUPED = MODEL | {"num_kv_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "latent": LATENT
+    | YARN
+    | {"rope_mscale": 0.8, "rope_mscale_all_dim": 1.2, "output_bias": True, "qkv_bias": True},
+    "latent_plain": LATENT | {"q_lora_rank": 0, "v_head_dim": 8, "attention_sinks": True},
+    "windows": GROUPED | MIXED | {"attention_sinks": True, "qkv_bias": True, "output_bias": True},
+    "over_projection": GROUPED
+    | {
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "clip_qkv": 1.5,
+        "partial_rotary_factor": 0.5,
+    },
+    "multiplied": GROUPED
+    | YARN
+    | {"qk_norm": True, "attention_multiplier": 0.4, "rope_interleave": True},
+}
+TWO = {"tp": 2, "ep": 2}
+HALVES = {"pp": 2, "microbatches": 3}
+CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    # Every kind under every exit.
+    *((model, TWO | {"attention_exit": "reduce_scatter"}, WHOLE) for model in MODELS),
+    *((model, TWO | {"attention_exit": "all_reduce"}, WHOLE) for model in MODELS),
+    *((model, TWO | {"attention_exit": "all_to_all"}, WHOLE) for model in MODELS),
+    # Recomputation, padding, several microbatches.
+    *((model, TWO | {"dp": 2, "recompute": "full", "microbatches": 2}, PADDED) for model in MODELS),
+    *((model, TWO | {"dp": 2, "recompute": "selective"}, PADDED) for model in MODELS),
+    # Pipelines whose weight gradients are deferred; slices of sequences.
+    *((model, HALVES | {"schedule": "zb_h1", "tp": 2}, WHOLE) for model in MODELS),
+    *(
+        (model, {"pp": 2, "schedule": "terapipe", "slices": 3, "tp": 2}, Shape(4, 7))
+        for model in MODELS
+    ),
+    ("latent", HALVES | {"schedule": "dualpipe", "microbatches": 4, "ep": 2, "dp": 2}, WHOLE),
+    ("over_projection", HALVES | {"schedule": "zb_h2", "tp": 2, "recompute": "full"}, WHOLE),
+    # More ranks than tokens, and mixtures of axes.
+    *((model, {"tp": 4, "ep": 2, "etp": 2}, LONELY) for model in MODELS),
+    ("latent", {"tp": 2, "dp": 4, "ep": 8, "dispatcher": "all_gather"}, PADDED),
+    ("latent_plain", {"tp": 8, "ep": 4, "attention_exit": "all_to_all"}, LONELY),
+    ("windows", {"dp": 4, "ep": 4, "combine": "exact"}, PADDED),
+]
+
+
+@cache
+def one_device(model: str, shape: Shape, microbatches: int) -> Trained:
+    return train(MODELS[model], {"microbatches": microbatches}, TRAIN, shape)
+
+
+@pytest.mark.representative(
+    "latent-tp=2-ep=2-attention_exit=reduce_scatter",
+    "latent_plain-tp=2-ep=2-attention_exit=all_to_all",
+    "over_projection-tp=2-ep=2-dp=2-recompute=full-microbatches=2-padded",
+    "latent-tp=2-ep=2-dp=2-recompute=selective-padded",
+    "latent-pp=2-microbatches=3-schedule=zb_h1-tp=2",
+    "windows-pp=2-schedule=terapipe-slices=3-tp=2",
+    "multiplied-tp=4-ep=2-etp=2-lonely",
+)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_plan_equals_one_device(case: tuple[str, dict[str, Any], Shape]) -> None:
+    model, plan, shape = case
+    alone = one_device(model, shape, 1)
+    assert_same(train(MODELS[model], plan, TRAIN, shape), alone)
+
+
+@pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_planner_lists_the_same_parameters(model: str, attention_exit: str) -> None:
+    config, plan = ModelConfig(**MODELS[model]), Plan(tp=2, attention_exit=attention_exit)
+    built = placements(Transformer(config), plan)
+    listed = {found.name: found for found in tensors(config, plan)}
+    assert list(listed) == list(built)
+    for name, where in built.items():
+        found = listed[name]
+        assert (found.shape, found.shards) == (where.shape, where.shards), name
+        assert found.summed_over == where.summed_over, name
+
+
+def test_the_cases_differ_from_plain_attention() -> None:
+    """Each knob changes the losses: none of them is ignored."""
+    plain = {model: train(keys, {}, TRAIN).losses for model, keys in MODELS.items()}
+    for model, keys in MODELS.items():
+        base = LATENT if keys.get("attention") == "mla" else GROUPED
+        for name, value in keys.items():
+            if name in ("attention", "layer_types", "rope_beta_fast", "rope_beta_slow"):
+                continue
+            if base.get(name) == value or name.startswith(("qk_", "original", "q_lora", "v_head")):
+                continue
+            default = ModelConfig.model_fields[name].default
+            changed = keys | {name: default}
+            if name == "sliding_window":
+                changed |= {"layer_types": []}
+            if name == "rope_type":
+                changed = {key: x for key, x in changed.items() if not key.startswith("rope_m")}
+                changed |= {"rope_factor": 1.0, "original_max_position_embeddings": 0}
+            losses = train(changed, {}, TRAIN).losses
+            assert losses != plain[model], f"{model}: {name} has no effect"
