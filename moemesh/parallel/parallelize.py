@@ -144,7 +144,7 @@ def set_context(model: Transformer, plan: Plan, mesh: Mesh) -> None:
     """Reach the keys and values of positions that other ranks of cp hold."""
     if mesh["cp"].size > 1:
         for module in model.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention | LatentAttention):
                 module.key_values = CONTEXTS[plan.context](mesh["cp"])
 
 
