@@ -191,7 +191,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         partial = attend_to(query_BNSD, key_BMCD, value_BMCD, visible, scale=scale)
         whole = with_sinks(partial, sinks_N)
-        y_BNSD = whole.y_BNSD.to(query_BNSD.dtype)
+        y_BNSD = output_of(whole, query_BNSD.dtype)
         ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.visible, ctx.scale = visible, scale
         ctx.mark_non_differentiable(whole.lse_BNS)
@@ -253,7 +253,8 @@ def gradients_of(
     inputs = (query_BNSD, key_BMCD, value_BMCD)
     total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in inputs))
     fused = is_fused(query_BNSD, value_BMCD)
-    gradient_BNSD = gradient_BNSD.contiguous()
+    if gradient_BNSD.stride(-1) != 1:
+        gradient_BNSD = gradient_BNSD.contiguous()
     for rows, tiles in _plan(visible, fused=fused):
         for tile in tiles:
             found = block_backward(
@@ -289,6 +290,11 @@ def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None)
     weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)
     mean_BNS = (gradient_BNSD.to(lse_BNS.dtype) * whole.y_BNSD).sum(-1)
     return -(weight_BNS * mean_BNS).sum((0, 2)).to(sinks_N.dtype)
+
+
+def output_of(whole: Partial, dtype: torch.dtype) -> Tensor:
+    """The output in `dtype`, laid out by token: what comes next reads it so, without a copy."""
+    return whole.y_BNSD.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
 
 
 class _Tile(NamedTuple):

@@ -46,10 +46,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def nothing_seen(query_BNSD: Tensor, value_size: int) -> Partial:
     """Attention over no keys: the neutral element of :func:`merge`."""
-    size, dtype = query_BNSD.shape[:3], wide(query_BNSD.dtype)
+    (b, n, s), dtype = query_BNSD.shape[:3], wide(query_BNSD.dtype)
     return Partial(
-        query_BNSD.new_zeros(*size, value_size, dtype=dtype),
-        query_BNSD.new_full(size, -torch.inf, dtype=dtype),
+        query_BNSD.new_zeros(b, s, n, value_size, dtype=dtype).transpose(1, 2),
+        query_BNSD.new_full((b, n, s), -torch.inf, dtype=dtype),
     )
 
 

@@ -3,14 +3,15 @@
 | plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
 | none | all that autograd wants | nothing | nothing |
-| selective | inputs of matrix products, and most outputs | see below | nothing |
+| selective | inputs of matrix products, and most outputs | see below | keys of other cp ranks |
 | full | the residual stream before it | its forward | what enters its blocks, dispatch |
 
 ``selective`` computes again
 
 - with ``recompute_attention`` what lies between the two projections of an attention block (norms,
   rotary positions, scaled dot-product attention; Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models", 2022);
+  Recomputation in Large Transformer Models", 2022): keys and values that other ranks of cp hold
+  are exchanged again;
 - with ``recompute_experts`` gate and up of the routed experts from the rows that they were sent: of
   the experts' three products with weights two are done twice, and nothing is exchanged again;
 - the product ``silu(gate) * up`` of dense and shared MLPs. (Routed experts never keep theirs.)

@@ -10,12 +10,15 @@ from tests.twins.test_planner_runs import Case, check, name_of
 
 CONTEXTS = ("ring", "all_gather", "all_to_all")
 FULL: dict[str, Any] = {"recompute": "full"}
+SELECTIVE: dict[str, Any] = {"recompute": "selective"}
 PIPES: dict[str, Any] = {"pp": 2, "cp": 2, "microbatches": 3}
 CHOICE = {"router_selection": "expert_choice", "aux_loss_scope": "global"}
 CASES: list[Case] = [
     *(({}, {"cp": cp, "context": name}, "float32", 3) for cp in (2, 4) for name in CONTEXTS),
     *(({}, {"cp": 2, "tp": 2, "ep": 4, "context": name}, "bfloat16", 3) for name in CONTEXTS),
     *(({}, FULL | {"cp": 2, "dp": 2, "ep": 2, "context": n}, "float64", 3) for n in CONTEXTS),
+    *(({}, SELECTIVE | {"cp": 2, "tp": 2, "context": n}, "float32", 3) for n in CONTEXTS),
+    ({}, SELECTIVE | {"cp": 2, "recompute_attention": False}, "float32", 3),
     *(({}, PIPES | {"ep": 2, "context": name}, "bfloat16", 4) for name in CONTEXTS),
     ({"num_kv_heads": 1}, {"cp": 4, "context": "all_to_all"}, "float32", 2),
     ({"num_kv_heads": 2}, {"cp": 8, "context": "all_to_all"}, "float32", 2),

@@ -22,6 +22,7 @@ from moemesh.model.attention_core import (
     Visibility,
     attend_to,
     gradients_of,
+    output_of,
     sink_gradient,
     with_sinks,
 )
@@ -66,7 +67,7 @@ class _GatheredAttention(torch.autograd.Function):
         pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "forward")
         part = attend_to(query_BNSD, *pair, everywhere, scale=scale)
         whole = with_sinks(part, sinks_N)
-        y_BNSD = whole.y_BNSD.to(query_BNSD.dtype)
+        y_BNSD = output_of(whole, query_BNSD.dtype)
         ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.visible, ctx.scale, ctx.axis = everywhere, scale, axis
         return y_BNSD

@@ -28,6 +28,7 @@ from moemesh.model.attention_core import (
     Visibility,
     attend_to,
     gradients_of,
+    output_of,
     sink_gradient,
     with_sinks,
 )
@@ -127,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
                 work.wait()
             block = following
         whole = with_sinks(found, sinks_N)
-        y_BNSD = whole.y_BNSD.to(query_BNSD.dtype)
+        y_BNSD = output_of(whole, query_BNSD.dtype)
         ctx.save_for_backward(query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, whole.lse_BNS)
         ctx.scale, ctx.ring = scale, ring
         return y_BNSD

@@ -111,12 +111,22 @@ class _Step:
             self.layout,
             rank,
             forwards=2 if twice else 1,
-            recomputed=(*_AGAIN, *CONTEXT_CALLERS) if self.is_full else (),
+            recomputed=self._recomputed(),
         )
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
         self.context = ContextTraffic(self.lines, model, plan, seq_len, self.element)
         self.once = LedgerLines(self.layout, rank)
+
+    def _recomputed(self) -> tuple[str, ...]:
+        """The callers of a forward that is run again."""
+        if self.is_full:
+            return (*_AGAIN, *CONTEXT_CALLERS)
+        # The core of attention: not what only leaves it.
+        is_selective = self.plan.recompute == "selective" and self.plan.recompute_attention
+        return tuple(
+            name for name in CONTEXT_CALLERS if is_selective and name != "context.positions"
+        )
 
     def tokens(self, dp: int, cp: int, forward: _Forward) -> int:
         """Tokens of one forward of the ranks that share positions of sequences."""
