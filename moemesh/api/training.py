@@ -114,6 +114,7 @@ class ParallelModel:
         *,
         valid: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        documents: Tensor | None = None,
         clip: float = 0.0,
     ) -> StepResult:
         """Run forward and backward of one global batch; the gradients are then in ``.grad``.
@@ -121,8 +122,9 @@ class ParallelModel:
         `tokens` int64 [B, S] are **all** sequences of the step, the same on every rank: each takes
         its own. `targets` int64 [B, S]; None: tokens are [B, S + 1] and each predicts the next.
         `valid` bool [B, S]: False for padding, which is not routed; `loss_mask` bool [B, S]: False
-        where a token carries no loss (both None: all True). `clip`: largest norm of the gradient
-        of all ranks; 0: none.
+        where a token carries no loss (both None: all True). `documents` int64 [B, S]: numbers of
+        the documents in a sequence, which do not see each other; None: one document. `clip`:
+        largest norm of the gradient of all ranks; 0: none.
 
         The objective is the mean over all tokens that carry loss, plus the auxiliary losses. The
         gradients are complete: sums over all ranks that share a parameter, never averages. They
@@ -131,7 +133,8 @@ class ParallelModel:
         """
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
-        self._check(tokens, targets, valid, loss_mask)
+        others = (valid, loss_mask, documents)
+        self._check(tokens, targets, *others)
         with torch.no_grad():
             for name, own in self.parallel.model.named_parameters():
                 self._masters[name].grad = own.grad = None
@@ -139,7 +142,7 @@ class ParallelModel:
                     own.copy_(self._masters[name])
         self.num_steps += 1
         recorder = TimelineRecorder(self.parallel.mesh.rank)
-        batches = self._own(tokens, targets, valid, loss_mask, self.config.plan.microbatches)
+        batches = self._own(tokens, targets, *others, self.config.plan.microbatches)
         result = gradients_of_step(self.parallel, batches, recorder)
         if not result.skipped:
             gradients = self.parallel.reducer.gradients
@@ -157,12 +160,14 @@ class ParallelModel:
         *,
         valid: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
-        self._check(tokens, targets, valid, loss_mask)
-        return evaluate(self.parallel, self._own(tokens, targets, valid, loss_mask, 1))
+        others = (valid, loss_mask, documents)
+        self._check(tokens, targets, *others)
+        return evaluate(self.parallel, self._own(tokens, targets, *others, 1))
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
@@ -211,6 +216,7 @@ class ParallelModel:
         targets: Tensor,
         valid: Tensor | None,
         loss_mask: Tensor | None,
+        documents: Tensor | None,
         num_parts: int,
     ) -> list[Batch]:
         """This data-parallel rank's sequences, in `num_parts` microbatches."""
@@ -226,6 +232,7 @@ class ParallelModel:
                     sequences_B=torch.arange(rows.start, rows.stop, device=device),
                     valid_BS=None if valid is None else valid[rows].to(device),
                     loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
+                    documents_BS=None if documents is None else documents[rows].to(device),
                     seed=self.config.train.seed,
                     step=self.num_steps,
                 )

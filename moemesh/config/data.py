@@ -9,6 +9,7 @@ from moemesh.config.errors import Problem
 from moemesh.config.section import SHARE, SIZE, Range, Section
 
 DataFormat = Literal["auto", "text", "jsonl"]
+Documents = Literal["ignore", "mask"]
 
 #: Ids that the tokenizer "bytes" produces.
 NUM_BYTES = 256
@@ -25,6 +26,9 @@ class DataConfig(Section):
     format: DataFormat = "auto"
     #: "bytes", or the folder of a tokenizer.
     tokenizer: str = "bytes"
+    #: Several documents in one sequence: "ignore" reads on across their borders; with "mask"
+    #: attention stays inside a document, positions begin anew, no token predicts the next document.
+    documents: Documents = "ignore"
     #: Tokens of one sequence.
     seq_len: int = 128
     #: Sequences of one step, over all ranks.

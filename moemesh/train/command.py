@@ -98,6 +98,7 @@ def open_samples(config: RunConfig) -> Samples:
         seed=config.train.seed,
         held_out=data.held_out,
         global_batch=data.global_batch,
+        documents=data.documents,
     )
 
 

@@ -16,7 +16,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -38,7 +38,10 @@ class DataError(UserError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A stream of token ids [num_tokens] (uint8; int32 with a tokenizer) and where it came from."""
+    """A stream of token ids [num_tokens] (uint8; int32 with a tokenizer) and where it came from.
+
+    ``starts`` int64: where each document begins; the newline between two belongs to the first.
+    """
 
     tokens: np.ndarray
     num_files: int
@@ -46,6 +49,7 @@ class Corpus:
     vocab_size: int
     tokenizer: str
     source: str
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
     @staticmethod
     def open(
@@ -75,10 +79,12 @@ class Corpus:
         else:
             documents = ((where, encode(text, where)) for where, text in _documents(files, format))
         parts: list[np.ndarray] = []
+        lengths: list[int] = []
         for where, ids in documents:
             if len(ids):
                 _check_ids(ids, vocab_size, where, tokenizer)
                 parts += [newline, ids] if parts else [ids]
+                lengths.append(len(ids))
         if not parts:
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         if len(parts) > 1:
@@ -90,6 +96,7 @@ class Corpus:
             vocab_size=vocab_size,
             tokenizer=digest,
             source=source,
+            starts=np.cumsum([0, *(length + len(newline) for length in lengths[:-1])]),
         )
 
 

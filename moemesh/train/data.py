@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.data import Documents
 from moemesh.config.layout import shard_range
 from moemesh.model.batch import Batch
 from moemesh.train.corpus import Corpus, DataError
@@ -46,6 +47,7 @@ class Samples:
         seed: int,
         held_out: float = 0.05,
         global_batch: int = 1,
+        documents: Documents = "ignore",
     ) -> None:
         """Raises DataError when the corpus has fewer than `global_batch` training samples.
 
@@ -57,6 +59,7 @@ class Samples:
         if not 0 <= held_out < 1:
             raise DataError(f"data.held_out is {held_out}; it must be a share in [0, 1)")
         self.corpus, self.seq_len, self.seed, self.held_out = corpus, seq_len, seed, held_out
+        self.masks_documents = documents == "mask"
         self.num_samples = max(0, (len(corpus.tokens) - 1) // seq_len)
         num_held_out = max(1, round(self.num_samples * held_out))
         if self.num_samples - num_held_out < global_batch:
@@ -119,6 +122,14 @@ class Samples:
             torch.from_numpy(np.ascontiguousarray(targets)),
         )
 
+    def documents(self, ids: np.ndarray) -> torch.Tensor | None:
+        """Number of the document of each token of the samples `ids` [B], and of the last target:
+        int64 [B, seq_len + 1]; None where documents are ignored."""
+        if not self.masks_documents:
+            return None
+        positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        return torch.from_numpy(np.searchsorted(self.corpus.starts, positions, side="right") - 1)
+
     def _windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
         ids = np.asarray(ids, dtype=np.int64)
@@ -163,11 +174,18 @@ def own_batches(
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
         tokens, targets = (t.to(mesh.device) for t in samples.batch(ids[rows]))
+        documents, mask = samples.documents(ids[rows]), None
+        if documents is not None:
+            documents = documents.to(mesh.device)
+            # The first token of a document is not foretold by the document before.
+            mask, documents = documents[:, 1:] == documents[:, :-1], documents[:, :-1]
         found.append(
             Batch(
                 tokens_BS=tokens,
                 targets_BS=targets,
                 sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
+                loss_mask_BS=mask,
+                documents_BS=documents,
                 seed=seed,
                 step=step,
             )

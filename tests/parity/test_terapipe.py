@@ -38,6 +38,7 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ("microbatch", {"pp": 2, "slices": 3, "microbatches": 2, "recompute": "selective"}, PADDED),
     ("global", {"pp": 4, "microbatches": 3}, SHAPE),
     ("tied", {"pp": 2, "slices": 4, "microbatches": 3}, PADDED),
+    ("tied", {"pp": 2, "slices": 3}, SHAPE._replace(packed=True)),
     ("dense", {"pp": 2, "slices": 5, "recompute": "full"}, SHAPE),
 ]
 #: With the other axes, over several steps, clipping and all.

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.data import Documents
 from moemesh.train import corpus as corpus_module
-from moemesh.train.data import Corpus, DataError, Samples
+from moemesh.train.data import Corpus, DataError, Samples, own_batches
 
 
 def bytes_of(corpus: Corpus) -> bytes:
@@ -352,3 +354,33 @@ def test_needed_tokens_are_exactly_enough(held_out: float) -> None:
     Samples(make(needed), seq_len=3, seed=0, held_out=held_out, global_batch=20)
     with pytest.raises(DataError):
         Samples(make(needed - 1), seq_len=3, seed=0, held_out=held_out, global_batch=20)
+
+
+def test_documents_of_a_sample(tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    texts = ["abc", "", "de", "fghijkl"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = Corpus.open(str(file))
+    assert bytes_of(corpus) == b"abc\nde\nfghijkl"
+    # The newline ends a document; the empty one is none.
+    assert corpus.starts.tolist() == [0, 4, 7]
+    samples = Samples(corpus, seq_len=4, seed=0, documents="mask")
+    numbers = samples.documents(np.array([0, 1]))
+    assert numbers is not None
+    assert numbers.tolist() == [[0, 0, 0, 0, 1], [1, 1, 1, 2, 2]]
+    assert Samples(corpus, seq_len=4, seed=0).documents(np.array([0])) is None
+
+
+@pytest.mark.parametrize("documents", ["ignore", "mask"])
+def test_no_target_lies_in_another_document(tmp_path: Path, documents: Documents) -> None:
+    for name, text in (("a", "abc"), ("b", "de"), ("c", "fghijkl" * 9)):
+        (tmp_path / name).write_text(text)
+    samples = Samples(Corpus.open(str(tmp_path)), seq_len=8, seed=0, documents=documents)
+    (batch,) = own_batches(samples, Mesh.single("cpu"), np.array([0]), 1, seed=0)
+    assert bytes(batch.tokens_BS[0].tolist()) == b"abc\nde\nf"
+    if documents == "ignore":
+        assert batch.loss_mask_BS is None and batch.documents_BS is None
+        return
+    assert batch.documents_BS is not None and batch.loss_mask_BS is not None
+    assert batch.documents_BS.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
+    assert batch.loss_mask_BS.tolist() == [[True] * 3 + [False] + [True] * 2 + [False] + [True]]
