@@ -16,7 +16,7 @@ from moemesh.config.run import RunConfig
 
 #: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
-    "data": ("replicate", "zero1"),
+    "data": ("replicate", "zero1", "zero2"),
 }
 
 #: The same of model keys, with what the others mean.

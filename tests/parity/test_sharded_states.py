@@ -88,7 +88,7 @@ def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None
     "moe-tp=2-dp=2-etp=2-microbatches=2-zero1",
     "tied-pp=2-dp=2-schedule=chimera-microbatches=4-zero1",
 )
-@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize("data", ["zero1", "zero2"])
 @pytest.mark.parametrize("case", [*PLANS, *DEFERRING], ids=name_of)
 def test_sharded_states_equal_one_device(
     case: tuple[str, dict[str, Any], Shape], data: str
@@ -97,7 +97,7 @@ def test_sharded_states_equal_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize("data", ["zero1", "zero2"])
 @pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
 def test_experts_move_with_their_sharded_states(
     workload: str, plan: dict[str, Any], data: str
@@ -113,7 +113,7 @@ def test_experts_move_with_their_sharded_states(
 
 
 @pytest.mark.representative("plan0-zero1")
-@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize("data", ["zero1", "zero2"])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -130,7 +130,7 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1"])
+@pytest.mark.parametrize("data", ["zero1", "zero2"])
 @pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
 def test_replicas_of_experts_with_sharded_states(
     workload: str, plan: dict[str, Any], data: str

@@ -5,6 +5,7 @@
 | :class:`ReplicatedBucket` | all | all | all_reduce |
 | :class:`ShardedBucket` (zero1) | all | all | reduce_scatter; all_gather of the updated weights |
 | :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter behind every backward |
+| :class:`GatheredBucket` (zero3) | own | own | as zero2, but all_gather of the weights before use |
 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 Gradients accumulate in fp32 (float64 for float64 weights). Sums over ranks are plain sums, added
@@ -36,17 +37,14 @@ Wait = Callable[[], None]
 class ReplicatedBucket:
     """Every rank keeps all of it, and all-reduces the gradients once a step."""
 
-    #: Whether gradients are summed over ranks behind every backward, not once a step.
-    is_per_backward = False
-
     def __init__(
         self, rule: Bucket, parameters: Sequence[nn.Parameter], mesh: Mesh, *, exact: bool
     ) -> None:
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
         self.axis = mesh[rule.axis]
         self.in_tree = exact and rule.axis == "edp"
-        #: Members without their last gradient of the step (or backward); whether sums have started.
-        self.waiting, self.is_launched = len(self.parameters), False
+        #: Members whose last gradient before the next sum over ranks has not come.
+        self.waiting = 0
         sizes = [member.numbers for member in rule.members]
         self.offsets = [sum(sizes[:place]) for place in range(len(sizes))]
         self.device = parameters[0].device
@@ -112,11 +110,6 @@ class ReplicatedBucket:
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         self.total.zero_()
-        self.rearm()
-
-    def rearm(self) -> None:
-        """Sums may start again when every member has had its gradient."""
-        self.waiting, self.is_launched = len(self.parameters), False
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add one microbatch's gradient of a member."""
@@ -160,17 +153,20 @@ class ShardedBucket(ReplicatedBucket):
     """Optimizer states are sharded: a rank updates its range and sends it to the others."""
 
     def allocate(self) -> None:
-        super().allocate()
-        self._shard()
+        self.sizes = list(shard_sizes(self.rule.numbers, self.axis.size))
+        self.own = self.rule.own(self.axis.size, self.axis.index)
+        self._work: Wait | None = None
+        self.allocate_gradients()
         self.weights = torch.empty(
             self.rule.numbers, dtype=self.parameters[0].dtype, device=self.device
         )
         for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
             parameter.data = view.copy_(parameter.data)
 
-    def _shard(self) -> None:
-        self.sizes = list(shard_sizes(self.rule.numbers, self.axis.size))
-        self.own = self.rule.own(self.axis.size, self.axis.index)
+    def allocate_gradients(self) -> None:
+        """Make the memory of gradients."""
+        self.total = torch.zeros(self.rule.numbers, dtype=self.dtype, device=self.device)
+        self._views = dict(zip(self.parameters, self.views(self.total), strict=True))
 
     def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
         """(name, numbers of its flattened local tensor, place in the range `own`) of each member
@@ -213,8 +209,9 @@ class ShardedBucket(ReplicatedBucket):
         return wait().view(self.parameters[self.place(name)].shape)
 
     def launch(self) -> None:
-        self._receive = self.scatter(self.total)
-        self._work = self._take_own
+        if self.axis.size > 1:
+            receive = self.scatter(self.total)
+            self._work = lambda: (self.own_sums().copy_(receive()), None)[1]
 
     def scatter(self, flat: Tensor) -> Callable[[], Tensor]:
         """Start the sum over ranks of this rank's range of `flat`."""
@@ -226,11 +223,6 @@ class ShardedBucket(ReplicatedBucket):
             phase="backward",
             caller="gradients",
         )
-
-    def _take_own(self) -> None:
-        if self.axis.size > 1:
-            self.own_sums().copy_(self._receive())
-        del self._receive
 
     def publish(self) -> Wait | None:
         wait = all_gather_start(
@@ -244,7 +236,135 @@ class ShardedBucket(ReplicatedBucket):
         return lambda: (wait(), None)[1]
 
 
+class ScatteredBucket(ShardedBucket):
+    """Gradients are sharded, too: those of one backward fill a vector that lives until its
+    reduce-scatter; what a rank owns of the sum is added up over microbatches."""
+
+    def allocate_gradients(self) -> None:
+        self._sums = torch.zeros(len(self.own), dtype=self.dtype, device=self.device)
+        self._clear()
+
+    def _clear(self) -> None:
+        #: The gradients since the last sum over ranks; a rank alone adds to what it owns.
+        self._flat = self._sums if self.axis.size == 1 else None
+        self._filled = set(self.parameters) if self.axis.size == 1 else set[nn.Parameter]()
+        if self._flat is not None:
+            self._views = dict(zip(self.parameters, self.views(self._flat), strict=True))
+
+    def own_sums(self) -> Tensor:
+        return self._sums
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self._sums.numel() * self._sums.element_size()
+
+    def begin(self) -> None:
+        self._sums.zero_()
+        self._clear()
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._fill()
+        if parameter in self._filled:
+            self._views[parameter] += gradient
+        else:
+            self._views[parameter].copy_(gradient)
+            self._filled.add(parameter)
+
+    def _fill(self) -> Tensor:
+        if self._flat is None:
+            self._flat = self._sums.new_empty(self.rule.numbers)
+            self._views = dict(zip(self.parameters, self.views(self._flat), strict=True))
+        return self._flat
+
+    def launch(self) -> None:
+        self.wait()
+        if self.axis.size == 1:
+            return
+        flat = self._fill()
+        for parameter in self.parameters:
+            if parameter not in self._filled:
+                self._views[parameter].zero_()
+        receive = self.scatter(flat)
+        del flat
+        self._views.clear()
+        self._clear()
+        self._work = lambda: (self._sums.add_(receive()), None)[1]
+
+
+class GatheredBucket(ScatteredBucket):
+    """Weights are sharded, too: all of them are here only from :meth:`gather` to :meth:`free`.
+
+    Parameters stay views of one flat vector, whose memory comes and goes: what autograd has saved
+    of them finds it again in the backward.
+    """
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._own_weights = self.weights[self.own.start : self.own.stop]
+        self._bytes = self.weights.untyped_storage().nbytes()
+        #: Uses at this moment; the gather that has started and was not waited for.
+        self.users, self._arriving = 0, None
+        self.is_here = self.axis.size == 1
+        if not self.is_here:
+            self._own_weights = self._own_weights.clone()
+            self._release()
+
+    def own_flat_weights(self) -> Tensor:
+        return self._own_weights
+
+    def whole_weights(self, name: str) -> Tensor:
+        parts = {member: place for member, _, place in self.ranges(self.own)}
+        part = self._own_weights[parts[name]] if name in parts else self._own_weights[:0]
+        return self.whole(name, part)
+
+    @property
+    def weight_bytes(self) -> int:
+        return len(self.own) * self.rule.weight_bytes
+
+    def publish(self) -> Wait | None:
+        return None
+
+    def start_gather(self, phase: str) -> None:
+        """Start to gather the weights, unless they are here or on their way."""
+        if self.is_here or self._arriving is not None:
+            return
+        self.weights.untyped_storage().resize_(self._bytes)
+        self._arriving = all_gather_start(
+            self._own_weights,
+            self.axis,
+            self.sizes,
+            into=self.weights,
+            phase=phase,
+            caller="weights",
+        )
+
+    def gather(self, phase: str) -> None:
+        """One more use of the weights begins: they are here when this returns."""
+        self.start_gather(phase)
+        self.users += 1
+        if self._arriving is not None:
+            self._arriving()
+            self._arriving, self.is_here = None, True
+
+    def free(self, *, keep: bool = False) -> None:
+        """A use ends; `keep`: the weights stay for others to come."""
+        self.users -= 1
+        if not keep:
+            self.free_unused()
+
+    def free_unused(self) -> None:
+        """Give the memory back if nobody uses the weights; a rank alone keeps them."""
+        if self.users == 0 and self.is_here and self.axis.size > 1:
+            self._release()
+
+    def _release(self) -> None:
+        self.weights.untyped_storage().resize_(0)
+        self.is_here = False
+
+
 BUCKETS: dict[str, type[ReplicatedBucket]] = {
     "replicate": ReplicatedBucket,
     "zero1": ShardedBucket,
+    "zero2": ScatteredBucket,
+    "zero3": GatheredBucket,
 }

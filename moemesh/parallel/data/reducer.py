@@ -10,7 +10,7 @@ order of the list, which is the same on every rank. What two pipeline ranks hold
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -33,6 +33,9 @@ class GradientReducer:
     reducer.begin()
     for each microbatch: (if it is the last: reducer.arm(parameters)); loss.backward()
     reducer.finish()            # sums are complete
+
+    (under zero2 and zero3: for each microbatch expect(...), arm(...), loss.backward(), close())
+
     reducer.gradients[name]     # of what this rank owns, views of the buckets
     ...                         # an optimizer changes `reducer.weights`
     reducer.publish()           # all ranks have the updated weights
@@ -88,8 +91,12 @@ class GradientReducer:
         order = [name for name, _, _ in parameters]
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
         self.weights = {name: self.weights[name] for name in order if name in self.weights}
-        #: Parameters whose next gradient is their last of this step.
+        #: Whether ranks sum what every backward has given, not what a step has.
+        self.is_per_backward = data in ("zero2", "zero3")
+        #: Parameters whose next gradient is their last before the next sum over ranks.
         self._armed: set[nn.Parameter] = set()
+        #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
+        self._queue: deque[ReplicatedBucket] = deque()
         self._under_way: deque[ReplicatedBucket] = deque()
 
     def _take(self, parameter: nn.Parameter) -> None:
@@ -109,30 +116,47 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
+        self._armed.clear()
+        self._queue.clear()
         for bucket in self.buckets:
             bucket.begin()
-        self._armed.clear()
+        if not self.is_per_backward:
+            self.expect(self._home)
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The next sums over ranks are those of the buckets of these, when all of these have had
+        their last gradient before: called before every backward under zero2 and zero3."""
+        assert not self._queue
+        counts = Counter(self._home[parameter] for parameter in parameters)
+        for bucket in self.buckets:
+            if counts[bucket]:
+                bucket.waiting = counts[bucket]
+                self._queue.append(bucket)
 
     def arm(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The next gradient of each of these is its last of this step: buckets may start."""
+        """The next gradient of each of these is its last: buckets may start."""
         self._armed.update(parameters)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have had their last gradient of this step."""
+        """These have had their last gradient."""
         for parameter in parameters:
             self._home[parameter].waiting -= 1
         self._launch(only_full=True)
 
+    def close(self) -> None:
+        """Start the expected sums that have not started: a missing gradient counts as zero."""
+        self._launch(only_full=False)
+        self._armed.clear()
+
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not started (a missing gradient counts as zero), wait for all."""
-        self._launch(only_full=False)
+        """Start what has not started, wait for all."""
+        self.close()
         self._under_way.clear()
         for bucket in self.buckets:
             bucket.wait()
         for bucket in self.buckets:
             bucket.finish()
-        self._armed.clear()
 
     def publish(self) -> None:
         """Send the updated weights to all ranks that need them; all ranks call."""
@@ -166,13 +190,11 @@ class GradientReducer:
         return sum(bucket.weight_bytes for bucket in found)
 
     def _launch(self, *, only_full: bool) -> None:
-        for bucket in self.buckets:
-            if bucket.is_launched:
-                continue
-            if only_full and bucket.waiting > 0:
-                return  # never out of order: every rank issues the same sequence
-            bucket.is_launched = True
+        # Never out of order: every rank issues the same sequence.
+        while self._queue and not (only_full and self._queue[0].waiting > 0):
+            bucket = self._queue.popleft()
             bucket.launch()
-            self._under_way.append(bucket)
-            while self.data != "replicate" and len(self._under_way) > MOST_UNDER_WAY:
+            if self.data != "replicate":
+                self._under_way.append(bucket)
+            if len(self._under_way) > MOST_UNDER_WAY:
                 self._under_way.popleft().wait()

@@ -26,11 +26,15 @@ class GradientHooks:
         in_parts: Collection[nn.Parameter] = (),
     ) -> None:
         self._reducer, self._in_parts = reducer, set(in_parts)
-        last: dict[nn.Parameter, Op] = {}
-        for op in schedule.ops(rank):
-            if op.kind in ("B", "W"):
-                last.update(dict.fromkeys(parameters[op.stage], op))
+        #: Operations behind which gradients are complete, and which: for a step, or each of them.
         self._last: dict[Op, list[nn.Parameter]] = {}
+        completing = [op for op in schedule.ops(rank) if op.kind in ("B", "W")]
+        if reducer.is_per_backward:
+            self._last = {op: list(parameters[op.stage]) for op in completing}
+            return
+        last: dict[nn.Parameter, Op] = {}
+        for op in completing:
+            last.update(dict.fromkeys(parameters[op.stage], op))
         for parameter, op in last.items():
             self._last.setdefault(op, []).append(parameter)
 
@@ -42,6 +46,7 @@ class GradientHooks:
     def starting(self, op: Op) -> None:
         """A full backward hands its gradients over one by one: sums start while it still runs."""
         if op.kind == "B" and op in self._last:
+            self._expect(op)
             self._reducer.arm(p for p in self._last[op] if p not in self._in_parts)
 
     def finished(self, op: Op) -> None:
@@ -49,6 +54,13 @@ class GradientHooks:
         if op not in self._last:
             return
         if op.kind == "W":
+            self._expect(op)
             self._reducer.complete(self._last[op])
         elif self._in_parts:
             self._reducer.complete(p for p in self._last[op] if p in self._in_parts)
+        if self._reducer.is_per_backward:
+            self._reducer.close()
+
+    def _expect(self, op: Op) -> None:
+        if self._reducer.is_per_backward:
+            self._reducer.expect(self._last[op])
