@@ -63,6 +63,7 @@ ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
 OptimizerValidation = Literal["before", "after"]
 AmpnetBackward = Literal["recompute", "live"]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
+Reshard = Literal["always", "step"]
 Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
 
@@ -119,6 +120,8 @@ class Plan(Section):
     #: terapipe: slices of a sequence; None takes pp.
     slices: int | None = None
     data: DataStrategy = "replicate"
+    #: zero3: gathered weights are freed behind every use, or kept until the step is over.
+    reshard: Reshard = "always"
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: int = 1
     recompute: Recompute = "none"

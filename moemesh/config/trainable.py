@@ -16,12 +16,22 @@ from moemesh.config.run import RunConfig
 
 #: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
 TRAINABLE: dict[str, tuple[object, ...]] = {
-    "data": ("replicate", "zero1", "zero2"),
+    "data": ("replicate", "zero1", "zero2", "zero3"),
 }
 
 #: The same of model keys, with what the others mean.
 TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
     "num_mtp_layers": (0, "multi-token prediction"),
+}
+
+
+#: Schedules that run weight gradients by themselves, with the nearest one that does not.
+DEFERRING_SCHEDULES = {
+    "zb_h1": "1f1b",
+    "zb_h2": "1f1b",
+    "zb_v": "1f1b",
+    "dualpipe": "chimera",
+    "dualpipe_v": "1f1b",
 }
 
 
@@ -91,6 +101,12 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
                 "schedule = 1f1b",
             )
         }
+        if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
+            clashes["schedule"] = Clash(
+                True,
+                "defers weight gradients to a time when the weights that they read have been freed",
+                f"schedule = {DEFERRING_SCHEDULES[plan.schedule]}, or data = zero2",
+            )
         yield from _clashes(plan, clashes, "plan.data", f"data = {plan.data}")
 
 

@@ -8,6 +8,7 @@
 | :class:`KeyValues` | how queries reach the keys and values of other positions |
 | :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
 | :class:`Memory` | which activations are kept for the backward |
+| :class:`Weights` | when the weights of a unit are here |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
@@ -146,6 +147,25 @@ class Memory(Protocol):
         ...
 
 
+class Weights(Protocol):
+    """When the weights of a unit are here; units are those of :mod:`moemesh.config.buckets`
+    ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
+
+    def fetch(self, unit: str) -> None:
+        """The weights of `unit` are about to be read."""
+        ...
+
+    def enter(self, unit: str, x: Tensor) -> Tensor:
+        """As :meth:`fetch`. In the backward they have been read when it reaches this `x`, the input
+        of the unit."""
+        ...
+
+    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+        """The weights have been read. In the backward they are about to be read again, unless not
+        `read_again`, when it reaches this `x`, the output of the unit."""
+        ...
+
+
 class Flow(Protocol):
     """How one forward is carried out. Each method has the behaviour of a forward that is computed
     once, with its graph in one piece; siblings change some of them."""
@@ -250,6 +270,19 @@ class KeepAll:
 
     def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
         return part(x, context)
+
+
+class ResidentWeights:
+    """All weights are here all the time."""
+
+    def fetch(self, unit: str) -> None:
+        pass
+
+    def enter(self, unit: str, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+        return x
 
 
 class PlainFlow(Flow):

@@ -23,8 +23,10 @@ from moemesh.model.seams import (
     LocalTokens,
     LocalVocabulary,
     Memory,
+    ResidentWeights,
     Tokens,
     Vocabulary,
+    Weights,
 )
 
 
@@ -112,6 +114,7 @@ class Transformer(nn.Module):
         self.vocabulary: Vocabulary = LocalVocabulary()
         self.tokens: Tokens = LocalTokens()
         self.memory: Memory = KeepAll()
+        self.weights: Weights = ResidentWeights()
 
     def forward(
         self,
@@ -127,13 +130,17 @@ class Transformer(nn.Module):
         context = make_context(batch, local, config, flow)
         if part.first:
             assert x_TH is None and self.embedding is not None
+            self.weights.fetch("embedding")
             x_TH = self.vocabulary.embed(batch.tokens_BS.flatten(), self.embedding.weight)
+            x_TH = self.weights.leave("embedding", x_TH, read_again=False)
         assert x_TH is not None
         # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
         aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         loads = [torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)]
         for index in part.layers:
+            x_TH = self.weights.enter(f"layers.{index}", x_TH)
             x_TH, routed = self.memory.run(self.layers[str(index)], x_TH, context)
+            x_TH = self.weights.leave(f"layers.{index}", x_TH)
             if routed is not None:
                 aux = aux + routed.aux
                 scalars = torch.stack([routed.num_dropped, routed.fault])
@@ -153,9 +160,11 @@ class Transformer(nn.Module):
         """Norm, head and loss: nats of all tokens of the microbatch."""
         head = self.embedding if self.head is None else self.head
         assert head is not None and self.norm is not None
-        return self.vocabulary.cross_entropy(
+        x_TH = self.weights.enter("head", x_TH)
+        losses_T = self.vocabulary.cross_entropy(
             self.norm(x_TH), head.weight, batch.targets_BS.flatten()
         )
+        return self.weights.leave("head", losses_T)
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""

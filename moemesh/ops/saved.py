@@ -19,7 +19,8 @@ class SavedForBackward:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._ignored = {p.untyped_storage().data_ptr() for p in parameters}
+        # Storages themselves: the memory of one may come and go.
+        self._ignored = {p.untyped_storage()._cdata for p in parameters}
         self._uses: Counter[int] = Counter()
         self.total_bytes = self.peak_bytes = self._alive_bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -39,7 +40,7 @@ class SavedForBackward:
     def _pack(self, tensor: Tensor) -> _Packed:
         packed, storage = _Packed(tensor), tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if size and address not in self._ignored:
+        if size and storage._cdata not in self._ignored:
             if not self._uses[address]:
                 self.total_bytes += size
                 self._alive_bytes += size

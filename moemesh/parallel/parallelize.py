@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention, LatentAttention
@@ -26,7 +27,9 @@ from moemesh.model.transformer import Transformer
 from moemesh.parallel.context.all_gather import GatheredKeyValues
 from moemesh.parallel.context.all_to_all import HeadShards
 from moemesh.parallel.context.ring import RingKeyValues
+from moemesh.parallel.data.buckets import GatheredBucket
 from moemesh.parallel.data.reducer import GradientReducer
+from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts, stages_of
@@ -88,6 +91,11 @@ def parallelize(
     None makes that of the plan. Raises ValueError when it cannot be made, with the numbers.
     """
     schedule = schedule or build_step(plan, config)
+    if plan.data == "zero3" and schedule.split_backwards:
+        raise UserError(
+            f"the schedule {schedule.name} defers weight gradients to a time when the weights that "
+            "they read have been freed: it needs plan.data = zero2, zero1 or replicate"
+        )
     parts = stage_parts(config, plan, schedule)
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))
@@ -113,6 +121,13 @@ def parallelize(
         exact=plan.combine == "exact",
         stages=stages_of(model, held),
     )
+    if plan.data == "zero3":
+        reducer.units = model.weights = GatheredWeights(
+            (bucket for bucket in reducer.buckets if isinstance(bucket, GatheredBucket)),
+            held.values(),
+            tied=config.tied_embeddings,
+            reshard=plan.reshard,
+        )
     return ParallelModel(
         model=model,
         mesh=mesh,

@@ -21,18 +21,26 @@ TRAIN: dict[str, Any] = {
 }
 #: Four ranks. Beside each other: other strategies, other degrees, or both.
 CHAIN: list[dict[str, Any]] = [
-    {"dp": 4, "ep": 2, "data": "zero1"},
+    {"dp": 4, "ep": 2, "data": "zero3"},
     {"dp": 4, "ep": 4},
     {"dp": 2, "tp": 2, "ep": 2, "data": "zero1"},
-    {"pp": 2, "dp": 2, "data": "zero1", "microbatches": 2},
-    {"tp": 4, "ep": 2, "etp": 2},
+    {"pp": 2, "dp": 2, "data": "zero2", "microbatches": 2},
+    {"tp": 4, "ep": 2, "etp": 2, "data": "zero3"},
     {"pp": 2, "tp": 2, "etp": 2, "data": "zero1", "microbatches": 2},
+    {"dp": 4, "data": "zero3"},
+    {"dp": 4, "ep": 2, "data": "zero2"},
+    {"tp": 2, "dp": 2, "ep": 4, "data": "replicate"},
+    {"pp": 4, "schedule": "zb_h1", "microbatches": 4, "data": "zero1"},
+    {"pp": 2, "dp": 2, "ep": 2, "data": "zero3", "microbatches": 2},
+    {"tp": 4, "ep": 4, "data": "zero2"},
+    {"dp": 4, "data": "zero1"},
 ]
 
 
 def plans_of(strategies: list[str]) -> list[dict[str, Any]]:
     """The layouts of the chain, each under all of the strategies, so that neighbours differ."""
     layouts = [{k: v for k, v in plan.items() if k != "data"} for plan in CHAIN]
+    layouts = [plan for plan in layouts if "schedule" not in plan]
     return [
         layouts[(place + shift) % len(layouts)] | {"data": strategy}
         for shift in range(len(layouts))
@@ -62,5 +70,5 @@ def test_states_go_from_plan_to_plan_bit_by_bit(tmp_path: Path) -> None:
 def test_states_go_through_every_layout_under_every_strategy(
     tmp_path: Path, dtype: str, tied: bool
 ) -> None:
-    plans = plans_of(["zero1", "replicate"])
+    plans = plans_of(["zero1", "replicate", "zero3", "zero2"])
     check(tmp_path, MODEL | SMALL | {"tied_embeddings": tied}, plans, dtype)

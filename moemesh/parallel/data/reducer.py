@@ -21,6 +21,7 @@ from moemesh.config.buckets import BUCKET_BYTES, Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import BUCKETS, ReplicatedBucket
 from moemesh.parallel.data.ownership import OwnRange
+from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.placement import Placement
 
 #: Sums over ranks under way at once: each holds a copy of its bucket.
@@ -98,6 +99,8 @@ class GradientReducer:
         #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
         self._queue: deque[ReplicatedBucket] = deque()
         self._under_way: deque[ReplicatedBucket] = deque()
+        #: Weights that are gathered for a step (zero3).
+        self.units: GatheredWeights | None = None
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -157,6 +160,8 @@ class GradientReducer:
             bucket.wait()
         for bucket in self.buckets:
             bucket.finish()
+        if self.units is not None:
+            self.units.free_all()
 
     def publish(self) -> None:
         """Send the updated weights to all ranks that need them; all ranks call."""

@@ -1,0 +1,107 @@
+"""Units of weights that are gathered before they are read, and freed behind it (ZeRO-3).
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
+gathered before its forward, freed behind it, and gathered once more for its backward; the next unit
+in either direction is on its way meanwhile. A backward reaches the units through identities in the
+autograd graph, on the residual stream in front of every unit and behind it. An embedding's backward
+reads no weights: it is gathered for forwards only.
+
+| plan.reshard | gathers of a step, M microbatches | held at once |
+|---|---|---|
+| always | 2 M (embedding: M) | the unit in use and the next one |
+| step | 1 | every unit, from its first use to the end of the step |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemesh.config.plan import Reshard
+from moemesh.model.transformer import Part
+from moemesh.parallel.data.buckets import GatheredBucket
+
+
+class GatheredWeights:
+    """The weights of all units of one rank, each in one bucket a parameter class."""
+
+    def __init__(
+        self,
+        buckets: Iterable[GatheredBucket],
+        parts: Iterable[Part],
+        *,
+        tied: bool,
+        reshard: Reshard,
+    ) -> None:
+        """`parts`: those that this rank runs; `tied`: the head reads the embedding's weights."""
+        self._keeps = reshard == "step"
+        by_unit: dict[str, list[GatheredBucket]] = {}
+        for bucket in buckets:
+            assert bucket.rule.unit is not None
+            by_unit.setdefault(bucket.rule.unit, []).append(bucket)
+        self._buckets = by_unit
+        if tied and "head" in by_unit:
+            self._buckets = by_unit | {"head": by_unit["head"] + by_unit["embedding"]}
+        self._next: dict[tuple[str, str], str] = {}
+        for part in parts:
+            units = units_of(part)
+            for before, after in pairwise(units):
+                self._next["forward", before] = after
+                if before != "embedding":
+                    self._next["backward", after] = before
+
+    def fetch(self, unit: str) -> None:
+        self._gather(unit, "forward")
+
+    def enter(self, unit: str, x: Tensor) -> Tensor:
+        self.fetch(unit)
+        if not torch.is_grad_enabled():
+            return x
+        return _InBackward.apply(x, lambda: self._free(unit))
+
+    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+        self._free(unit)
+        if not read_again or not torch.is_grad_enabled():
+            return x
+        return _InBackward.apply(x, lambda: self._gather(unit, "backward"))
+
+    def free_all(self) -> None:
+        """The step is over: give the memory of all weights back."""
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                bucket.free_unused()
+
+    def _gather(self, unit: str, phase: str) -> None:
+        for bucket in self._buckets[unit]:
+            bucket.gather(phase)
+        # Weights on their way are read soon; those that are kept are here after the first time.
+        for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
+            bucket.start_gather(phase)
+
+    def _free(self, unit: str) -> None:
+        for bucket in self._buckets[unit]:
+            bucket.free(keep=self._keeps and torch.is_grad_enabled())
+
+
+def units_of(part: Part) -> list[str]:
+    """The units of a part, in the order of its forward."""
+    units = [f"layers.{index}" for index in part.layers]
+    return ["embedding"] * part.first + units + ["head"] * part.last
+
+
+class _InBackward(torch.autograd.Function):
+    """The identity, which calls `function` when the backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return gradient, None
