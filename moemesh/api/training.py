@@ -26,7 +26,7 @@ from moemesh.parallel.placement import Placement
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.preflight import untrainable
 from moemesh.train.run_schedule import schedule_of_step
-from moemesh.train.step import StepResult, evaluate, gradients_of_step
+from moemesh.train.step import StepResult, evaluate, gradients_of_step, move_selection_biases
 
 __all__ = ["ParallelModel", "StepResult", "parallelize"]
 
@@ -150,7 +150,7 @@ class ParallelModel:
                 clip_gradients(gradients, result.grad_norm, clip)
             for name, master in self._masters.items():
                 master.grad = gradients[name]
-            self._update_biases(result)
+            move_selection_biases(self.parallel, result.counts_LE)
         return result
 
     def evaluate(
@@ -187,13 +187,6 @@ class ParallelModel:
 
     def _part(self, where: Placement, tensor: Tensor) -> Sharded:
         return Sharded(tensor, where.shape, where.offset(self.parallel.mesh))
-
-    def _update_biases(self, result: StepResult) -> None:
-        first = self.parallel.model.config.num_dense_layers
-        for layer, moe in self.parallel.model.moe_layers().items():
-            if moe.router.selection_bias is not None:
-                counts_E = result.counts_LE[layer - first]
-                moe.router.update_selection_bias(counts_E.to(self.parallel.mesh.device))
 
     def _check(self, tokens: Tensor, *others: Tensor | None) -> None:
         vocabulary = self.config.model.vocab_size

@@ -109,16 +109,21 @@ def _window_rules(plan: AsynchronousPlan, window: int) -> list[Problem]:
 
 def _model_rules(plan: AsynchronousPlan, model: ModelConfig) -> list[Problem]:
     problems: list[Problem] = []
-    if plan.pp > 1 and model.tied_embeddings:
+    if plan.pp > 1 and model.ends_share_a_table:
+        what, key = "tied embeddings put a weight", "tied_embeddings"
+        fix = "tied_embeddings = false"
+        if model.num_mtp_layers:
+            what, key = "extra prediction layers put the embedding", "num_mtp_layers"
+            fix = "num_mtp_layers = 0"
         problems.append(
             Problem(
                 code="conflict",
                 key="plan.schedule",
                 value=plan.schedule,
-                message=f"{plan.schedule} updates every stage by itself, but tied embeddings put a "
-                f"weight on the first and the last of pp = {plan.pp} stages",
-                fix="tied_embeddings = false, pp = 1, or a synchronous schedule such as 1f1b",
-                related=("plan.pp", "model.tied_embeddings"),
+                message=f"{plan.schedule} updates every stage by itself, but {what} "
+                f"on the first and the last of pp = {plan.pp} stages",
+                fix=f"{fix}, pp = 1, or a synchronous schedule such as 1f1b",
+                related=("plan.pp", f"model.{key}"),
             )
         )
     if plan.ampnet_backward == "live" and model.router_dtype == "model":

@@ -84,9 +84,9 @@ class Bucket:
 
 
 def unit_of(name: str) -> str:
-    """The unit of a parameter: "embedding", "layers.3", or "head" (with the last norm)."""
+    """The unit of a parameter: "embedding", "layers.3", or "head" (with its norms)."""
     owner, number, *_ = name.split(".")
-    if number.isdigit():
+    if owner == "layers":
         return f"{owner}.{number}"
     return owner if owner == "embedding" else "head"
 

@@ -1,139 +1,48 @@
-"""The shape of a model: every size, and how its router chooses experts."""
+"""The shape of a model: every size of it, and what it multiplies and adds where."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from moemesh.config.attention import AttentionConfig
 from moemesh.config.errors import Problem, independent
+from moemesh.config.experts import ExpertConfig
 from moemesh.config.rules import Sizes
 from moemesh.config.section import (
-    COUNT,
     LARGEST_SIZE,
-    NOT_NEGATIVE,
     POSITIVE,
-    SHARE,
     SIZE,
     Range,
-    nearest_divisors,
 )
-from moemesh.config.toml import format_value
-
-RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-RouterWhen = Literal["before", "after"]
-GroupScore = Literal["top2", "max"]
-RouterSelection = Literal["token_choice", "expert_choice", "sinkhorn"]
-RouterDtype = Literal["float32", "model"]
-RouterScaleOn = Literal["weights", "output"]
-SharedCombine = Literal["sum", "average"]
-CapacityPolicy = Literal["probability", "position"]
-AuxLossScope = Literal["sequence", "microbatch", "global"]
 
 
-class ModelConfig(AttentionConfig):
+class ModelConfig(ExpertConfig, AttentionConfig):
     """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
 
     vocab_size: int = 256
     hidden_size: int = 128
-    num_layers: int = 8
-    #: Width of a dense MLP.
-    intermediate_size: int = 384
-    #: The first layers, which have a dense MLP in place of experts.
-    first_dense_layers: int = 1
-    #: 0 makes the model dense.
-    num_experts: int = 8
-    experts_per_token: int = 2
-    #: Width of one expert.
-    expert_intermediate_size: int = 128
-    num_shared_experts: int = 1
-    #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
-    shared_intermediate_size: int | None = None
     tied_embeddings: bool = False
     norm_eps: float = 1e-6
     #: Standard deviation of the initial weights.
     init_std: float = 0.02
-
-    #: Logits become gates by softmax, sigmoid or sqrt(softplus), before or after the choice.
-    router_score: RouterScore = "softmax"
-    router_when: RouterWhen = "before"
-    #: Tokens choose experts, experts choose tokens (arXiv:2202.09368), or tokens choose after a
-    #: Sinkhorn balancing (arXiv:2202.01169). The last two look at whole sequences, so at later
-    #: tokens too: they are for training, elsewhere tokens choose.
-    router_selection: RouterSelection = "token_choice"
-    #: A learned bias on the logits.
-    router_logit_bias: bool = False
-    #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
-    router_dtype: RouterDtype = "float32"
-    #: Training only: each logit is multiplied by a random number within 1 +- jitter.
-    router_jitter: float = 0.0
-    #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
-    router_selection_bias: bool = False
-    router_bias_rate: float = 1e-3
-    #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
-    router_groups: int = 1
-    router_groups_kept: int = 1
-    #: A group counts by the sum of its two best scores, or by its best.
-    router_group_score: GroupScore = "top2"
-    #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
-    #: multiply by the scale, either the gates or the summed output of the routed experts.
-    router_normalize: bool = True
-    router_normalize_eps: float = 0.0
-    router_normalize_min: float = 0.0
-    router_scale: float = 1.0
-    router_scale_on: RouterScaleOn = "weights"
-    #: Shared and routed experts are added, or averaged.
-    shared_combine: SharedCombine = "sum"
-    #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
-    #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
-    capacity_factor: float = 0.0
-    #: Who stays when an expert is full: the largest weights, or the earliest tokens.
-    capacity_policy: CapacityPolicy = "probability"
-    #: A token that lost an expert keeps its total weight.
-    capacity_renormalize: bool = False
-    #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
-    aux_loss_scope: AuxLossScope = "sequence"
-    aux_loss_coefficient: float = 0.01
-    z_loss_coefficient: float = 0.0
-
-    #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
-    num_mtp_layers: int = 0
+    #: Factors (Granite): of the embedding, of what every block adds to the residual stream; and
+    #: what the logits are divided by.
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
     ranges: ClassVar[Mapping[str, Range]] = {
         **AttentionConfig.attention_ranges,
+        **ExpertConfig.expert_ranges,
         "vocab_size": Range(2, LARGEST_SIZE),
         "hidden_size": SIZE,
-        "num_layers": SIZE,
-        "intermediate_size": SIZE,
-        "first_dense_layers": COUNT,
-        "num_experts": COUNT,
-        "experts_per_token": SIZE,
-        "expert_intermediate_size": SIZE,
-        "num_shared_experts": COUNT,
-        "shared_intermediate_size": SIZE,
         "norm_eps": POSITIVE,
         "init_std": POSITIVE,
-        "router_bias_rate": NOT_NEGATIVE,
-        "router_groups": SIZE,
-        "router_groups_kept": SIZE,
-        "router_jitter": SHARE,
-        "router_normalize_eps": NOT_NEGATIVE,
-        "router_normalize_min": NOT_NEGATIVE,
-        "router_scale": POSITIVE,
-        "capacity_factor": Range(0.0, 1e6),
-        "aux_loss_coefficient": NOT_NEGATIVE,
-        "z_loss_coefficient": NOT_NEGATIVE,
-        "num_mtp_layers": COUNT,
+        "embedding_multiplier": POSITIVE,
+        "residual_multiplier": POSITIVE,
+        "logits_scaling": POSITIVE,
     }
-
-    @property
-    def shared_width(self) -> int:
-        """Width of all shared experts of a layer together; 0 when there are none."""
-        if self.num_shared_experts == 0:
-            return 0
-        if self.shared_intermediate_size is not None:
-            return self.shared_intermediate_size
-        return self.num_shared_experts * self.expert_intermediate_size
 
     @property
     def sizes(self) -> Sizes:
@@ -161,159 +70,13 @@ class ModelConfig(AttentionConfig):
         return (self.hidden_size, latent)
 
     @property
-    def num_moe_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
-
-    @property
-    def num_dense_layers(self) -> int:
-        """Layers with a dense MLP."""
-        if self.num_experts == 0:
-            return self.num_layers
-        return min(self.first_dense_layers, self.num_layers)
-
-    def is_moe_layer(self, index: int) -> bool:
-        """Whether layer `index` (from 0) routes its tokens to experts."""
-        return index >= self.num_dense_layers
-
-    @property
-    def moe_layers(self) -> range:
-        """The layers that route their tokens to experts."""
-        return range(self.num_dense_layers, self.num_layers)
-
-    @property
-    def layout_warning(self) -> str:
-        """What of the objective changes with the layout; "" when nothing does."""
-        if not self.num_experts or not (self.aux_loss_coefficient or self.z_loss_coefficient):
-            return ""
-        changes = {
-            "microbatch": "plan.dp, plan.microbatches and data.global_batch",
-            "global": "plan.microbatches",
-        }
-        if self.aux_loss_scope not in changes:
-            return ""
-        return (
-            f'with aux_loss_scope = "{self.aux_loss_scope}" the auxiliary loss changes with '
-            f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
-        )
+    def ends_share_a_table(self) -> bool:
+        """Whether the first and the last stage hold one parameter: an embedding tied to the head,
+        or one that extra prediction layers read."""
+        return self.tied_embeddings or self.num_mtp_layers > 0
 
     def check(self) -> list[Problem]:
         """Every rule that one model must keep by itself; an empty list is a good model."""
         ranges = self.range_problems()
-        rules = self.attention_rules(self.num_layers)
-        if self.num_experts > 0:
-            rules += self._expert_rules() + self._group_rules() + self._router_rules()
+        rules = self.attention_rules(self.num_layers) + self.expert_rules()
         return ranges + independent(rules, {problem.key for problem in ranges})
-
-    def _expert_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.first_dense_layers > self.num_layers:
-            problems.append(
-                self.problem(
-                    "too-large",
-                    "first_dense_layers",
-                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
-                    f"num_layers ({self.num_layers})",
-                    f"first_dense_layers = {self.num_layers}",
-                    "num_layers",
-                )
-            )
-        if self.experts_per_token > self.num_experts:
-            problems.append(
-                self.problem(
-                    "too-large",
-                    "experts_per_token",
-                    f"experts_per_token ({self.experts_per_token}) exceeds "
-                    f"num_experts ({self.num_experts})",
-                    f"experts_per_token = {self.num_experts}",
-                    "num_experts",
-                )
-            )
-        if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
-            problems.append(
-                self.problem(
-                    "conflict",
-                    "shared_intermediate_size",
-                    f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
-                    "num_shared_experts is 0",
-                    "num_shared_experts = 1, or leave shared_intermediate_size out",
-                    "num_shared_experts",
-                )
-            )
-        return problems
-
-    def _group_rules(self) -> list[Problem]:
-        groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
-        if groups <= 0:
-            return []
-        if experts % groups:
-            message = f"router_groups ({groups}) must divide num_experts ({experts})"
-            fix = f"router_groups = {nearest_divisors(experts, groups)}"
-            return [self.problem("not-divisible", "router_groups", message, fix, "num_experts")]
-        problems: list[Problem] = []
-        size = experts // groups
-        if kept > groups:
-            message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
-            fix = f"router_groups_kept = {groups}"
-            problems.append(
-                self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
-            )
-        elif kept * size < self.experts_per_token <= experts:
-            needed = -(-self.experts_per_token // size)
-            message = (
-                f"experts_per_token ({self.experts_per_token}) exceeds the {kept * size} experts "
-                f"of the kept groups ({kept} of {groups} groups of {size})"
-            )
-            fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
-            related = ("router_groups_kept", "router_groups", "num_experts")
-            problems.append(self.problem("too-large", "experts_per_token", message, fix, *related))
-        if groups > 1 and self.router_group_score == "top2" and size < 2:
-            message = (
-                f'router_group_score = "top2" needs groups of at least 2 experts; '
-                f"num_experts ({experts}) / router_groups ({groups}) is {size}"
-            )
-            fix = 'router_group_score = "max"'
-            related = ("router_groups", "num_experts")
-            problems.append(self.problem("conflict", "router_group_score", message, fix, *related))
-        return problems
-
-    def _router_rules(self) -> list[Problem]:
-        problems: list[Problem] = []
-        if self.router_normalize_min > 0 and not self.router_normalize:
-            message = "router_normalize_min has no use: router_normalize is false"
-            fix = "router_normalize = true, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem("conflict", "router_normalize_min", message, fix, "router_normalize")
-            )
-        if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
-            message = "router_normalize_min and router_normalize_eps are two ways to one end"
-            fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
-            problems.append(
-                self.problem(
-                    "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
-                )
-            )
-        if self.router_selection != "token_choice":
-            problems += self._balanced_selection_rules()
-        return problems
-
-    def _balanced_selection_rules(self) -> list[Problem]:
-        """Balanced choices leave no room for other means to the same end."""
-        others: list[tuple[str, bool, str]] = [
-            ("router_selection_bias", self.router_selection_bias, "false"),
-            ("router_groups", self.router_groups > 1, "1"),
-        ]
-        if self.router_selection == "expert_choice":
-            # A token may get no expert at all, or many: no K scores to take the softmax of.
-            others.append(("router_when", self.router_when == "after", '"before"'))
-        return [
-            self.problem(
-                "conflict",
-                name,
-                f'router_selection = "{self.router_selection}" does not go with '
-                f"{name} = {format_value(getattr(self, name))}",
-                f'{name} = {legal}, or router_selection = "token_choice"',
-                "router_selection",
-            )
-            for name, wrong, legal in others
-            if wrong
-        ]

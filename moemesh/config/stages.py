@@ -30,7 +30,7 @@ def layer_costs(model: ModelConfig) -> list[int]:
         attention = model.hidden_size * heads * model.head_dim
     dense = 3 * model.hidden_size * model.intermediate_size
     width = model.experts_per_token * model.expert_intermediate_size + model.shared_width
-    routed = model.hidden_size * (3 * width + model.num_experts)
+    routed = model.hidden_size * (3 * width + model.num_experts + model.shared_gate)
     return [
         attention + (routed if model.is_moe_layer(index) else dense)
         for index in range(model.num_layers)
@@ -39,9 +39,11 @@ def layer_costs(model: ModelConfig) -> list[int]:
 
 def last_stage_cost(model: ModelConfig) -> int:
     """What the last stage has besides its layers, in the unit of :func:`layer_costs`: the head, and
-    extra prediction layers with theirs. Looking up the embedding is free."""
+    extra prediction layers with their projection 2 H -> H and the head once more. Looking up the
+    embedding is free."""
     head = model.vocab_size * model.hidden_size
-    return head + model.num_mtp_layers * (layer_costs(model)[-1] + head)
+    projection = 2 * model.hidden_size**2
+    return head + model.num_mtp_layers * (layer_costs(model)[-1] + projection + head)
 
 
 def cut_layers(

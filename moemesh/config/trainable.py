@@ -21,7 +21,11 @@ TRAINABLE: dict[str, tuple[object, ...]] = {
 
 #: The same of model keys, with what the others mean.
 TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
-    "num_mtp_layers": (0, "multi-token prediction"),
+    "shared_gate": (False, "a gate of the shared experts"),
+    "expert_bias": (False, "biases of experts"),
+    "swiglu_limit": (0.0, "a clamped SwiGLU"),
+    "swiglu_alpha": (1.0, "another slope of SwiGLU"),
+    "swiglu_offset": (0.0, "a SwiGLU with an offset"),
 }
 
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.config.attention import AttentionConfig
 from moemesh.model.attention_core import Runs, Visibility, document_starts
 from moemesh.model.rope import rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
+
+
+class Ahead(NamedTuple):
+    """A microbatch as an extra prediction layer sees it, `depth` tokens further (all [B, S]):
+    at position s the token s + depth, which is known, and the one behind it, which is predicted.
+    Of the masks of :class:`Batch`: ``valid_BS`` is False at padding and where the sequence ends
+    before the known token, ``loss_BS`` where there is no token to predict, too."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    valid_BS: Tensor | None
+    loss_BS: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +45,9 @@ class Batch:
     differ where a document begins. Attention does not cross documents, and rotary positions begin
     anew in each. None: a sequence is one document.
 
-    A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``; documents
-    are those of the whole sequences. ``slices`` holds the state of the slices before it.
+    A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``, taken from
+    ``whole``; documents are those of the whole sequences. ``slices`` holds the state of the slices
+    before it.
     """
 
     tokens_BS: Tensor
@@ -48,6 +63,7 @@ class Batch:
     runs: Runs | None = None
     length: int | None = None
     slices: SliceState = NO_SLICES
+    whole: Batch | None = None
 
     def take(self, runs: Runs | None) -> Batch:
         """The positions `runs`, in that order, of all sequences; None: this batch."""
@@ -75,6 +91,32 @@ class Batch:
             experts=experts,
             runs=runs,
             length=length,
+            whole=self,
+        )
+
+    def ahead(self, depth: int) -> Ahead:
+        """What an extra prediction layer reads, `depth` >= 1 tokens ahead of these positions."""
+        whole = self.whole or self
+        size, device = whole.tokens_BS.shape, self.tokens_BS.device
+        every_BS = torch.ones(size, dtype=torch.bool, device=device)
+        mask_T, valid_BS = whole.loss_mask_T(), whole.valid_BS
+        loss_BS = _shifted(every_BS if mask_T is None else mask_T.view(size), depth)
+        known_BS = _shifted(every_BS if valid_BS is None else valid_BS, depth - 1)
+        if valid_BS is not None:
+            loss_BS, known_BS = loss_BS & valid_BS, known_BS & valid_BS
+        if (documents_BS := whole.documents_BS) is not None:
+            starts_BS = document_starts(documents_BS)
+            loss_BS = loss_BS & (_shifted(starts_BS, depth) == starts_BS)
+            known_BS = known_BS & (_shifted(starts_BS, depth - 1) == starts_BS)
+
+        def here(x_BS: Tensor) -> Tensor:
+            return x_BS if self.runs is None else x_BS[:, position_ids(self.runs, device)]
+
+        return Ahead(
+            here(_shifted(whole.targets_BS, depth - 1)),
+            here(_shifted(whole.targets_BS, depth)),
+            None if valid_BS is None and depth == 1 else here(known_BS),
+            here(loss_BS),
         )
 
     def slice(self, start: int, stop: int, slices: SliceState) -> Batch:
@@ -101,6 +143,12 @@ class Batch:
     def num_loss_tokens(self) -> int:
         mask_T = self.loss_mask_T()
         return self.num_tokens if mask_T is None else int(mask_T.sum())
+
+
+def _shifted(x_BS: Tensor, steps: int) -> Tensor:
+    """Every position has what stood `steps` further; zeros (False) at the end."""
+    length = x_BS.shape[1]
+    return F.pad(x_BS[:, steps:], (0, min(steps, length)))
 
 
 @dataclass(frozen=True, kw_only=True)

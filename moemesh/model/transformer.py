@@ -6,16 +6,18 @@ Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E exp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.attention import build_attention
-from moemesh.model.batch import Batch, Context, make_context
-from moemesh.model.layers import MLP, RMSNorm, VocabularyRows
-from moemesh.model.moe import MoE, MoEOutput
+from moemesh.model.batch import Ahead, Batch, Context, make_context
+from moemesh.model.layer import Layer
+from moemesh.model.layers import RMSNorm, VocabularyRows
+from moemesh.model.moe import MoE
+from moemesh.model.prediction import PredictionLayer
 from moemesh.model.seams import (
     PLAIN_FLOW,
     Flow,
@@ -32,7 +34,8 @@ from moemesh.model.seams import (
 
 class Part(NamedTuple):
     """The part of the model that runs at once: these layers, after the embedding if `first`, before
-    the head if `last`. A pipeline stage is a part; on one device the whole model is one."""
+    the head and the extra prediction layers if `last`. A pipeline stage is a part; on one device
+    the whole model is one."""
 
     layers: range
     first: bool = True
@@ -45,7 +48,8 @@ class Output(NamedTuple):
     before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
     layers and scopes; of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
     each expert, ``dropped_L`` choices that found their expert full, ``fault_L`` the first fault
-    (:mod:`moemesh.model.faults`)."""
+    (:mod:`moemesh.model.faults`); ``moe_layers`` the numbers of those layers; ``ahead_losses`` as
+    ``losses_T``, of each extra prediction layer."""
 
     x_TH: Tensor | None
     losses_T: Tensor | None
@@ -53,30 +57,8 @@ class Output(NamedTuple):
     counts_LE: Tensor
     dropped_L: Tensor
     fault_L: Tensor
-
-
-class Layer(nn.Module):
-    """Pre-norm block: attention, then a dense MLP or a mixture of experts."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = build_attention(config, index)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward: MoE | MLP = (
-            MoE(config, index)
-            if config.is_moe_layer(index)
-            else MLP(config.hidden_size, config.intermediate_size)
-        )
-
-    def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
-        x_TH = x_TH + self.attention(self.attention_norm(x_TH), context)
-        normed_TH = self.feed_forward_norm(x_TH)
-        if isinstance(self.feed_forward, MLP):
-            return x_TH + self.feed_forward(normed_TH, context.num_tokens), None
-        x_TH = context.flow.cut(x_TH)
-        routed = self.feed_forward(normed_TH, context)
-        return x_TH + routed.y_TH, routed
+    moe_layers: tuple[int, ...] = ()
+    ahead_losses: tuple[Tensor, ...] = ()
 
 
 class Transformer(nn.Module):
@@ -92,11 +74,11 @@ class Transformer(nn.Module):
         self.config = config
         parts = [whole(config)] if parts is None else parts
         embeds, predicts = any(part.first for part in parts), any(part.last for part in parts)
-        tied = config.tied_embeddings
+        tied, ahead = config.tied_embeddings, config.mtp_layers if predicts else range(0)
         with torch.device("meta"):
             self.embedding = (
                 VocabularyRows(config.vocab_size, config.hidden_size)
-                if embeds or (predicts and tied)
+                if embeds or (predicts and tied) or ahead
                 else None
             )
             self.layers = nn.ModuleDict(
@@ -104,8 +86,13 @@ class Transformer(nn.Module):
                     str(index): Layer(config, index)
                     for index in sorted({index for part in parts for index in part.layers})
                 }
+                | {str(index): PredictionLayer(config, index) for index in ahead}
             )
             self.norm = RMSNorm(config.hidden_size, config.norm_eps) if predicts else None
+            #: In front of the head, behind each extra prediction layer.
+            self.ahead_norms = nn.ModuleDict(
+                {str(index): RMSNorm(config.hidden_size, config.norm_eps) for index in ahead}
+            )
             self.head = (
                 VocabularyRows(config.vocab_size, config.hidden_size)
                 if predicts and not tied
@@ -129,42 +116,63 @@ class Transformer(nn.Module):
         local = self.tokens.local(batch.num_tokens)
         context = make_context(batch, local, config, flow)
         if part.first:
-            assert x_TH is None and self.embedding is not None
-            self.weights.fetch("embedding")
-            x_TH = self.vocabulary.embed(batch.tokens_BS.flatten(), self.embedding.weight)
-            x_TH = self.weights.leave("embedding", x_TH, read_again=False)
+            assert x_TH is None
+            x_TH = self.embed(batch.tokens_BS)
         assert x_TH is not None
-        # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
-        aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        loads = [torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)]
+        loads = Loads(config, x_TH)
         for index in part.layers:
-            x_TH = self.weights.enter(f"layers.{index}", x_TH)
-            x_TH, routed = self.memory.run(self.layers[str(index)], x_TH, context)
-            x_TH = self.weights.leave(f"layers.{index}", x_TH)
-            if routed is not None:
-                aux = aux + routed.aux
-                scalars = torch.stack([routed.num_dropped, routed.fault])
-                loads.append(torch.cat([routed.counts_E, scalars])[None])
-        loads_L = torch.cat(loads)
-        losses_T = self.losses(x_TH, batch) if part.last else None
+            x_TH = loads.run(self, index, x_TH, context)
+        losses_T, ahead = None, tuple[Tensor, ...]()
+        if part.last:
+            assert self.norm is not None
+            losses_T = self.losses(x_TH, self.norm, batch.targets_BS)
+            if config.num_mtp_layers and batch.training:
+                losses_T = flow.cut(losses_T)
+                ahead = self._predict_ahead(batch, x_TH, context, loads)
         return Output(
-            None if part.last else x_TH,
-            losses_T,
-            aux,
-            loads_L[:, :-2],
-            loads_L[:, -2],
-            loads_L[:, -1],
+            None if part.last else x_TH, losses_T, *loads.sums(), tuple(loads.layers), ahead
         )
 
-    def losses(self, x_TH: Tensor, batch: Batch) -> Tensor:
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """This rank's rows of the stream in front of the first layer."""
+        assert self.embedding is not None
+        self.weights.fetch("embedding")
+        x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)
+        x_TH = self.weights.leave("embedding", x_TH, read_again=False)
+        multiplier = self.config.embedding_multiplier
+        return x_TH if multiplier == 1.0 else x_TH * multiplier
+
+    def losses(self, x_TH: Tensor, norm: RMSNorm, targets_BS: Tensor) -> Tensor:
         """Norm, head and loss: nats of all tokens of the microbatch."""
         head = self.embedding if self.head is None else self.head
-        assert head is not None and self.norm is not None
-        x_TH = self.weights.enter("head", x_TH)
-        losses_T = self.vocabulary.cross_entropy(
-            self.norm(x_TH), head.weight, batch.targets_BS.flatten()
-        )
+        assert head is not None
+        x_TH = norm(self.weights.enter("head", x_TH))
+        scaling = self.config.logits_scaling
+        x_TH = x_TH if scaling == 1.0 else x_TH / scaling
+        losses_T = self.vocabulary.cross_entropy(x_TH, head.weight, targets_BS.flatten())
         return self.weights.leave("head", losses_T)
+
+    def _predict_ahead(
+        self, batch: Batch, x_TH: Tensor, context: Context, loads: Loads
+    ) -> tuple[Tensor, ...]:
+        """The losses of every extra prediction layer, each on the stream of the one before."""
+        found: list[Tensor] = []
+        for depth, index in enumerate(self.config.mtp_layers, start=1):
+            ahead, norm = batch.ahead(depth), self.ahead_norms[str(index)]
+            assert isinstance(norm, RMSNorm)
+            known_TH = self.embed(ahead.tokens_BS)
+            x_TH = loads.run(self, index, x_TH, self._context_of(ahead, context), known_TH)
+            losses_T = self.losses(x_TH, norm, ahead.targets_BS)
+            is_last = depth == self.config.num_mtp_layers
+            found.append(losses_T if is_last else context.flow.cut(losses_T))
+        return tuple(found)
+
+    def _context_of(self, ahead: Ahead, context: Context) -> Context:
+        """That of an extra prediction layer: at the end of a sequence it has fewer tokens."""
+        if ahead.valid_BS is None:
+            return context
+        local = self.tokens.local(ahead.valid_BS.numel())
+        return replace(context, valid_T=ahead.valid_BS.flatten()[local.start : local.stop])
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""
@@ -173,6 +181,46 @@ class Transformer(nn.Module):
             for index, layer in self.layers.items()
             if isinstance(layer.feed_forward, MoE)
         }
+
+
+class Loads:
+    """What MoE layers report besides their output, added up and collected layer by layer."""
+
+    def __init__(self, config: ModelConfig, x_TH: Tensor) -> None:
+        self.layers: list[int] = []
+        # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
+        self._aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        empty = torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)
+        self._rows = [empty]
+
+    def run(
+        self,
+        model: Transformer,
+        index: int,
+        x_TH: Tensor,
+        context: Context,
+        known_TH: Tensor | None = None,
+    ) -> Tensor:
+        """The stream behind layer `index` of `model`; `known_TH`: embeddings of the tokens that an
+        extra prediction layer knows."""
+        layer, unit = model.layers[str(index)], f"layers.{index}"
+        x_TH = model.weights.enter(unit, x_TH)
+        if known_TH is not None:
+            assert isinstance(layer, PredictionLayer)
+            x_TH = layer.join(x_TH, known_TH)
+        x_TH, routed = model.memory.run(layer, x_TH, context)
+        x_TH = model.weights.leave(unit, x_TH)
+        if routed is not None:
+            self.layers.append(index)
+            self._aux = self._aux + routed.aux
+            scalars = torch.stack([routed.num_dropped, routed.fault])
+            self._rows.append(torch.cat([routed.counts_E, scalars])[None])
+        return x_TH
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Auxiliary losses; tokens of each expert, dropped choices and first fault by layer."""
+        rows_L = torch.cat(self._rows)
+        return self._aux, rows_L[:, :-2], rows_L[:, -2], rows_L[:, -1]
 
 
 def whole(config: ModelConfig) -> Part:

@@ -76,8 +76,8 @@ class _Crossing:
 class SegmentTape(PausingFlow):
     """Cuts one forward into segments, and runs their backwards.
 
-    A weight must be used in one segment only: it would get a gradient from each, where others count
-    on one from the whole backward.
+    A weight that is used in several segments gets a gradient from each: others must not count on
+    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.hooks`).
     """
 
     def __init__(self, on_pause: Callable[[], None]) -> None:
@@ -114,14 +114,31 @@ class SegmentTape(PausingFlow):
         self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
     ) -> Steps[None]:
         """The backward of all segments; `roots` belong to the last one. Once."""
-        assert not self._open, "the forward is not over"
-        run_backward(roots, gradients)
+        run_backward(*self._with_uncut(roots, gradients))
         while self._closed:
             yield
             crossings = self._closed.pop()
             found = [(crossing.edge, crossing.gradient()) for crossing in crossings]
             reached = [(edge, gradient) for edge, gradient in found if gradient is not None]
             run_backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
+
+    def _with_uncut(
+        self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
+    ) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """The roots of the last segment. What was cut behind the last pause belongs to it, too: its
+        own root are those cuts, with the gradients that the given roots have there."""
+        crossings, self._open = self._open, []
+        if not (crossings and roots):
+            return list(roots), list(gradients)
+        found = torch.autograd.grad(
+            roots,
+            [crossing.leaf for crossing in crossings],
+            gradients,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        reached = [(c.edge, g) for c, g in zip(crossings, found, strict=True) if g is not None]
+        return [*roots, *(edge for edge, _ in reached)], [*gradients, *(g for _, g in reached)]
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:

@@ -24,7 +24,8 @@ def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     attention = attention_matmul(shape)
     costs = [attention + mlp_matmul(shape, kind.moe) for kind in shape.kinds]
     head = shape.vocab_size * shape.hidden_size
-    return balanced_sizes(costs, head + shape.num_mtp_layers * (costs[-1] + head), num_stages)
+    ahead = costs[-1] + 2 * shape.hidden_size**2 + head
+    return balanced_sizes(costs, head + shape.num_mtp_layers * ahead, num_stages)
 
 
 def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:

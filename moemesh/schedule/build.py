@@ -190,13 +190,16 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)  # pyright: ignore[reportArgumentType]
-    if model is not None and model.tied_embeddings:
+    if model is not None and model.ends_share_a_table:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))
         if first != last and first + last != plan.pp - 1:
+            why, fix = "tied embeddings", "tied_embeddings = false"
+            if model.num_mtp_layers:
+                why, fix = "extra prediction layers", "num_mtp_layers = 0"
             raise UserError(
-                f"{path} has the first stage on rank {first} and the last on rank {last}, but tied "
-                "embeddings sum the gradient of one weight over opposite ranks: put the last stage "
-                f"on rank {first} or {plan.pp - 1 - first}, or set model.tied_embeddings = false"
+                f"{path} has the first stage on rank {first} and the last on rank {last}, but "
+                f"{why} sum the gradient of the embedding over opposite ranks: put the last stage "
+                f"on rank {first} or {plan.pp - 1 - first}, or set model.{fix}"
             )
     return schedule
 

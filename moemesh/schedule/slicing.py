@@ -56,5 +56,6 @@ def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, 
     weights = layer_costs(model)
     scores = model.num_heads * (model.query_head_dim + model.value_head_dim)
     found = [(sum(weights[index] for index in cut), scores * len(cut)) for cut in layers]
-    found[-1] = (found[-1][0] + last_stage_cost(model), found[-1][1])
+    weight, scored = found[-1]
+    found[-1] = (weight + last_stage_cost(model), scored + scores * model.num_mtp_layers)
     return found

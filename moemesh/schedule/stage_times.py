@@ -11,7 +11,7 @@ from typing import get_args
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.stages import cut_layers, last_stage_cost
+from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.action import Entry, Kind, Op
 from moemesh.schedule.costs import Cost, Costs
 from moemesh.schedule.slicing import stage_costs
@@ -35,13 +35,17 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     weights: list[float] = []
     for stage, (weight, per_token) in enumerate(stage_costs(model, layers)):
         scores = per_token * (seq_len + 1) / 2
-        inner = weight - (last_stage_cost(model) if stage == len(layers) - 1 else 0)
+        inner = weight
+        moe_layers = sum(model.is_moe_layer(index) for index in layers[stage])
+        if stage == len(layers) - 1:
+            # Only layers are computed again, not what is in front of the head or behind it.
+            inner -= last_stage_cost(model) - model.num_mtp_layers * layer_costs(model)[-1]
+            moe_layers += sum(model.is_moe_layer(index) for index in model.mtp_layers)
         again = 0.0
         if plan.recompute == "full":
             again = inner + scores
         elif plan.recompute == "selective":
             again = scores * plan.recompute_attention
-            moe_layers = sum(model.is_moe_layer(index) for index in layers[stage])
             again += moe_layers * routed * plan.recompute_experts
         forward.append(weight + scores)
         inputs.append(weight + 2 * scores + again)

@@ -48,7 +48,8 @@ class RunError(ValueError):
 class MetricsRow:
     """One line of `metrics.jsonl`: one training step.
 
-    `loss` and `aux_loss` in nats per token, `tokens` of this step over all ranks, `seconds` of this
+    `loss` and `aux_loss` in nats per token, `mtp_loss` the mean over extra prediction layers of
+    theirs (None: there are none), `tokens` of this step over all ranks, `seconds` of this
     step. A number that is not finite is written as null and read as NaN, so that each line is
     strict JSON.
     """
@@ -62,11 +63,13 @@ class MetricsRow:
     lr: float
     seconds: float
     validation_loss: float | None = None
+    mtp_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         row = {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
-        if self.validation_loss is None:
-            del row["validation_loss"]
+        for name in ("validation_loss", "mtp_loss"):
+            if getattr(self, name) is None:
+                del row[name]
         return row
 
     def to_line(self) -> str:
@@ -79,9 +82,9 @@ class MetricsRow:
 
         Raises KeyError, TypeError or ValueError when a key is missing or of another type.
         """
-        validation = None
-        if "validation_loss" in data:
-            validation = _number(data["validation_loss"])
+        some = {
+            name: _number(data[name]) for name in ("validation_loss", "mtp_loss") if name in data
+        }
         return cls(
             step=int(data["step"]),
             tokens=int(data["tokens"]),
@@ -91,7 +94,7 @@ class MetricsRow:
             tokens_per_second=_number(data["tokens_per_second"]),
             lr=_number(data["lr"]),
             seconds=_number(data["seconds"]),
-            validation_loss=validation,
+            **some,
         )
 
 

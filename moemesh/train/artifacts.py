@@ -89,7 +89,7 @@ class Artifacts:
             return
         self.folder.append("metrics.jsonl", row.to_json())
         ep = self.config.plan.ep
-        layers = self.config.model.moe_layers
+        layers = self.config.model.routed_layers
         rank_LP = result.rank_LP
         if rank_LP is None:
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)

@@ -39,6 +39,7 @@ from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
 from moemesh.train.session import Report, Session
 from moemesh.train.step import (
     FinishedStep,
+    StepCounts,
     StepResult,
     StepSums,
     count_over_step,
@@ -63,8 +64,7 @@ class Step:
     lr: float
     recorder: TimelineRecorder
     seq_len: int
-    num_tokens: int
-    num_scopes: int
+    counts: StepCounts
     sums: StepSums
     seconds: float = 0.0
     result: StepResult | None = None
@@ -142,14 +142,13 @@ class PostValidation:
             lr=learning_rate(self.train, number),
             recorder=recorder,
             seq_len=batches[0].tokens_BS.shape[1],
-            num_tokens=counts[0],
-            num_scopes=counts[1],
-            sums=StepSums(parallel, *counts),
+            counts=counts,
+            sums=StepSums(parallel, counts),
         )
 
         def begin() -> Objective:
             forget_rank_tokens(parallel)
-            step.sums = StepSums(parallel, *counts)
+            step.sums = StepSums(parallel, counts)
             return step.sums.objective
 
         def confirm() -> bool:
@@ -223,8 +222,8 @@ class PostValidation:
         return not result.skipped and not 0 < clip < result.grad_norm
 
     def _report(self, step: Step) -> Tensor:
-        """This rank's addend to the vector of the step, float64: a stop request, the two losses,
-        the loads (exact in float64), and the squares of :func:`gradient_squares`."""
+        """This rank's addend to the vector of the step, float64: a stop request, the losses, the
+        loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel, reducer = self.parallel, self.parallel.reducer
         squares = gradient_squares(
             reducer.gradients, parallel.placements, reducer.owned, parallel.mesh
@@ -235,11 +234,10 @@ class PostValidation:
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """The result of a step from its vector, summed over some ranks or over all."""
         loads = step.sums.loads
-        sizes = [1, 2, sum(part.numel() for part in loads)]
+        sizes = [1, step.sums.losses.numel(), sum(part.numel() for part in loads)]
         _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])
         return step_result(
-            num_tokens=step.num_tokens,
-            num_scopes=step.num_scopes,
+            counts=step.counts,
             losses=losses,
             loads=unpack_loads(packed, loads),
             norm=norm_of(squares),

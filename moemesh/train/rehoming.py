@@ -52,7 +52,7 @@ class Rehoming:
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer, every: int) -> None:
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
         config = parallel.model.config
-        self._layers, self._num_experts = list(config.moe_layers), config.num_experts
+        self._layers, self._num_experts = list(config.routed_layers), config.num_experts
         moves = self._mesh["ep"].size > 1 and bool(self._layers)
         self._every = every if moves else 0
         self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None

@@ -43,7 +43,7 @@ def refuse_replayed(parallel: ParallelModel, microbatches: Sequence[Batch]) -> N
 
 
 def _check_replayed(parallel: ParallelModel, batch: Batch, widths: dict[int, int]) -> None:
-    layers = parallel.model.config.moe_layers
+    layers = parallel.model.config.routed_layers
     seq_len = batch.tokens_BS.shape[1]
     positions = torch.arange(seq_len, device=batch.sequences_B.device)
     ids_T = (batch.sequences_B[:, None] * seq_len + positions).flatten()
@@ -68,10 +68,11 @@ def refuse_bad_logits(parallel: ParallelModel, fault_L: Tensor, seq_len: int) ->
     only when the gradient norm, which they share, is not finite: a good step pays nothing.
     """
     model, mesh = parallel.model, parallel.mesh
-    faults = torch.full((model.config.num_layers,), NO_FAULT, device=mesh.device)
-    faults[model.config.num_dense_layers :] = fault_L
+    if not fault_L.numel():
+        return
+    faults = fault_L.clone()
     all_reduce_(faults, mesh["world"], op="min", caller="step.faults", phase="optimizer")
     # The first layer is where it began: what comes after has read its results.
-    for layer, code in enumerate(faults.tolist()):
+    for layer, code in zip(model.config.routed_layers, faults.tolist(), strict=True):
         if code != NO_FAULT:
             raise RoutingError(describe_logit(layer, code, model.config.num_experts, seq_len))

@@ -156,6 +156,7 @@ class Session:
             lr=learning_rate(self.config.train, step.number),
             seconds=step.seconds,
             validation_loss=validation_loss,
+            mtp_loss=result.mtp_loss,
         )
         if result.skipped:
             who = "no rank updates its weights"

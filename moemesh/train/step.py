@@ -4,15 +4,19 @@ The objective is divided by global counts before the backward, so that every red
 sum and no factor depends on the layout:
 
     J = (1/N) sum of token losses  +  (1/scopes) sum of auxiliary losses
+        +  (weight/D) sum over depths k = 1 .. D of (1/N_k) sum of token losses at depth k
 
 A scope (``model.aux_loss_scope``) is a sequence, a microbatch of a data-parallel rank, or a
-microbatch of all ranks; one without a valid token is not counted.
+microbatch of all ranks; one without a valid token is not counted. A depth is an extra prediction
+layer (``model.num_mtp_layers``, ``model.mtp_loss_weight``); at depth k the last k positions of a
+sequence have no token to predict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +36,11 @@ from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Of the whole step, the same on every rank. ``loss``: mean negative log-likelihood in nats;
-    ``aux_loss``: mean over scopes, coefficients included; per MoE layer (int64) ``counts_LE``:
-    tokens of each expert, ``dropped_L``: choices for which an expert had no room, ``rank_LP``:
-    tokens that each rank of ep computed (None: those of its own experts); ``skipped``: a gradient
-    was not finite, so no rank updated."""
+    ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
+    prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE
+    layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
+    had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
+    ``skipped``: a gradient was not finite, so no rank updated."""
 
     loss: float
     aux_loss: float
@@ -45,6 +50,7 @@ class StepResult:
     dropped_L: Tensor
     skipped: bool
     rank_LP: Tensor | None = None
+    mtp_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +63,45 @@ class FinishedStep:
     seconds: float
 
 
+class StepCounts(NamedTuple):
+    """Of a step, or a part of it, over all replicas: tokens that carry loss, scopes of auxiliary
+    losses, and tokens that carry loss at each depth of the extra prediction layers."""
+
+    num_tokens: int = 0
+    num_scopes: int = 0
+    ahead: tuple[int, ...] = ()
+
+    def plus(self, other: StepCounts) -> StepCounts:
+        """Those of two parts of a step."""
+        ahead = zip(self.ahead or (0,) * len(other.ahead), other.ahead, strict=True)
+        return StepCounts(
+            self.num_tokens + other.num_tokens,
+            self.num_scopes + other.num_scopes,
+            tuple(a + b for a, b in ahead),
+        )
+
+
+#: Of no part of a step.
+NOTHING = StepCounts()
+
+
 def step_result(
-    *, num_tokens: int, num_scopes: int, losses: Tensor, loads: Sequence[Tensor], norm: GradientNorm
+    *, counts: StepCounts, losses: Tensor, loads: Sequence[Tensor], norm: GradientNorm
 ) -> StepResult:
     """From the sums over all ranks: `losses` and `loads` as those of :class:`StepSums`."""
-    loss, aux = losses.tolist()
+    loss, aux, *ahead = losses.tolist()
     counts_LE, dropped_L, *rank_LP = (part.cpu() for part in loads)
+    at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
     return StepResult(
-        loss=loss / max(num_tokens, 1),
-        aux_loss=aux / max(num_scopes, 1),
+        loss=loss / max(counts.num_tokens, 1),
+        aux_loss=aux / max(counts.num_scopes, 1),
         grad_norm=norm.value,
-        num_tokens=num_tokens,
+        num_tokens=counts.num_tokens,
         counts_LE=counts_LE,
         dropped_L=dropped_L,
         skipped=not norm.is_finite,
         rank_LP=rank_LP[0] if rank_LP else None,
+        mtp_loss=sum(at_depths) / len(at_depths) if at_depths else None,
     )
 
 
@@ -92,46 +122,58 @@ def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
     return losses_T.sum() if mask_T is None else losses_T.masked_fill(~mask_T, 0.0).sum()
 
 
-def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> tuple[int, int]:
-    """Loss-bearing tokens and auxiliary scopes of the step, over all replicas and microbatches."""
+def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> StepCounts:
+    """The counts of the step, over all replicas and microbatches."""
     scope = parallel.model.config.aux_loss_scope
+    depths = range(1, parallel.model.config.num_mtp_layers + 1)
     scopes = [batch.num_routed_sequences() for batch in microbatches]
     if scope == "sequence":
         scopes = [sum(scopes)]
     elif scope == "microbatch":
         scopes = [sum(map(bool, scopes))]
     counts = torch.tensor(
-        [sum(batch.num_loss_tokens() for batch in microbatches), *scopes],
+        [
+            sum(batch.num_loss_tokens() for batch in microbatches),
+            *(sum(int(b.ahead(depth).loss_BS.sum()) for b in microbatches) for depth in depths),
+            *scopes,
+        ],
         device=parallel.mesh.device,
     )
     if parallel.mesh["cp"].index:
         # Ranks of cp are given the same sequences: the first of them counts.
         counts.zero_()
     all_reduce_(counts, parallel.mesh["dp_cp"], caller="step.counts", phase="forward")
-    num_tokens, *scopes = counts.tolist()
+    num_tokens, *rest = counts.tolist()
+    ahead, scopes = rest[: len(depths)], rest[len(depths) :]
     # A global scope exists when any rank has a token in that microbatch.
-    return num_tokens, sum(scopes) if scope != "global" else sum(map(bool, scopes))
+    num_scopes = sum(scopes) if scope != "global" else sum(map(bool, scopes))
+    return StepCounts(num_tokens, num_scopes, tuple(ahead))
 
 
 class StepSums:
     """Sums over the microbatches of a step, whichever stage computes which part of them.
 
-    ``losses``: sums of token losses and of auxiliary losses; the loads of every MoE layer of the
-    model, ``counts_LE``, ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks;
-    ``rank_LP`` the same for the tokens of each rank, where experts have replicas.
+    ``losses``: sums of token losses, of auxiliary losses, and of token losses at each depth of the
+    extra prediction layers; the loads of every MoE layer of the model, ``counts_LE``,
+    ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks; ``rank_LP`` the same
+    for the tokens of each rank, where experts have replicas.
     """
 
-    def __init__(self, parallel: ParallelModel, num_tokens: int, num_scopes: int) -> None:
-        self._num_tokens, self._num_scopes = max(num_tokens, 1), max(num_scopes, 1)
+    def __init__(self, parallel: ParallelModel, counts: StepCounts) -> None:
+        self._num_tokens, self._num_scopes = max(counts.num_tokens, 1), max(counts.num_scopes, 1)
         self._model, self._mesh = parallel.model, parallel.mesh
         config = parallel.model.config
-        layers = config.moe_layers
-        self._first = config.num_dense_layers
+        layers = config.routed_layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        #: Of each depth: what a token's loss is multiplied by.
+        self._ahead = [
+            config.mtp_loss_weight / len(counts.ahead) / max(number, 1) for number in counts.ahead
+        ]
         self._has_capacity = bool(config.capacity_factor)
         # Tensor-parallel ranks compute the same token losses: only the first reports them.
         self._reports = self._mesh["tp"].index == 0
         device = self._mesh.device
-        self.losses = torch.zeros(2, dtype=torch.float64, device=device)
+        self.losses = torch.zeros(2 + len(self._ahead), dtype=torch.float64, device=device)
         self.counts_LE = torch.zeros(
             len(layers), config.num_experts, dtype=torch.int64, device=device
         )
@@ -150,9 +192,7 @@ class StepSums:
 
     def objective(self, part: Part, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; what it reports is added to the sums."""
-        if len(output.counts_LE):
-            end = part.layers.stop - self._first
-            own = slice(end - len(output.counts_LE), end)
+        if own := [self._places[layer] for layer in output.moe_layers]:
             self.counts_LE[own] += output.counts_LE
             self.dropped_L[own] += output.dropped_L
             self.fault_L[own] = torch.minimum(self.fault_L[own], output.fault_L)
@@ -164,7 +204,13 @@ class StepSums:
             return share
         loss = token_losses(output.losses_T, batch)
         self.losses[0] += loss.detach() if self._reports else 0.0
-        return loss / self._num_tokens + share
+        share = loss / self._num_tokens + share
+        for depth, losses_T in enumerate(output.ahead_losses, start=1):
+            mask_T = batch.ahead(depth).loss_BS.flatten()
+            loss = losses_T.masked_fill(~mask_T, 0.0).sum()
+            self.losses[1 + depth] += loss.detach() if self._reports else 0.0
+            share = share + loss * self._ahead[depth - 1]
+        return share
 
     def reduce(self) -> None:
         """Over all ranks: those that run the same stages, then the stages."""
@@ -192,8 +238,8 @@ def gradients_of_step(
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``."""
     reducer, mesh = parallel.reducer, parallel.mesh
     refuse_replayed(parallel, microbatches)
-    num_tokens, num_scopes = count_over_step(parallel, microbatches)
-    sums = StepSums(parallel, num_tokens, num_scopes)
+    counts = count_over_step(parallel, microbatches)
+    sums = StepSums(parallel, counts)
     forget_rank_tokens(parallel)
     parallel.pipeline.run(microbatches, sums.objective, recorder)
     with recorder.span("reduce"):
@@ -202,13 +248,7 @@ def gradients_of_step(
         norm = gradient_norm(reducer.gradients, parallel.placements, reducer.owned, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    return step_result(
-        num_tokens=num_tokens,
-        num_scopes=num_scopes,
-        losses=sums.losses,
-        loads=sums.loads,
-        norm=norm,
-    )
+    return step_result(counts=counts, losses=sums.losses, loads=sums.loads, norm=norm)
 
 
 def update(
@@ -222,10 +262,16 @@ def update(
         return
     clip_gradients(parallel.reducer.gradients, result.grad_norm, clip)
     optimizer.step(parallel.reducer.gradients, lr)
-    first = parallel.model.config.num_dense_layers
-    for layer, moe in parallel.model.moe_layers().items():
+    move_selection_biases(parallel, result.counts_LE)
+
+
+def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
+    """One step of the routers' biases here; `counts_LE`: tokens of each expert, of all layers."""
+    model = parallel.model
+    places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
+    for layer, moe in model.moe_layers().items():
         if moe.router.selection_bias is not None:
-            counts_E = result.counts_LE[layer - first]
+            counts_E = counts_LE[places[layer]]
             moe.router.update_selection_bias(counts_E.to(parallel.mesh.device))
 
 

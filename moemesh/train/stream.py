@@ -34,10 +34,13 @@ from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.trace.timeline import Record, TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.step import (
+    NOTHING,
+    StepCounts,
     StepResult,
     StepSums,
     count_over_step,
     forget_rank_tokens,
+    move_selection_biases,
     pack_loads,
     step_result,
     unpack_loads,
@@ -52,8 +55,7 @@ class _Window:
     """One update window: what it counts, and its sums; `again` takes what a forward that is run a
     second time reports, and is never read."""
 
-    num_tokens: int
-    num_scopes: int
+    counts: StepCounts
     sums: StepSums
     again: StepSums
 
@@ -62,8 +64,7 @@ class _Window:
 class _Step:
     """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
 
-    num_tokens: int = 0
-    num_scopes: int = 0
+    counts: StepCounts = NOTHING
     squares: float = 0.0
     num_skipped: int = 0
     losses: Tensor | None = None
@@ -194,8 +195,8 @@ class TrainingStream:
         if index not in self._windows:
             samples = range(index * self.window, (index + 1) * self.window)
             counts = count_over_step(self.parallel, [self._whole(sample) for sample in samples])
-            sums, again = (StepSums(self.parallel, *counts) for _ in range(2))
-            self._windows[index] = _Window(*counts, sums, again)
+            sums, again = (StepSums(self.parallel, counts) for _ in range(2))
+            self._windows[index] = _Window(counts, sums, again)
         return self._windows[index]
 
     def _move_biases(self, counts_LE: Tensor) -> None:
@@ -206,16 +207,13 @@ class TrainingStream:
         counts_LE = counts_LE.clone()
         mesh = self.parallel.mesh
         all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
-        first = self.parallel.model.config.num_dense_layers
-        for layer, moe in layers.items():
-            moe.router.update_selection_bias(counts_LE[layer - first])
+        move_selection_biases(self.parallel, counts_LE)
 
     # The report of a step.
 
     def _add(self, index: int, window: _Window, norm: float, *, is_finite: bool) -> None:
         step = self._steps.setdefault(index, _Step())
-        step.num_tokens += window.num_tokens
-        step.num_scopes += window.num_scopes
+        step.counts = step.counts.plus(window.counts)
         step.num_skipped += not is_finite
         step.squares += norm * norm
         sums = window.sums
@@ -261,14 +259,14 @@ class TrainingStream:
         stop, skipped, squares = report.total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
-        assert step.loads is not None
+        assert step.losses is not None and step.loads is not None
+        num_losses = step.losses.numel()
         updates = self.num_microbatches // self.window
         value = math.sqrt(squares / updates) if squares >= 0 else math.nan
         result = step_result(
-            num_tokens=step.num_tokens,
-            num_scopes=step.num_scopes,
-            losses=report.total[3:5],
-            loads=unpack_loads(report.total[5:], step.loads),
+            counts=step.counts,
+            losses=report.total[3 : 3 + num_losses],
+            loads=unpack_loads(report.total[3 + num_losses :], step.loads),
             norm=GradientNorm(value=value, is_finite=not skipped > 0),
         )
         return self.first + index, result, seconds

@@ -75,7 +75,7 @@ def routed(config: ModelConfig, batch: Batch, name: str, step: int) -> Batch:
             experts_per_token=config.experts_per_token,
             num_groups=4,
         )
-        for layer in config.moe_layers
+        for layer in config.routed_layers
     }
     return replace(batch, experts=experts)
 
@@ -114,7 +114,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
         steps.append((result.loss, result.grad_norm))
         rank_LP = result.rank_LP
         if rank_LP is None:
-            layers, homes = config.moe_layers, parallel.homes
+            layers, homes = config.routed_layers, parallel.homes
             rank_LP = home_tokens(result.counts_LE, layers, homes, plan.ep)
         rank_tokens.append(rank_LP)
         counts.append(result.counts_LE)

@@ -110,7 +110,8 @@ def one_device(model: str, shape: Shape) -> Trained:
 
 
 def assert_same(got: Trained, expected: Trained, tolerance: float = 1e-10) -> None:
-    for field in ("losses", "aux", "norms"):
+    fields = ("losses", "aux", "norms", *(["mtp"] if expected.mtp[0] is not None else []))
+    for field in fields:
         ours, theirs = (torch.tensor(getattr(t, field)).double() for t in (got, expected))
         torch.testing.assert_close(
             ours, theirs, rtol=tolerance, atol=0, msg=f"{field} {ours} {theirs}"

@@ -65,6 +65,8 @@ class Trained(NamedTuple):
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     biases: list[Tensor]
+    #: Losses of extra prediction layers; None where there are none.
+    mtp: list[float | None]
 
 
 def microbatches(
@@ -123,7 +125,15 @@ def train_on_rank(
         result = gradients_of_step(parallel, batches, recorder)
         gradients = owned(parallel, parallel.reducer.gradients)
         update(parallel, optimizer, result, lr=learning_rate(train, step), clip=train.clip)
-        steps.append((result.loss, result.aux_loss, result.grad_norm, result.counts_LE.tolist()))
+        steps.append(
+            (
+                result.loss,
+                result.aux_loss,
+                result.grad_norm,
+                result.counts_LE.tolist(),
+                result.mtp_loss,
+            )
+        )
     return {
         "steps": steps,
         "gradients": gradients,
@@ -183,7 +193,7 @@ def train(
         assert rank["steps"] == ranks[0]["steps"], "ranks report different numbers"
         for name, bias in rank["biases"].items():
             assert torch.equal(biases.setdefault(name, bias), bias), f"ranks differ in {name}"
-    losses, aux, norms, loads = zip(*ranks[0]["steps"], strict=True)
+    losses, aux, norms, loads, mtp = zip(*ranks[0]["steps"], strict=True)
     return Trained(
         losses=list(losses),
         aux=list(aux),
@@ -192,4 +202,5 @@ def train(
         gradients=assemble([rank["gradients"] for rank in ranks]),
         weights=assemble([rank["weights"] for rank in ranks]),
         biases=[biases[name] for name in sorted(biases)],
+        mtp=list(mtp),
     )

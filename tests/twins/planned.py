@@ -167,7 +167,7 @@ def choices_of(
             ]
             shard = shard_range(len(tokens), plan.tp, at["tp"])
             local = tokens[shard.start : shard.stop]
-            for layer in model.moe_layers:
+            for layer in model.routed_layers:
                 if all((layer, token) in chosen for token in local):
                     found[rank, number, layer] = [chosen[layer, token] for token in local]
     return found

@@ -68,6 +68,8 @@ TRAFFIC_ONLY: list[Case] = [
 
 
 FULL: dict[str, Any] = {"recompute": "full"}
+#: Extra prediction layers, and experts in some layers only.
+AHEAD: dict[str, Any] = {"num_mtp_layers": 2, "moe_layers": (1, 4, 7)}
 AFTER = HALVES | {"schedule": "zb_h2", "optimizer_validation": "after"}
 SLICED: dict[str, Any] = {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}
 SPARE: dict[str, Any] = {"dp": 4, "ep": 4, "spare_slots": 1}
@@ -82,6 +84,7 @@ ENDS: list[Case] = [
     ({}, SPARE | {"spare_slots": 2}, "float32", 6),
     ({}, STREAM | {"dp": 2, "ep": 2}, "float32", 5),
     ({}, MESSAGES | {"tp": 2, "ep": 2}, "float32", 4),
+    (AHEAD, HALVES | {"tp": 2, "ep": 2}, "bfloat16", 4),
 ]
 MORE_ENDS: list[Case] = [
     *(({}, FULL | TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
@@ -115,6 +118,12 @@ MORE_ENDS: list[Case] = [
     ({}, STREAM | FULL | {"tp": 2, "ep": 2}, "float32", 4),
     ({}, MESSAGES | {"pp": 4, "ampnet_backward": "live"}, "float32", 4),
     ({}, MESSAGES | FULL | {"dp": 2, "ep": 2}, "float32", 6),
+    (AHEAD | {"tied_embeddings": True}, FULL | HALVES | {"dp": 2, "ep": 2}, "float32", 4),
+    ({"num_mtp_layers": 1}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
+    ({"num_mtp_layers": 1}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
+    ({"num_mtp_layers": 1}, {"schedule": "pipedream", "microbatches": 4, "tp": 2}, "float32", 4),
+    (AHEAD | {"aux_loss_scope": "global"}, HALVES | {"schedule": "zb_v"}, "float32", 4),
+    ({"num_mtp_layers": 1, "moe_layers": (0, 2)}, SPARE, "float32", 6),
 ]
 
 

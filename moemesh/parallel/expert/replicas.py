@@ -365,7 +365,7 @@ def replicated(model: Transformer) -> list[MoE]:
 def take_rank_tokens(model: Transformer, mesh: Mesh) -> Tensor:
     """Tokens that each rank of ep has computed in every MoE layer of the whole model since the last
     call, int64 [layers, P]: this rank's addend to the sum over `stage` and `pp`."""
-    layers = model.config.moe_layers
+    layers = model.config.routed_layers
     found = torch.zeros(len(layers), mesh["ep"].size, dtype=torch.int64)
     for layer, moe in model.moe_layers().items():
         if isinstance(moe.dispatcher, ReplicaDispatcher):

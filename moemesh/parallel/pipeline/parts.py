@@ -14,7 +14,8 @@ from moemesh.schedule.action import Schedule
 
 
 def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Part, ...]:
-    """The part that each stage runs: embedding with the first, head with the last."""
+    """The part that each stage runs: embedding with the first, head and extra prediction layers with
+    the last."""
     layers = cut_layers(config, schedule.num_stages, plan.layers_per_stage)
     last = schedule.num_stages - 1
     return tuple(Part(cut, stage == 0, stage == last) for stage, cut in enumerate(layers))
@@ -27,11 +28,12 @@ def parts_of(schedule: Schedule, parts: tuple[Part, ...], rank: int) -> dict[int
 
 def parameters_of(model: Transformer, part: Part) -> list[nn.Parameter]:
     """The parameters of this part of the model."""
-    modules: list[nn.Module | None] = [model.layers[str(index)] for index in part.layers]
-    if part.first:
+    ahead = model.config.mtp_layers if part.last else range(0)
+    modules: list[nn.Module | None] = [model.layers[str(index)] for index in (*part.layers, *ahead)]
+    if part.first or ahead or (part.last and model.head is None):
         modules.append(model.embedding)
     if part.last:
-        modules += [model.norm, model.embedding if model.head is None else model.head]
+        modules += [model.norm, model.ahead_norms, model.head]
     return [p for module in modules if module is not None for p in module.parameters()]
 
 

@@ -67,6 +67,9 @@ class Pipeline:
             self._form = SteppedModelProgram
             # Replica gradients are reduced in a later segment than the home expert's own.
             in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
+            # Embedding and head are read in front of every extra prediction layer and behind it.
+            tables = [model.embedding, model.head] if model.config.num_mtp_layers else []
+            in_parts += [table.weight for table in tables if table is not None]
         self._hooks = GradientHooks(
             schedule,
             self.rank,

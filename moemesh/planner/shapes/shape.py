@@ -243,7 +243,7 @@ class ModelShape(Section):
 
 def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
     """The shape of one of our own models, exactly as `moemesh train` would build it."""
-    moe = tuple(range(config.num_dense_layers, config.num_layers)) if config.num_experts else ()
+    moe = tuple(index for index in config.routed_layers if index < config.num_layers)
     same = set(ModelShape.model_fields) & set(ModelConfig.model_fields)
     values = {key: getattr(config, key) for key in same}
     if not moe:

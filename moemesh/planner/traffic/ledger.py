@@ -19,6 +19,7 @@ bytes one rank sends):
 | exit all_to_all | all-to-all (N-1)/N^2 T a d_v w | all-to-all |
 | head | all-gather (N-1)/N T h w; 3 numbers a token | reduce-scatter |
 | context parallelism | see `context_traffic` | |
+| extra prediction layers | embedding, a layer and the head once more, each | |
 | experts | see `dispatch_traffic`, `replica_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
 
@@ -156,7 +157,7 @@ class _Step:
         tokens = self.tokens(here, self.lines.here["cp"], forward)
         if stage == 0:
             self._scatter(tokens, "embedding")
-        layers = self.placement.layers[stage]
+        layers = self.placement.layers_of(stage)
         num_moe = sum(self.model.is_moe_layer(index) for index in layers)
         self._attention(tokens, len(layers))
         self.context.enter(
@@ -176,9 +177,12 @@ class _Step:
             for layer in routed[:1] if self.is_uniform else routed:
                 self._experts(forward, layer, num_moe if self.is_uniform else 1)
         if stage == self.schedule.num_stages - 1:
-            self._gather(tokens, "head.enter")
+            ahead = self.model.num_mtp_layers
+            if ahead:
+                self._scatter(tokens, "embedding", ahead)
+            self._gather(tokens, "head.enter", 1 + ahead)
             for numbers in (tokens, 2 * tokens):
-                self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss")
+                self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss", 1 + ahead)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.element

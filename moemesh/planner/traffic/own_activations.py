@@ -109,7 +109,7 @@ class _Saved:
         """Of one forward on one stage."""
         whole, local = self.tokens(self.rank, number)
         length = self.placement.positions(self.here["cp"], number % len(self.lengths))
-        found, layers = 0.0, self.placement.layers[stage]
+        found, layers = 0.0, self.placement.layers_of(stage)
         if stage == 0:
             found += _INT64 * whole + (whole if self.plan.tp > 1 else 0)
         if self.w == _FLOAT64:
@@ -123,8 +123,12 @@ class _Saved:
             else:
                 found += self._moe(number, layer, whole, local)
         if stage == self.placement.schedule.num_stages - 1:
-            found += self._norm(local)
-            found += whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
+            hidden, ahead = self.model.hidden_size, self.model.num_mtp_layers
+            head = self._norm(local) + whole * (self.w * hidden + _INT64 + self.wide)
+            # In front of an extra prediction layer: token ids, two norms, both halves of the input.
+            ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+            entry = ids + 2 * self._norm(local) + 2 * local * self.w * hidden
+            found += head + ahead * (head + entry)
         return found
 
     def _norm(self, rows: int) -> float:

@@ -1,12 +1,12 @@
 """Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
 
-Three ways for a step to end (E experts, M MoE layers, s numbers of the gradient norm, one a logical
-tensor and one an expert of a stack):
+Three ways for a step to end (D extra prediction layers, s numbers of the gradient norm, one a
+logical tensor and one an expert of a stack):
 
 | way | sums |
 |---|---|
 | validation before the optimizer | losses, loads over stage and pp; s squares over the world |
-| validation behind it | one vector of 3 + loads + s over stage, then along pp and back |
+| validation behind it | one vector of 3 + D + loads + s over stage, then along pp and back |
 | a stream | s squares of its stage for every update; one report a step over the world |
 
 Buckets of gradients are the same in all, once an update. A step that is taken back (its norm was
@@ -32,10 +32,13 @@ class StepEnd:
         self.layout = lines.layout
         self.at = lines.here["pp"]
         #: Numbers of the loads: tokens of each expert, of every MoE layer.
-        self.loads = self.model.num_moe_layers * self.model.num_experts
+        #: Losses of extra prediction layers, beside the main and the auxiliary one.
+        self.ahead = self.model.num_mtp_layers
+        self.layers = len(self.model.routed_layers)
+        self.loads = self.layers * self.model.num_experts
         #: Tokens that every rank has computed: where replicas make them differ from the loads.
         replicas = self.plan.spare_slots > 0 and self.plan.ep > 1
-        self.rank_tokens = self.model.num_moe_layers * self.plan.ep if replicas else 0
+        self.rank_tokens = self.layers * self.plan.ep if replicas else 0
 
     def enter(self) -> None:
         """Of the way that the plan names."""
@@ -53,7 +56,8 @@ class StepEnd:
     def _counts(self, microbatches: int, times: int = 1) -> None:
         """Loss-bearing tokens and auxiliary scopes of a step, or of an update window."""
         scopes = microbatches if self.model.aux_loss_scope == "global" else 1
-        self.lines.all_reduce("dp_cp", 1 + scopes, _INT64, "forward", "step.counts", times)
+        numbers = 1 + self.ahead + scopes
+        self.lines.all_reduce("dp_cp", numbers, _INT64, "forward", "step.counts", times)
 
     def _gradients(self, times: int = 1) -> None:
         for bucket in data_buckets(self.placement, self.layout, self.lines.rank, self.element):
@@ -68,20 +72,19 @@ class StepEnd:
     def _before(self) -> None:
         lines, model = self.lines, self.model
         for axis in ("stage", "pp"):
-            lines.all_reduce(axis, 2, _FLOAT64, "optimizer", "step.losses")
+            lines.all_reduce(axis, 2 + self.ahead, _FLOAT64, "optimizer", "step.losses")
             for numbers in (self.loads, self.rank_tokens):
                 if numbers:
                     lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
             if model.capacity_factor:
-                layers = model.num_moe_layers
-                lines.all_reduce(axis, layers, _INT64, "optimizer", "step.dropped")
+                lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
         squares = self._squares(self.placement.every_tensor())
         lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
 
     def _behind(self) -> None:
-        """A wish to stop, two losses, loads, choices dropped, squares: one vector."""
+        """A stop request, the losses, loads, choices dropped, squares: one vector."""
         squares = self._squares(self.placement.every_tensor())
-        numbers = 3 + self.loads + self.model.num_moe_layers + self.rank_tokens + squares
+        numbers = 3 + self.ahead + self.loads + self.layers + self.rank_tokens + squares
         self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
         neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)
         for sends in (True, False):
@@ -97,17 +100,15 @@ class StepEnd:
         self._gradients(updates)
         squares = self._squares(self.placement.held(self.at))
         lines.all_reduce("stage", squares, _FLOAT64, "optimizer", "gradient_norm", updates)
-        here = {index for stage in self.placement.stages(self.at) for index in self._layers(stage)}
+        stages = self.placement.stages(self.at)
+        here = {index for stage in stages for index in self.placement.layers_of(stage)}
         if self.model.router_selection_bias and any(map(self.model.is_moe_layer, here)):
             numbers = self.loads
             lines.all_reduce("stage", numbers, _INT64, "optimizer", "stream.loads", updates)
-        report = 5 + self.loads + self.model.num_moe_layers
+        report = 5 + self.ahead + self.loads + self.layers
         lines.all_reduce("world", report, _FLOAT64, "optimizer", "step.report")
         if plan.schedule == "ampnet":
             self._headers()
-
-    def _layers(self, stage: int) -> range:
-        return self.placement.layers[stage]
 
     def _headers(self) -> None:
         """AMPNet: a header of two numbers before every message and at the end of the stream, each

@@ -64,7 +64,12 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     yield ParameterTensor(name="embedding.weight", shape=table, **rows)  # type: ignore[arg-type]
     for index in range(model.num_layers):
         yield from _layer(model, plan, index)
+    for index in model.mtp_layers:
+        yield from _layer(model, plan, index)
+        yield from _ahead(model, index)
     yield ParameterTensor(name="norm.weight", shape=(hidden,))
+    for index in model.mtp_layers:
+        yield ParameterTensor(name=f"ahead_norms.{index}.weight", shape=(hidden,))
     if not model.tied_embeddings:
         yield ParameterTensor(name="head.weight", shape=table, **rows)  # type: ignore[arg-type]
 
@@ -147,6 +152,14 @@ def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[Paramete
             yield whole(leaf, size) if over_head else cut(leaf, number * size)
 
 
+def _ahead(model: ModelConfig, index: int) -> Iterator[ParameterTensor]:
+    """What an extra prediction layer has besides a layer."""
+    hidden, prefix = model.hidden_size, f"layers.{index}"
+    yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
+    for norm in ("embedding_norm", "stream_norm"):
+        yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
+
+
 def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:
     for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width))):
         yield ParameterTensor(
@@ -189,6 +202,11 @@ class StagePlacement:
         """The stages that a pipeline rank runs, of whatever pipe, each once."""
         return sorted({stage for _, stage in self.schedule.stages_of(pp_rank)})
 
+    def layers_of(self, stage: int) -> list[int]:
+        """The layers of a stage, extra prediction layers of the last one included."""
+        is_last = stage == self.schedule.num_stages - 1
+        return [*self.layers[stage], *(self.model.mtp_layers if is_last else ())]
+
     def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
         """Whether a pipeline rank holds `tensor` (a slice of it)."""
         return bool(self.users(tensor, pp_rank))
@@ -200,8 +218,10 @@ class StagePlacement:
         if owner == "layers":
             index = int(rest.partition(".")[0])
             users = {stage for stage, layers in enumerate(self.layers) if index in layers}
+            if index >= self.model.num_layers:
+                users = {last}
         elif owner == "embedding":
-            users = {0, last} if self.model.tied_embeddings else {0}
+            users = {0, last} if self.model.ends_share_a_table else {0}
         else:
             users = {last}
         return tuple(stage for stage in self.stages(pp_rank) if stage in users)

@@ -1,0 +1,360 @@
+"""Experts, routers and MLPs of a model: their sizes, which layers have them, how tokens choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from moemesh.config.errors import Problem
+from moemesh.config.section import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    Range,
+    Section,
+    as_tuple,
+    nearest_divisors,
+)
+from moemesh.config.toml import format_value
+
+RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+RouterWhen = Literal["before", "after"]
+GroupScore = Literal["top2", "max"]
+RouterSelection = Literal["token_choice", "expert_choice", "sinkhorn"]
+RouterDtype = Literal["float32", "model"]
+RouterScaleOn = Literal["weights", "output"]
+SharedCombine = Literal["sum", "average"]
+CapacityPolicy = Literal["probability", "position"]
+AuxLossScope = Literal["sequence", "microbatch", "global"]
+
+
+class ExpertConfig(Section):
+    """The part of :class:`moemesh.config.model.ModelConfig` that describes its layers' MLPs.
+
+    Layers are numbered from 0; the extra prediction layers come behind the last.
+    """
+
+    section: ClassVar[str] = "model"
+
+    num_layers: int = 8
+    #: Width of a dense MLP.
+    intermediate_size: int = 384
+    #: The first layers, which have a dense MLP in place of experts.
+    first_dense_layers: int = 1
+    #: The layers with experts, ascending, where they are not all but the first ones.
+    moe_layers: Annotated[tuple[int, ...] | None, BeforeValidator(as_tuple)] = None
+    #: 0 makes the model dense.
+    num_experts: int = 8
+    experts_per_token: int = 2
+    #: Width of one expert.
+    expert_intermediate_size: int = 128
+    num_shared_experts: int = 1
+    #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
+    shared_intermediate_size: int | None = None
+    #: The shared experts' output times the sigmoid of a learned projection to one number.
+    shared_gate: bool = False
+    #: Biases on both projections of the routed experts.
+    expert_bias: bool = False
+    #: Every SwiGLU is ``gate * sigmoid(alpha * gate) * (up + offset)``. With a limit above 0 the
+    #: gate is at most the limit, and up within +- the limit (gpt-oss: 7, 1.702, 1).
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
+    swiglu_offset: float = 0.0
+    #: Logits become gates by softmax, sigmoid or sqrt(softplus), before or after the choice.
+    router_score: RouterScore = "softmax"
+    router_when: RouterWhen = "before"
+    #: Tokens choose experts, experts choose tokens (arXiv:2202.09368), or tokens choose after a
+    #: Sinkhorn balancing (arXiv:2202.01169). The last two look at whole sequences, so at later
+    #: tokens too: they are for training, elsewhere tokens choose.
+    router_selection: RouterSelection = "token_choice"
+    #: A learned bias on the logits.
+    router_logit_bias: bool = False
+    #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
+    router_dtype: RouterDtype = "float32"
+    #: Training only: each logit is multiplied by a random number within 1 +- jitter.
+    router_jitter: float = 0.0
+    #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
+    router_selection_bias: bool = False
+    router_bias_rate: float = 1e-3
+    #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
+    router_groups: int = 1
+    router_groups_kept: int = 1
+    #: A group counts by the sum of its two best scores, or by its best.
+    router_group_score: GroupScore = "top2"
+    #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
+    #: multiply by the scale, either the gates or the summed output of the routed experts.
+    router_normalize: bool = True
+    router_normalize_eps: float = 0.0
+    router_normalize_min: float = 0.0
+    router_scale: float = 1.0
+    router_scale_on: RouterScaleOn = "weights"
+    #: Shared and routed experts are added, or averaged.
+    shared_combine: SharedCombine = "sum"
+    #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
+    #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
+    capacity_factor: float = 0.0
+    #: Who stays when an expert is full: the largest weights, or the earliest tokens.
+    capacity_policy: CapacityPolicy = "probability"
+    #: A token that lost an expert keeps its total weight.
+    capacity_renormalize: bool = False
+    #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
+    aux_loss_scope: AuxLossScope = "sequence"
+    aux_loss_coefficient: float = 0.01
+    z_loss_coefficient: float = 0.0
+
+    #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
+    num_mtp_layers: int = 0
+    #: Weight of their losses' mean beside the main loss.
+    mtp_loss_weight: float = 0.3
+
+    expert_ranges: ClassVar[Mapping[str, Range]] = {
+        "num_layers": SIZE,
+        "intermediate_size": SIZE,
+        "first_dense_layers": COUNT,
+        "num_experts": COUNT,
+        "experts_per_token": SIZE,
+        "expert_intermediate_size": SIZE,
+        "num_shared_experts": COUNT,
+        "shared_intermediate_size": SIZE,
+        "moe_layers": COUNT,
+        "swiglu_limit": NOT_NEGATIVE,
+        "swiglu_alpha": POSITIVE,
+        "swiglu_offset": NOT_NEGATIVE,
+        "router_bias_rate": NOT_NEGATIVE,
+        "router_groups": SIZE,
+        "router_groups_kept": SIZE,
+        "router_jitter": SHARE,
+        "router_normalize_eps": NOT_NEGATIVE,
+        "router_normalize_min": NOT_NEGATIVE,
+        "router_scale": POSITIVE,
+        "capacity_factor": Range(0.0, 1e6),
+        "aux_loss_coefficient": NOT_NEGATIVE,
+        "z_loss_coefficient": NOT_NEGATIVE,
+        "num_mtp_layers": COUNT,
+        "mtp_loss_weight": NOT_NEGATIVE,
+    }
+
+    @property
+    def shared_width(self) -> int:
+        """Width of all shared experts of a layer together; 0 when there are none."""
+        if self.num_shared_experts == 0:
+            return 0
+        if self.shared_intermediate_size is not None:
+            return self.shared_intermediate_size
+        return self.num_shared_experts * self.expert_intermediate_size
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """All layers that route their tokens to experts, ascending; extra prediction layers, which
+        are as the last layer is, among them."""
+        if self.num_experts == 0:
+            return ()
+        layers = self.moe_layers
+        if layers is None:
+            layers = tuple(range(min(self.first_dense_layers, self.num_layers), self.num_layers))
+        extra = self.mtp_layers if layers[-1:] == (self.num_layers - 1,) else range(0)
+        return (*layers, *extra)
+
+    @property
+    def mtp_layers(self) -> range:
+        """The numbers of the extra prediction layers."""
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` routes its tokens to experts."""
+        return index in self.routed_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, without extra prediction layers."""
+        return sum(index < self.num_layers for index in self.routed_layers)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with a dense MLP, without extra prediction layers."""
+        return self.num_layers - self.num_moe_layers
+
+    @property
+    def layout_warning(self) -> str:
+        """What of the objective changes with the layout; "" when nothing does."""
+        if not self.num_experts or not (self.aux_loss_coefficient or self.z_loss_coefficient):
+            return ""
+        changes = {
+            "microbatch": "plan.dp, plan.microbatches and data.global_batch",
+            "global": "plan.microbatches",
+        }
+        if self.aux_loss_scope not in changes:
+            return ""
+        return (
+            f'with aux_loss_scope = "{self.aux_loss_scope}" the auxiliary loss changes with '
+            f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
+        )
+
+    def expert_rules(self) -> list[Problem]:
+        """The rules between these keys."""
+        if self.num_experts == 0:
+            return []
+        return self._expert_rules() + self._group_rules() + self._router_rules()
+
+    def _layer_rules(self) -> list[Problem]:
+        """Which layers have experts."""
+        layers, problems = self.moe_layers, list[Problem]()
+        if layers is None:
+            return self._first_dense_rules()
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
+            legal = sorted({index for index in layers if 0 <= index < self.num_layers})
+            problems.append(
+                self.problem(
+                    "out-of-range",
+                    "moe_layers",
+                    f"moe_layers {list(layers)} must be different layers, ascending, from 0 to "
+                    f"num_layers - 1 ({self.num_layers - 1})",
+                    f"moe_layers = {legal or list(range(min(self.num_layers, 3)))}",
+                    "num_layers",
+                )
+            )
+        default = type(self).model_fields["first_dense_layers"].default
+        if self.first_dense_layers != default:
+            problems.append(
+                self.problem(
+                    "conflict",
+                    "first_dense_layers",
+                    f"first_dense_layers ({self.first_dense_layers}) and moe_layers both say which "
+                    "layers have experts",
+                    f"first_dense_layers = {default}, or leave moe_layers out",
+                    "moe_layers",
+                )
+            )
+        return problems
+
+    def _first_dense_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        if self.first_dense_layers > self.num_layers:
+            problems.append(
+                self.problem(
+                    "too-large",
+                    "first_dense_layers",
+                    f"first_dense_layers ({self.first_dense_layers}) exceeds "
+                    f"num_layers ({self.num_layers})",
+                    f"first_dense_layers = {self.num_layers}",
+                    "num_layers",
+                )
+            )
+        return problems
+
+    def _expert_rules(self) -> list[Problem]:
+        problems = self._layer_rules()
+        if self.experts_per_token > self.num_experts:
+            problems.append(
+                self.problem(
+                    "too-large",
+                    "experts_per_token",
+                    f"experts_per_token ({self.experts_per_token}) exceeds "
+                    f"num_experts ({self.num_experts})",
+                    f"experts_per_token = {self.num_experts}",
+                    "num_experts",
+                )
+            )
+        if self.num_shared_experts == 0 and self.shared_intermediate_size is not None:
+            problems.append(
+                self.problem(
+                    "conflict",
+                    "shared_intermediate_size",
+                    f"shared_intermediate_size ({self.shared_intermediate_size}) has no use: "
+                    "num_shared_experts is 0",
+                    "num_shared_experts = 1, or leave shared_intermediate_size out",
+                    "num_shared_experts",
+                )
+            )
+        if self.shared_gate and not self.shared_width:
+            problems.append(
+                self.problem(
+                    "conflict",
+                    "shared_gate",
+                    "shared_gate has nothing to multiply: num_shared_experts is 0",
+                    "shared_gate = false, or num_shared_experts = 1",
+                    "num_shared_experts",
+                )
+            )
+        return problems
+
+    def _group_rules(self) -> list[Problem]:
+        groups, kept, experts = self.router_groups, self.router_groups_kept, self.num_experts
+        if groups <= 0:
+            return []
+        if experts % groups:
+            message = f"router_groups ({groups}) must divide num_experts ({experts})"
+            fix = f"router_groups = {nearest_divisors(experts, groups)}"
+            return [self.problem("not-divisible", "router_groups", message, fix, "num_experts")]
+        problems: list[Problem] = []
+        size = experts // groups
+        if kept > groups:
+            message = f"router_groups_kept ({kept}) exceeds router_groups ({groups})"
+            fix = f"router_groups_kept = {groups}"
+            problems.append(
+                self.problem("too-large", "router_groups_kept", message, fix, "router_groups")
+            )
+        elif kept * size < self.experts_per_token <= experts:
+            needed = -(-self.experts_per_token // size)
+            message = (
+                f"experts_per_token ({self.experts_per_token}) exceeds the {kept * size} experts "
+                f"of the kept groups ({kept} of {groups} groups of {size})"
+            )
+            fix = f"router_groups_kept = {needed}, or experts_per_token = {kept * size}"
+            related = ("router_groups_kept", "router_groups", "num_experts")
+            problems.append(self.problem("too-large", "experts_per_token", message, fix, *related))
+        if groups > 1 and self.router_group_score == "top2" and size < 2:
+            message = (
+                f'router_group_score = "top2" needs groups of at least 2 experts; '
+                f"num_experts ({experts}) / router_groups ({groups}) is {size}"
+            )
+            fix = 'router_group_score = "max"'
+            related = ("router_groups", "num_experts")
+            problems.append(self.problem("conflict", "router_group_score", message, fix, *related))
+        return problems
+
+    def _router_rules(self) -> list[Problem]:
+        problems: list[Problem] = []
+        if self.router_normalize_min > 0 and not self.router_normalize:
+            message = "router_normalize_min has no use: router_normalize is false"
+            fix = "router_normalize = true, or router_normalize_min = 0.0"
+            problems.append(
+                self.problem("conflict", "router_normalize_min", message, fix, "router_normalize")
+            )
+        if self.router_normalize_min > 0 and self.router_normalize_eps > 0:
+            message = "router_normalize_min and router_normalize_eps are two ways to one end"
+            fix = "router_normalize_eps = 0.0, or router_normalize_min = 0.0"
+            problems.append(
+                self.problem(
+                    "conflict", "router_normalize_min", message, fix, "router_normalize_eps"
+                )
+            )
+        if self.router_selection != "token_choice":
+            problems += self._balanced_selection_rules()
+        return problems
+
+    def _balanced_selection_rules(self) -> list[Problem]:
+        """Balanced choices leave no room for other means to the same end."""
+        others: list[tuple[str, bool, str]] = [
+            ("router_selection_bias", self.router_selection_bias, "false"),
+            ("router_groups", self.router_groups > 1, "1"),
+        ]
+        if self.router_selection == "expert_choice":
+            # A token may get no expert at all, or many: no K scores to take the softmax of.
+            others.append(("router_when", self.router_when == "after", '"before"'))
+        return [
+            self.problem(
+                "conflict",
+                name,
+                f'router_selection = "{self.router_selection}" does not go with '
+                f"{name} = {format_value(getattr(self, name))}",
+                f'{name} = {legal}, or router_selection = "token_choice"',
+                "router_selection",
+            )
+            for name, wrong, legal in others
+            if wrong
+        ]

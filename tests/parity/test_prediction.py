@@ -1,0 +1,169 @@
+"""Multi-token prediction under any plan gives one device's numbers; its objective by definition."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.model.batch import Batch, make_context
+from moemesh.parallel.parallelize import parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.step import gradients_of_step
+from tests.parity.test_parity import MODELS, TRAIN, assert_same
+from tests.parity.training import PADDED, WHOLE, Shape, Trained, name_of, train
+
+ONE: dict[str, Any] = MODELS["moe"] | {"num_mtp_layers": 1}
+MTP: dict[str, dict[str, Any]] = {
+    "one": ONE,
+    "two": ONE | {"num_mtp_layers": 2, "mtp_loss_weight": 0.5},
+    "tied": MODELS["grouped"] | {"num_mtp_layers": 2},
+    "biased": MODELS["sigmoid"] | {"num_mtp_layers": 1, "capacity_factor": 1.0},
+    "dense": MODELS["dense"] | {"num_mtp_layers": 1},
+    # Experts in every other layer, none in the last: prediction layers are dense.
+    "pattern": ONE | {"num_layers": 4, "moe_layers": (0, 2), "num_mtp_layers": 2},
+    "granite": ONE
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+}
+#: Two slices of these have a border among the tokens that the last positions look ahead to.
+SHORT = Shape(global_batch=4, seq_len=4)
+FOUR = {"microbatches": 4}
+
+CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    ("one", {"tp": 2, "ep": 2}, WHOLE),
+    ("two", {"dp": 2, "ep": 2, "microbatches": 2}, PADDED),
+    ("two", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, PADDED),
+    ("tied", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_to_all"}, PADDED),
+    ("biased", {"tp": 2, "ep": 2, "dispatcher": "all_gather"}, PADDED),
+    ("two", {"tp": 2, "ep": 2, "recompute": "full"}, PADDED),
+    ("one", {"tp": 2, "ep": 2, "recompute": "selective", "dispatch_chunks": 2}, WHOLE),
+    ("one", {"dp": 2, "ep": 2, "spare_slots": 2}, WHOLE),
+    ("two", {"dp": 2, "ep": 2, "combine": "exact"}, PADDED),
+    ("two", {"pp": 2} | FOUR, PADDED),
+    ("tied", {"pp": 2, "tp": 2, "ep": 2, "microbatches": 2}, PADDED),
+    ("one", {"pp": 2, "schedule": "gpipe"} | FOUR, WHOLE),
+    ("dense", {"pp": 3} | FOUR, PADDED),
+    ("one", {"pp": 2, "schedule": "zb_h1", "recompute": "full"} | FOUR, WHOLE),
+    ("tied", {"pp": 3, "schedule": "zb_h2"} | FOUR, PADDED),
+    ("two", {"pp": 2, "dp": 2, "ep": 2, "schedule": "chimera"} | FOUR, PADDED),
+    ("one", {"pp": 2, "schedule": "terapipe", "slices": 2, "microbatches": 2}, WHOLE),
+    ("pattern", {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}, SHORT),
+    ("pattern", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
+    ("granite", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
+]
+#: Schedules with two stages a rank: the models need a layer for each.
+DEEP = {name: keys | {"num_layers": 4} for name, keys in MTP.items()}
+CUT: dict[str, Any] = {"pp": 2, "layers_per_stage": (1, 1, 1, 1)}
+DEEP_CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    ("two", CUT | {"schedule": "interleaved_1f1b", "stages_per_rank": 2} | FOUR, PADDED),
+    ("two", CUT | {"schedule": "zb_v"} | FOUR, PADDED),
+    # Blocks of these run a forward and a backward in turns, whose graphs are cut at exchanges.
+    ("tied", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, PADDED),
+    ("two", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, WHOLE),
+    ("tied", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2, "recompute": "full"} | FOUR, WHOLE),
+    ("pattern", CUT | {"schedule": "dualpipe_v", "dp": 2, "ep": 2} | FOUR, PADDED),
+    ("tied", {"pp": 2, "schedule": "dualpipe", "dp": 2, "ep": 2} | FOUR, PADDED),
+]
+
+
+@cache
+def alone(name: str, deep: bool, shape: Shape, microbatches: int) -> Trained:
+    return train((DEEP if deep else MTP)[name], {"microbatches": microbatches}, TRAIN, shape)
+
+
+@pytest.mark.representative(
+    "two-dp=2-ep=2-microbatches=2-padded",
+    "two-tp=2-ep=2-recompute=full-padded",
+    "tied-pp=2-tp=2-ep=2-microbatches=2-padded",
+    "pattern-pp=2-schedule=terapipe-slices=3-microbatches=2",
+)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_prediction_layers_under_a_plan(case: tuple[str, dict[str, Any], Shape]) -> None:
+    name, plan, shape = case
+    expected = alone(name, False, shape, plan.get("microbatches", 1))
+    assert_same(train(MTP[name], plan, TRAIN, shape), expected)
+    assert all(loss is not None for loss in expected.mtp)
+
+
+@pytest.mark.representative(
+    "two-pp=2-layers_per_stage=(1, 1, 1, 1)-schedule=zb_v-microbatches=4-padded",
+    "pattern-pp=2-layers_per_stage=(1, 1, 1, 1)-schedule=dualpipe_v-dp=2-ep=2-microbatches=4"
+    "-padded",
+)
+@pytest.mark.parametrize("case", DEEP_CASES, ids=name_of)
+def test_prediction_layers_with_two_stages_a_rank(
+    case: tuple[str, dict[str, Any], Shape],
+) -> None:
+    name, plan, shape = case
+    expected = alone(name, True, shape, plan.get("microbatches", 1))
+    assert_same(train(DEEP[name], plan, TRAIN, shape), expected)
+
+
+def test_the_objective_by_its_definition() -> None:
+    """Losses and gradients from whole logits, position by position, masks and all."""
+    config = ModelConfig(**MTP["two"])
+    parallel = parallelize(
+        config, Plan(), Mesh.single("cpu"), seed=0, dtype=torch.float64, tokens_per_rank=64
+    )
+    model = parallel.model
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(config.vocab_size, (3, 7), generator=generator)
+    valid = torch.rand(3, 6, generator=generator) < 0.8
+    carries = torch.rand(3, 6, generator=generator) < 0.8
+    batch = Batch(
+        tokens_BS=tokens[:, :-1],
+        targets_BS=tokens[:, 1:],
+        sequences_B=torch.arange(3),
+        valid_BS=valid,
+        loss_mask_BS=carries,
+    )
+    result = gradients_of_step(parallel, [batch], TimelineRecorder(0))
+    got = {name: gradient.clone() for name, gradient in parallel.reducer.gradients.items()}
+
+    assert model.embedding is not None and model.head is not None and model.norm is not None
+    table, head = model.embedding.weight, model.head.weight
+    context = make_context(batch, range(18), config)
+    aux = torch.zeros((), dtype=torch.float64)
+    x = table[tokens[:, :-1]].flatten(0, 1)
+    for index in range(config.num_layers):
+        x, routed = model.layers[str(index)](x, context)
+        aux = aux if routed is None else aux + routed.aux
+    sums, counts = [0 * aux] * 3, [0] * 3
+    norms = [model.norm]
+    streams = [x]
+    for depth in (1, 2):
+        layer = model.layers[str(config.num_layers + depth - 1)]
+        # Token s + depth; behind the end of a sequence there is none, and nothing is routed.
+        ahead = F.pad(tokens[:, depth : 6 + depth], (0, depth - 1))
+        known = valid & F.pad(valid[:, depth - 1 :], (0, depth - 1))
+        joined = torch.cat(
+            [layer.embedding_norm(table[ahead].flatten(0, 1)), layer.stream_norm(x)], 1
+        )
+        x, routed = layer(joined @ layer.projection.t(), replace(context, valid_T=known.flatten()))
+        aux = aux + routed.aux
+        streams.append(x)
+        norms.append(layer.norm)
+    for depth, (norm, stream) in enumerate(zip(norms, streams, strict=True)):
+        logits = (norm(stream) @ head.t()).view(3, 6, -1).log_softmax(-1)
+        for sequence in range(3):
+            for position in range(6 - depth):
+                end = position + depth
+                if valid[sequence, position] and valid[sequence, end] and carries[sequence, end]:
+                    target = tokens[sequence, end + 1]
+                    sums[depth] = sums[depth] - logits[sequence, position, target]
+                    counts[depth] += 1
+    assert min(counts) > 0 and len(set(counts)) == 3
+    losses = [total / count for total, count in zip(sums, counts, strict=True)]
+    scopes = int(valid.any(1).sum())
+    objective = losses[0] + config.mtp_loss_weight * (losses[1] + losses[2]) / 2 + aux / scopes
+    assert result.loss == pytest.approx(losses[0].item(), rel=1e-12)
+    assert result.mtp_loss == pytest.approx((losses[1] + losses[2]).item() / 2, rel=1e-12)
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(objective, list(parameters.values()))
+    for name, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
