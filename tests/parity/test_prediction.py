@@ -55,6 +55,10 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ("pattern", {"pp": 2, "schedule": "terapipe", "slices": 3, "microbatches": 2}, SHORT),
     ("pattern", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
     ("granite", {"tp": 2, "pp": 2, "ep": 2} | FOUR, PADDED),
+    ("two", {"cp": 2, "ep": 2}, PADDED),
+    ("tied", {"cp": 2, "tp": 2, "ep": 2, "context": "all_gather", "recompute": "full"}, PADDED),
+    ("biased", {"cp": 2, "pp": 2, "ep": 2, "context": "all_to_all"} | FOUR, PADDED),
+    ("two", {"dp": 2, "ep": 2, "data": "zero1"}, PADDED),
 ]
 #: Schedules with two stages a rank: the models need a layer for each.
 DEEP = {name: keys | {"num_layers": 4} for name, keys in MTP.items()}
@@ -81,6 +85,7 @@ def alone(name: str, deep: bool, shape: Shape, microbatches: int) -> Trained:
     "two-tp=2-ep=2-recompute=full-padded",
     "tied-pp=2-tp=2-ep=2-microbatches=2-padded",
     "pattern-pp=2-schedule=terapipe-slices=3-microbatches=2",
+    "two-cp=2-ep=2-padded",
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prediction_layers_under_a_plan(case: tuple[str, dict[str, Any], Shape]) -> None:

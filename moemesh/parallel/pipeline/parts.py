@@ -14,8 +14,8 @@ from moemesh.schedule.action import Schedule
 
 
 def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Part, ...]:
-    """The part that each stage runs: embedding with the first, head and extra prediction layers with
-    the last."""
+    """The part that each stage runs: embedding with the first, head and extra prediction layers
+    with the last."""
     layers = cut_layers(config, schedule.num_stages, plan.layers_per_stage)
     last = schedule.num_stages - 1
     return tuple(Part(cut, stage == 0, stage == last) for stage, cut in enumerate(layers))
