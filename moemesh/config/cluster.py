@@ -33,7 +33,7 @@ class LinkCurve(Section):
     bytes: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
     seconds: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
 
-    def problem(self) -> str:
+    def mistake(self) -> str:
         """What is wrong with the curve; "" for nothing."""
         if self.ranks < 2:
             return f"a group has at least 2 ranks, not {self.ranks}"
@@ -108,7 +108,7 @@ class Cluster(Section):
                     Problem(code="out-of-range", key=key, value=value, message=message, fix=fix)
                 )
         for number, curve in enumerate(self.links, start=1):
-            if message := curve.problem():
+            if message := curve.mistake():
                 where = f"{curve.operation} of {curve.ranks} ranks"
                 key = f"cluster.links.{number}"
                 message = f"the measured {where}: {message}"

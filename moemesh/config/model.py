@@ -69,6 +69,11 @@ class ModelConfig(ExpertConfig, AttentionConfig):
             return (self.q_lora_rank + latent,)
         return (self.hidden_size, latent)
 
+    def window(self, layer: int) -> int:
+        """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it. Extra
+        prediction layers are as the last layer is."""
+        return super().window(min(layer, self.num_layers - 1))
+
     @property
     def ends_share_a_table(self) -> bool:
         """Whether the first and the last stage hold one parameter: an embedding tied to the head,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import combinations
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -384,3 +385,36 @@ def test_ranges_and_divisors() -> None:
     assert nearest_divisors(36, 5) == "4 or 6"
     assert nearest_divisors(8, 100) == "8"
     assert TrainConfig(adam_betas=(0.9, 1.0)).check()[0].key == "train.adam_betas"
+
+
+def test_layers_with_experts_by_pattern() -> None:
+    model = ModelConfig(num_layers=6, moe_layers=(1, 3, 5), num_mtp_layers=2)
+    assert model.check() == []
+    assert model.routed_layers == (1, 3, 5, 6, 7)  # extra layers are as the last one
+    assert (model.num_moe_layers, model.num_dense_layers) == (3, 3)
+    dense_end = ModelConfig(num_layers=6, moe_layers=(0, 2), num_mtp_layers=2)
+    assert dense_end.routed_layers == (0, 2)
+    assert not dense_end.is_moe_layer(6)
+    windows = ModelConfig(
+        num_layers=4,
+        num_mtp_layers=1,
+        sliding_window=8,
+        layer_types=("full_attention", "sliding_attention"),
+    )
+    assert windows.window(4) == windows.window(3) == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"moe_layers": (0, 8)}, "from 0 to num_layers - 1 (7)"),
+        ({"moe_layers": (3, 1)}, "ascending"),
+        ({"moe_layers": ()}, "different layers"),
+        ({"moe_layers": (1, 2), "first_dense_layers": 2}, "both say which layers have experts"),
+        ({"shared_gate": True, "num_shared_experts": 0}, "nothing to multiply"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_layers_and_experts(keys: dict[str, Any], words: str) -> None:
+    (problem,) = ModelConfig(**keys).check()
+    assert words in problem.message and problem.fix
