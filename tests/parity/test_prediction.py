@@ -59,6 +59,11 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ("tied", {"cp": 2, "tp": 2, "ep": 2, "context": "all_gather", "recompute": "full"}, PADDED),
     ("biased", {"cp": 2, "pp": 2, "ep": 2, "context": "all_to_all"} | FOUR, PADDED),
     ("two", {"dp": 2, "ep": 2, "data": "zero1"}, PADDED),
+    ("tied", {"pp": 2, "dp": 2, "data": "zero2"} | FOUR, PADDED),
+    ("two", {"dp": 2, "ep": 2, "data": "zero3", "microbatches": 2}, PADDED),
+    ("tied", {"pp": 2, "dp": 2, "data": "zero3"} | FOUR, PADDED),
+    ("tied", {"dp": 2, "tp": 2, "data": "zero3", "recompute": "full"}, PADDED),
+    ("pattern", {"pp": 2, "dp": 2, "data": "zero3", "reshard": "step"} | FOUR, PADDED),
 ]
 #: Schedules with two stages a rank: the models need a layer for each.
 DEEP = {name: keys | {"num_layers": 4} for name, keys in MTP.items()}
@@ -152,7 +157,7 @@ def test_the_objective_by_its_definition() -> None:
         x, routed = layer(joined @ layer.projection.t(), replace(context, valid_T=known.flatten()))
         aux = aux + routed.aux
         streams.append(x)
-        norms.append(layer.norm)
+        norms.append(model.ahead_norms[str(config.num_layers + depth - 1)])
     for depth, (norm, stream) in enumerate(zip(norms, streams, strict=True)):
         logits = (norm(stream) @ head.t()).view(3, 6, -1).log_softmax(-1)
         for sequence in range(3):
