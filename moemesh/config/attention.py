@@ -66,6 +66,8 @@ class AttentionConfig(Section):
     qk_nope_head_dim: int = 0
     qk_rotary_head_dim: int = 0
     v_head_dim: int = 0
+    #: Epsilon of the norms of the latents, whatever that of the other norms is.
+    latent_norm_eps: float = 1e-6
 
     #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
@@ -126,6 +128,7 @@ class AttentionConfig(Section):
         "qk_nope_head_dim": COUNT,
         "qk_rotary_head_dim": COUNT,
         "v_head_dim": COUNT,
+        "latent_norm_eps": POSITIVE,
         "clip_qkv": NOT_NEGATIVE,
         "attention_multiplier": NOT_NEGATIVE,
         "sliding_window": COUNT,

@@ -142,8 +142,8 @@ class LatentAttention(nn.Module):
         self.output_bias = parameter_if(config.output_bias, hidden)
         self.sinks = parameter_if(config.attention_sinks, heads)
         if rank:
-            self.query_latent_norm = RMSNorm(rank, config.norm_eps)
-        self.key_value_latent_norm = RMSNorm(latent, config.norm_eps)
+            self.query_latent_norm = RMSNorm(rank, config.latent_norm_eps)
+        self.key_value_latent_norm = RMSNorm(latent, config.latent_norm_eps)
         self.boundary: Boundary = LocalBoundary()
         self.key_values: KeyValues = LocalKeyValues()
         self.memory: Memory = KeepAll()

@@ -2,7 +2,8 @@
 
 Latent attention with and without compressed queries, and each knob of grouped-query attention,
 under tensor parallelism (all three exits), pipelines with deferred weight gradients, slices,
-experts on several ranks and recomputation; with odd counts, padding, and ranks without a token.
+context parallelism, experts on several ranks and recomputation; with odd counts, padding, and ranks
+without a token.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ),
     ("latent", HALVES | {"schedule": "dualpipe", "microbatches": 4, "ep": 2, "dp": 2}, WHOLE),
     ("over_projection", HALVES | {"schedule": "zb_h2", "tp": 2, "recompute": "full"}, WHOLE),
+    # Context parallelism.
+    *((model, {"cp": 2, "tp": 2, "ep": 2, "context": "ring"}, WHOLE) for model in MODELS),
+    *((model, {"cp": 2, "tp": 2, "context": "all_gather"}, PADDED) for model in MODELS),
+    *((model, {"cp": 4, "ep": 2, "context": "all_to_all"}, WHOLE) for model in MODELS),
+    ("latent", {"cp": 2, "pp": 2, "schedule": "zb_h1", "microbatches": 2, "tp": 2}, WHOLE),
+    ("over_projection", {"cp": 2, "tp": 2, "dp": 2, "ep": 8, "recompute": "full"}, PADDED),
     # More ranks than tokens, and mixtures of axes.
     *((model, {"tp": 4, "ep": 2, "etp": 2}, LONELY) for model in MODELS),
     ("latent", {"tp": 2, "dp": 4, "ep": 8, "dispatcher": "all_gather"}, PADDED),
@@ -96,6 +103,7 @@ def one_device(model: str, shape: Shape, microbatches: int) -> Trained:
     "latent-tp=2-ep=2-dp=2-recompute=selective-padded",
     "latent-pp=2-microbatches=3-schedule=zb_h1-tp=2",
     "windows-pp=2-schedule=terapipe-slices=3-tp=2",
+    "latent_plain-cp=2-tp=2-ep=2-context=ring",
     "multiplied-tp=4-ep=2-etp=2-lonely",
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
