@@ -83,7 +83,7 @@ def test_names_of_other_trainers(name: str, key: str) -> None:
         ("train.per_device_train_batch_size", "data.global_batch / (plan.dp x plan.microbatches)"),
         ("train.min_lr", "train.final_lr_ratio is the last learning rate over train.lr"),
         ("train.lr_scheduler", "train.warmup_steps"),
-        ("model.max_position_embeddings", "data.seq_len is the length of a sequence"),
+        ("model.rope_scaling", "model.rope_factor and others"),
         ("plan.clip", "`clip` belongs to [train]: train.clip"),
         ("model.seq_len", "`seq_len` belongs to [data]"),
         ("train.path", "belongs to [model] and [data]: model.path or data.path"),

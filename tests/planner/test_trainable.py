@@ -17,12 +17,15 @@ from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search.command import NothingFits, plan_named, to_json
 from moemesh.train.preflight import untrainable
 
-MODELS = ["tiny", "llama3-8b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
+MODELS = [
+    "tiny", "llama3-8b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "deepseek-v2-lite",
+]  # fmt: skip
 CLUSTERS = ["dgx_h100", "dgx_a100", "laptop_cpu", "gb200_nvl72"]
-BATCHES = [(128, 32), (4096, 256), (65536, 1), (8192, 96), (1000, 7)]
+BATCHES = [(128, 32), (4096, 256), (32768, 1), (8192, 96), (1000, 7)]
 
 CASES = [
-    ("qwen3-30b-a3b", "gb200_nvl72", 65536, 1),  # more ranks in a node than key/value heads
+    ("qwen3-30b-a3b", "gb200_nvl72", 32768, 1),  # more ranks in a node than key/value heads
     ("qwen3-30b-a3b", "dgx_h100", 4096, 256),
     ("llama3-8b", "dgx_a100", 8192, 96),
     ("tiny", "laptop_cpu", 128, 32),

@@ -84,6 +84,7 @@ class ModelColumns:
     #: 1 for latent attention, its ranks and the width of the shared rotary key.
     latent: Number
     query_rank: Number
+    query_inner: Number
     kv_rank: Number
     rotary_dim: Number
     mlp_width: Number
@@ -255,6 +256,7 @@ def model_row(shape: ModelShape) -> ModelColumns:
         nope_dim=shape.qk_nope_head_dim if latent else shape.head_dim,
         latent=int(latent),
         query_rank=shape.q_lora_rank,
+        query_inner=shape.q_lora_rank or shape.hidden_size,
         kv_rank=shape.kv_lora_rank,
         rotary_dim=shape.qk_rotary_head_dim,
         mlp_width=shape.intermediate_size,

@@ -194,7 +194,7 @@ def attention_block(work: Workload) -> BlockTime:
     low = model.query_rank + model.kv_rank + model.rotary_dim
     latent = (
         product_seconds(work, u, low, hidden) / work.sequence_shards
-        + product_seconds(work, u, heads * query / t, maximum(model.query_rank, 1))
+        + product_seconds(work, u, heads * query / t, model.query_inner)
         + product_seconds(work, u, heads * (model.nope_dim + value) / t, maximum(model.kv_rank, 1))
     )
     plain_width = (heads * query + model.kv_heads * (query + value)) / t
@@ -205,7 +205,7 @@ def attention_block(work: Workload) -> BlockTime:
     weights = where(
         is_latent,
         hidden * low
-        + (model.query_rank * query + model.kv_rank * (model.nope_dim + value)) * heads / t,
+        + (model.query_inner * query + model.kv_rank * (model.nope_dim + value)) * heads / t,
         hidden * plain_width,
     )
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)

@@ -75,22 +75,26 @@ def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
     x = layout.etp
     expert_tensor = where((x > 1) & has, 2 * (x - 1) * rows / links.bandwidth(x, 1), 0)
     return LayerTransfers(
-        tensor=tensor * _exit_share(work),
+        tensor=tensor * _attention_share(work),
         context=context * constants.context_exposed,
         exchange=exchange * share,
         expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),
     )
 
 
-def _exit_share(work: Workload) -> Number:
-    """Tensor-parallel traffic of the attention's exit, over that of a reduce-scatter.
+def _attention_share(work: Workload) -> Number:
+    """Tensor-parallel traffic of a layer, over that of two blocks which the stream enters whole.
 
-    A layer enters and leaves two blocks, each a collective of (t-1)/t u h; the all-to-all moves
+    A layer enters and leaves two blocks, each a collective of (t-1)/t u h. Into latent attention go
+    its latents, r_q + r_kv + d_r wide in place of h; its exit, where it is an all-to-all, moves
     A/(h t) of one (A the attention's width).
     """
     model, layout = work.model, work.layout
+    latent = model.query_inner + model.kv_rank + model.rotary_dim
+    is_latent = (model.latent == 1) & (layout.sequence_parallel == 1)
+    entry = where(is_latent, latent / model.hidden, 1)
     moved = model.heads * model.value_dim / (model.hidden * layout.tp)
-    return where(layout.all_to_all_exit == 1, (3 + moved) / 4, 1)
+    return (2 + entry + where(layout.all_to_all_exit == 1, moved, 1)) / 4
 
 
 #: How sharply the longer of device and host wins: 1 adds them up, infinity is the maximum.

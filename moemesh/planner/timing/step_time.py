@@ -349,7 +349,7 @@ def compute_floor(
     heads = model.heads
     latent = (
         model.hidden * (model.query_rank + model.kv_rank + model.rotary_dim)
-        + (model.query_rank * model.query_dim) * heads
+        + (model.query_inner * model.query_dim) * heads
         + model.kv_rank * (model.nope_dim + model.value_dim) * heads
     )
     plain = model.hidden * (

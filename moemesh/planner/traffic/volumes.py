@@ -11,6 +11,7 @@ server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
 | TP | all-reduce 2 (t-1)/t u h w | 2 a block and microbatch; 3 with full recomputation |
 | TP + SP | all-gather or reduce-scatter (t-1)/t u h w | 4 a block and microbatch; 6 recomputed; |
 | | | 1 more where the input is gathered again |
+| entry of MLA | the same, r_q + r_kv + d_r wide in place of h | as TP + SP |
 | exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
 | CP ring | (c-1)/c 2 s b h_kv w / t, backward twice that | a layer and microbatch |
 | CP all_gather | the same gathered forward and again backward, dK and dV scattered | the same |
@@ -141,8 +142,9 @@ class _Volumes:
             return
         shared = self.moe if self.shape.shared_intermediate_size else 0
         mlps = self.layers - self.moe + shared
-        self._blocks("attention", self.layers * m, layout.attention_exit)
-        self._blocks("mlp", mlps * m, layout.mlp_exit)
+        entering = layout.tokens * self.shape.entering_width * layout.element_bytes
+        self._blocks("attention", self.layers * m, layout.attention_exit, entering)
+        self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
         ends = [("embedding", self.content.has_embedding), ("head", self.content.has_head)]
         for caller, here in ends:
             if not here:
@@ -161,24 +163,24 @@ class _Volumes:
             numbers = 3 * 4 * layout.tokens
             self._enter("tp", "all_reduce", "forward", "head.loss", m, numbers, layout.tp)
 
-    def _blocks(self, caller: str, count: float, exit_form: str) -> None:
-        """`count` blocks with a tensor-parallel entry and exit."""
+    def _blocks(self, caller: str, count: float, exit_form: str, entering: float) -> None:
+        """`count` blocks with a tensor-parallel entry of `entering` bytes and an exit."""
         layout, t, size = self.layout, self.layout.tp, self.stream
         passes = [("forward", count)] + ([("recompute", count)] if self.full else [])
         if not layout.sequence_parallel:
             for phase, number in passes:
                 self._enter("tp", "all_reduce", phase, f"{caller}.leave", number, size, t)
-            self._enter("tp", "all_reduce", "backward", f"{caller}.enter", count, size, t)
+            self._enter("tp", "all_reduce", "backward", f"{caller}.enter", count, entering, t)
             return
         enter, leave = f"{caller}.enter", f"{caller}.leave"
         for phase, number in passes:
-            self._enter("tp", "all_gather", phase, enter, number, size, t)
+            self._enter("tp", "all_gather", phase, enter, number, entering, t)
             if exit_form == "all_to_all":
                 heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
                 self._enter("tp", "all_to_all", phase, leave, number, heads, t)
             else:
                 self._enter("tp", exit_form, phase, leave, number, size, t)
-        self._enter("tp", layout.input_gradient, "backward", enter, count, size, t)
+        self._enter("tp", layout.input_gradient, "backward", enter, count, entering, t)
         if exit_form == "all_to_all":
             heads = layout.tokens * self.shape.output_width * layout.element_bytes / t
             self._enter("tp", "all_to_all", "backward", leave, count, heads, t)
