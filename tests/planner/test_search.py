@@ -111,20 +111,16 @@ def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> Non
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < small.candidates[0].seconds
 
 
-def test_what_cannot_be_trained_yet_is_said_and_can_be_left_out() -> None:
-    found = to_json(plan_named("tiny", "laptop_cpu", 128, 32))
-    assert any(row["not_trained"] for row in found["plans"])
-    for row in found["plans"]:
-        said = {setting.split(" = ")[0] for setting in row["not_trained"]}
-        keys = row["plan"]
-        assert said == ({"data"} if keys["data"] != "replicate" else set()) | (
-            {"cp"} if keys["cp"] > 1 else set()
-        )
-    rest = to_json(plan_named("tiny", "laptop_cpu", 128, 32, trainable=True))
-    assert [row["not_trained"] for row in rest["plans"]] == [[]] * len(rest["plans"])
-    assert rest["plans"][0]["seconds"] >= found["plans"][0]["seconds"]
-    untrained = to_json(plan_named("deepseek-v2-lite", "dgx_h100", 128, 32))
-    assert "attention = mla" in untrained["plans"][0]["not_trained"]
+def test_what_cannot_be_trained_is_said_and_can_be_left_out() -> None:
+    """A sequence longer than the positions of the model's RoPE."""
+    longer = ("qwen3-30b-a3b", "dgx_h100", 65536, 32)
+    for row in to_json(plan_named(*longer))["plans"]:
+        assert row["not_trained"][0].startswith("data.seq_len = 65536") and row["command"] is None
+    with pytest.raises(ConfigError) as caught:
+        plan_named(*longer, trainable=True)
+    assert "max_position_embeddings (40960)" in str(caught.value)
+    trained = to_json(plan_named("deepseek-v2-lite", "dgx_h100", 4096, 32, trainable=True))
+    assert [row["not_trained"] for row in trained["plans"]] == [[]] * len(trained["plans"])
 
 
 def test_the_train_command_gives_back_the_layout(tmp_path: object) -> None:

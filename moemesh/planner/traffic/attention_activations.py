@@ -15,7 +15,6 @@ values of d channels (of latent attention a of each, values of d_v):
 | a norm over all heads | the same: w d (2 a + k); 2 W | T |
 | either, where w < W | keys before it; over all heads, both as they are summed: W d (a + k) | T |
 | clipping | its copies of queries, and values behind it: w d (a + k) | T |
-| windows, sinks: output once more, in the order of heads | w d_v a | T |
 | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
 | exit all_to_all | own rows of all heads | T/N |
 """
@@ -27,12 +26,12 @@ from moemesh.config.plan import Plan
 
 
 def attention_kept(
-    model: ModelConfig, plan: Plan, layer: int, tokens: tuple[int, int], length: int, element: int
+    model: ModelConfig, plan: Plan, tokens: tuple[int, int], length: int, element: int
 ) -> float:
-    """Bytes of one forward of `layer`, without the norm in front of it; `tokens`: (all of the
+    """Bytes of one forward of a layer, without the norm in front of it; `tokens`: (all of the
     microbatch, rows of the stream here), `length` of a sequence or slice."""
     whole, local = tokens
-    block = _Block(model, plan, layer, element)
+    block = _Block(model, plan, element)
     found = block.latent(whole, local) if model.attention == "mla" else block.grouped(whole)
     found += whole * block.core()
     if element < 8:
@@ -44,13 +43,15 @@ def attention_kept(
 
 
 class _Block:
-    def __init__(self, model: ModelConfig, plan: Plan, layer: int, element: int) -> None:
+    def __init__(self, model: ModelConfig, plan: Plan, element: int) -> None:
         self.model, self.w, self.wide = model, element, max(element, 4)
         self.tp = plan.tp
         self.heads = model.num_heads / plan.tp
         self.keys = model.num_kv_heads / plan.tp
-        #: Not by the fused kernel for whole sequences.
-        self.is_tiled = bool(model.window(layer)) or model.attention_sinks or plan.num_slices > 1
+        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
+        self.is_padded = model.value_head_dim < model.query_head_dim and (
+            plan.cp == 1 or plan.context == "all_to_all"
+        )
 
     def core(self) -> float:
         """A token's output and log-sum-exp."""
@@ -58,14 +59,7 @@ class _Block:
         found = self.heads * (w * model.value_head_dim + self.wide)
         if self.is_padded:
             found += self.heads * w * model.query_head_dim
-        elif self.is_tiled:
-            found += self.heads * w * model.value_head_dim
         return found
-
-    @property
-    def is_padded(self) -> bool:
-        """The fused kernels of a CPU want one head size."""
-        return self.model.value_head_dim < self.model.query_head_dim
 
     def grouped(self, whole: int) -> float:
         model, w, heads, keys, size = (

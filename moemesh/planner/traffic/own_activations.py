@@ -117,7 +117,7 @@ class _Saved:
             found += 2 * length * self.model.rotary_dim * self.w * (whole > 0)
         for layer in layers:
             found += 2 * self._norm(local)
-            found += attention_kept(self.model, self.plan, layer, (whole, local), length, self.w)
+            found += attention_kept(self.model, self.plan, (whole, local), length, self.w)
             if not self.model.is_moe_layer(layer):
                 found += self._mlp(whole, self.model.intermediate_size, owns_input=True)
             else:
