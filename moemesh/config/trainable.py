@@ -97,21 +97,21 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of states that are sharded over data-parallel ranks."""
     plan = config.plan
-    if plan.data != "replicate":
-        clashes = {
-            "schedule": Clash(
-                plan.schedule in ASYNCHRONOUS_SCHEDULES,
-                "keeps older versions of whole weights, and an update would wait for all ranks",
-                "schedule = 1f1b",
-            )
-        }
-        if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
-            clashes["schedule"] = Clash(
-                True,
-                "defers weight gradients to a time when the weights that they read have been freed",
-                f"schedule = {DEFERRING_SCHEDULES[plan.schedule]}, or data = zero2",
-            )
-        yield from _clashes(plan, clashes, "plan.data", f"data = {plan.data}")
+    if plan.data not in ("zero2", "zero3"):
+        return
+    clash = Clash(
+        plan.schedule in ASYNCHRONOUS_SCHEDULES,
+        "keeps versions of whole weights, and of what they have given by then",
+        "schedule = 1f1b, or data = zero1",
+    )
+    if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
+        clash = Clash(
+            True,
+            "defers weight gradients to a time when the weights that they read have been freed",
+            f"schedule = {DEFERRING_SCHEDULES[plan.schedule]}, or data = zero2",
+        )
+    setting = f"data = {plan.data}"
+    yield from _clashes(plan, {"schedule": clash}, "plan.data", setting, "replicate")
 
 
 def _slices(config: RunConfig) -> Iterator[Problem]:
@@ -205,7 +205,11 @@ def _move_clashes(plan: Plan) -> dict[str, Clash]:
     }
 
 
-def _clashes(plan: Plan, clashes: dict[str, Clash], wanted: str, setting: str) -> Iterator[Problem]:
+def _clashes(
+    plan: Plan, clashes: dict[str, Clash], wanted: str, setting: str, default: object = 0
+) -> Iterator[Problem]:
+    """Problems of the plan's keys in `clashes` with the key `wanted`, whose `setting` is refused
+    beside them and whose `default` is not."""
     for name, clash in clashes.items():
         if clash.meets:
             value = getattr(plan, name)
@@ -214,6 +218,6 @@ def _clashes(plan: Plan, clashes: dict[str, Clash], wanted: str, setting: str) -
                 key=f"plan.{name}",
                 value=value,
                 message=f"{name} = {value} {clash.why}: it cannot be trained with {setting}",
-                fix=f"{clash.fix}, or {wanted.partition('.')[2]} = 0",
+                fix=f"{clash.fix}, or {wanted.partition('.')[2]} = {default}",
                 related=(wanted,),
             )

@@ -167,6 +167,7 @@ class Artifacts:
             rank=self.mesh.rank,
             dense_weights=reducer.weight_bytes(experts=False),
             expert_weights=reducer.weight_bytes(experts=True),
+            gathered_weights=reducer.gathered_bytes,
             weight_versions=self.weight_versions,
             gradients=reducer.gradient_bytes,
             optimizer=self.optimizer.num_state_bytes(),

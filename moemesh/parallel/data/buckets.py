@@ -148,6 +148,11 @@ class ReplicatedBucket:
         """Start to send updated weights to the ranks that need them."""
         return None
 
+    def renew(self) -> None:
+        """Give the weights new memory with the same content."""
+        for parameter in self.parameters:
+            parameter.data = parameter.detach().clone()
+
 
 class ShardedBucket(ReplicatedBucket):
     """Optimizer states are sharded: a rank updates its range and sends it to the others."""
@@ -189,7 +194,10 @@ class ShardedBucket(ReplicatedBucket):
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         flat = self.own_flat_weights()
-        return {name: nn.Parameter(flat[place]) for name, _, place in self.ranges(self.own)}
+        self._own_parts = {
+            name: nn.Parameter(flat[place]) for name, _, place in self.ranges(self.own)
+        }
+        return self._own_parts
 
     def own_flat_weights(self) -> Tensor:
         """This rank's range of the flat weights."""
@@ -223,6 +231,14 @@ class ShardedBucket(ReplicatedBucket):
             phase="backward",
             caller="gradients",
         )
+
+    def renew(self) -> None:
+        self.weights = self.weights.clone()
+        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+            parameter.data = view
+        flat = self.own_flat_weights()
+        for name, _, place in self.ranges(self.own):
+            self._own_parts[name].data = flat[place]
 
     def publish(self) -> Wait | None:
         wait = all_gather_start(
@@ -323,6 +339,11 @@ class GatheredBucket(ScatteredBucket):
 
     def publish(self) -> Wait | None:
         return None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that are here beside the own share."""
+        return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
 
     def start_gather(self, phase: str) -> None:
         """Start to gather the weights, unless they are here or on their way."""

@@ -163,6 +163,11 @@ class GradientReducer:
         if self.units is not None:
             self.units.free_all()
 
+    def renew(self) -> None:
+        """Give all weights new memory with the same content; who has saved them keeps the old."""
+        for bucket in self.buckets:
+            bucket.renew()
+
     def publish(self) -> None:
         """Send the updated weights to all ranks that need them; all ranks call."""
         works = [bucket.publish() for bucket in self.buckets]
@@ -193,6 +198,11 @@ class GradientReducer:
         others."""
         found = (bucket for bucket in self.buckets if (bucket.rule.axis == "edp") == experts)
         return sum(bucket.weight_bytes for bucket in found)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The most bytes of gathered weights that were here at once, own shares included."""
+        return 0 if self.units is None else self.units.most_bytes
 
     def _launch(self, *, only_full: bool) -> None:
         # Never out of order: every rank issues the same sequence.

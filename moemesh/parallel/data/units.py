@@ -39,8 +39,12 @@ class GatheredWeights:
     ) -> None:
         """`parts`: those that this rank runs; `tied`: the head reads the embedding's weights."""
         self._keeps = reshard == "step"
+        #: The most bytes of weights that were here, or on their way, at once: of buckets that are
+        #: shared by several ranks.
+        self.most_bytes = 0
+        self._all = list(buckets)
         by_unit: dict[str, list[GatheredBucket]] = {}
-        for bucket in buckets:
+        for bucket in self._all:
             assert bucket.rule.unit is not None
             by_unit.setdefault(bucket.rule.unit, []).append(bucket)
         self._buckets = by_unit
@@ -81,6 +85,8 @@ class GatheredWeights:
         # Weights on their way are read soon; those that are kept are here after the first time.
         for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
             bucket.start_gather(phase)
+        held = sum(bucket.gathered_bytes for bucket in self._all)
+        self.most_bytes = max(self.most_bytes, held)
 
     def _free(self, unit: str) -> None:
         for bucket in self._buckets[unit]:

@@ -97,7 +97,9 @@ class AsynchronousProgram:
         self.reducer, self.stream = reducer, stream
         self._recomputes = rule.kind == "newest" and backward == "recompute"
         in_place = rule.kind == "newest" and not self._recomputes
-        self.versions = WeightVersions(model, rule, reducer.accumulate, in_place=in_place)
+        self.versions = WeightVersions(
+            model, rule, reducer.accumulate, renew=reducer.renew, in_place=in_place
+        )
         self._parameters = list(model.parameters())
         self._dtype = self._parameters[0].dtype
         self._num_gradients = 0

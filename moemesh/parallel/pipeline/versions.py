@@ -36,19 +36,26 @@ class _Copy:
 class WeightVersions:
     """The versions of the parameters and buffers of `module`, from now on.
 
-    Gradients of whatever version go to `collect`. `in_place` (only under the rule ``newest``) keeps
-    one version in one place: what a forward has saved of the weights changes with them, and its
-    backward reads the weights of its own time.
+    Gradients of whatever version go to `collect`; ``renew()`` gives the parameters new memory with
+    the same content, and leaves the old one to their older versions. `in_place` (only under the
+    rule ``newest``) keeps one version in one place: what a forward has saved of the weights changes
+    with them, and its backward reads the weights of its own time.
     """
 
     def __init__(
-        self, module: nn.Module, rule: UpdateRule, collect: Collect, *, in_place: bool = False
+        self,
+        module: nn.Module,
+        rule: UpdateRule,
+        collect: Collect,
+        *,
+        renew: Callable[[], None],
+        in_place: bool = False,
     ) -> None:
         assert not in_place or rule.kind == "newest"
         self.rule, self.newest = rule, 0
         #: The most updates between a forward and the use of its gradient; the most copies alive.
         self.lag, self.most_copies = 0, 1
-        self._in_place, self._collect = in_place, collect
+        self._in_place, self._collect, self._renew = in_place, collect, renew
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
         self._own: dict[str, Tensor] = {}
         for prefix, owner in module.named_modules():
@@ -105,8 +112,10 @@ class WeightVersions:
             return
         if self._is_needed(self.newest - 1):
             # What forwards have saved keeps the old memory.
+            self._renew()
             for tensor in self._own.values():
-                tensor.data = tensor.detach().clone()
+                if not isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.detach().clone()
         step()
         self._copies[self.newest] = self._snapshot()
         self._drop_unused()
