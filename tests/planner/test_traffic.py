@@ -141,7 +141,8 @@ def test_pipeline() -> None:
 @pytest.mark.parametrize(
     ("context", "forward", "backward"),
     [
-        ("ring", 2 * 512 * 1024 * 2, 2),
+        # Gradients of bf16 keys travel in fp32.
+        ("ring", 2 * 512 * 1024 * 2, 3),
         ("all_gather", 2 * 512 * 1024 * 2, 2),
         ("all_to_all", 128 * (2 * 4096 + 2 * 1024) * 2, 1),
     ],
@@ -197,11 +198,17 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
         {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
         {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2},
         {"pp": 2, "tp": 2, "microbatches": 4},
+        {"cp": 4},
+        {"cp": 2, "context": "all_gather", "recompute": "full"},
+        {"cp": 2, "recompute": "selective", "microbatches": 2},
+        {"cp": 8, "context": "all_to_all"},
+        {"cp": 4, "pp": 2, "context": "all_to_all", "recompute": "selective", "microbatches": 2},
     ],
 )
 def test_closed_forms_and_exact_ledger(keys: dict[str, Any]) -> None:
     config, plan = ModelConfig(num_layers=4), Plan(**keys)
     batch: dict[str, Any] = {"seq_len": 64, "global_batch": 8}
+    names: set[str] = set()
     exact = predict_ledger(config, plan, dtype="float32", **batch)
     layout = from_plan(plan, config, dtype="float32", **batch)
     closed = volumes_ledger(from_model_config(config), layout, 0)
@@ -210,6 +217,8 @@ def test_closed_forms_and_exact_ledger(keys: dict[str, Any]) -> None:
             continue
         row = {"axis": entry.axis, "op": entry.op, "phase": entry.phase, "caller": entry.caller}
         assert exact.total(**row).wire_bytes == pytest.approx(entry.wire_bytes, rel=1e-3), row
+        names.add(entry.caller)
+    assert {e.caller for e in exact.entries() if e.axis == "cp"} <= names
 
 
 class TestMistakes:

@@ -13,9 +13,9 @@ server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
 | | | 1 more where the input is gathered again |
 | entry of MLA | the same, r_q + r_kv + d_r wide in place of h | as TP + SP |
 | exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
-| CP ring | (c-1)/c 2 s b h_kv w / t, backward twice that | a layer and microbatch |
-| CP all_gather | the same gathered forward and again backward, dK and dV scattered | the same |
-| CP all_to_all | (c-1)/c u (q + k + v + out) w / t | 1 + 1 a layer and microbatch |
+| CP ring | (c-1)/c 2 s b h_kv w / t, backward again and with max(w, 4) | a layer, microbatch |
+| CP all_gather | the same gathered forward and backward, dK and dV scattered | the same |
+| CP all_to_all | (c-1)/c u (q + r (k + v)), (c-1)/c u out, w / t; r copies of keys | 1 + 1 |
 | PP | u h w, / t with SP | 2 v m from an inner rank |
 | EP | (e-1)/e k (u/t) h w; fp8 dispatch 1 + 4/128 bytes | 4 an MoE layer and microbatch, 6 rec. |
 | ETP | (x-1) k (u/t) h w | as EP |
@@ -35,6 +35,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from moemesh.config.context import head_share
 from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
 from moemesh.planner.layout import PlannedLayout
@@ -201,22 +202,29 @@ class _Volumes:
         keys = shape.kv_width + _value_width(shape)
         whole = layout.microbatch * layout.seq_len * keys * width
         count = self.layers * self.m
-        again = 1 + self.full
+        again = self.full or "attention" in layout.recompute
+        forwards = ("forward", "recompute") if again else ("forward",)
         match layout.context:
             case "ring":
-                # c - 1 messages: keys and values, in the backward their gradients with them.
-                op, hops, block = "send_receive", count * (c - 1), whole / c
-                self._enter("cp", op, "forward", "attention", again * hops, block, c)
-                self._enter("cp", op, "backward", "attention", hops, 2 * block, c)
+                # In the backward gradients follow their keys and values, in fp32 at least.
+                hops, block = count * (c - 1), whole / c
+                for phase in (*forwards, "backward"):
+                    self._enter("cp", "send_receive", phase, "context.keys", hops, block, c)
+                block *= max(layout.element_bytes, 4) / layout.element_bytes
+                self._enter("cp", "send_receive", "backward", "context.gradients", hops, block, c)
             case "all_gather":
-                caller = "attention"
-                self._enter("cp", "all_gather", "forward", caller, again * count, whole, c)
-                self._enter("cp", "all_gather", "backward", caller, count, whole, c)
-                self._enter("cp", "reduce_scatter", "backward", caller, count, whole, c)
+                for phase in (*forwards, "backward"):
+                    self._enter("cp", "all_gather", phase, "context.keys", count, whole, c)
+                self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole, c)
             case "all_to_all":
-                moved = layout.tokens * (keys + shape.query_width + shape.output_width) * width
-                self._enter("cp", "all_to_all", "forward", "attention", again * count, moved, c)
-                self._enter("cp", "all_to_all", "backward", "attention", count, moved, c)
+                moved = shape.query_width + keys * _copies_of_keys(shape, layout)
+                moved *= layout.tokens * width
+                for phase in (*forwards, "backward"):
+                    self._enter("cp", "all_to_all", phase, "context.heads", count, moved, c)
+                moved = layout.tokens * shape.output_width * width
+                # The core of attention alone ends before its outputs leave.
+                for phase in (*(forwards if self.full else ("forward",)), "backward"):
+                    self._enter("cp", "all_to_all", phase, "context.positions", count, moved, c)
 
     # Experts.
 
@@ -356,6 +364,16 @@ class _Volumes:
 
 
 _DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
+
+
+def _copies_of_keys(shape: ModelShape, layout: PlannedLayout) -> float:
+    """To how many ranks of cp a key/value head goes where attention is spread by heads."""
+    heads = shape.num_heads // layout.tp
+    kv_heads = heads if shape.attention == "mla" else max(shape.num_kv_heads // layout.tp, 1)
+    if heads % layout.cp:
+        return 1.0
+    shares = (head_share(heads, kv_heads, layout.cp, index) for index in range(layout.cp))
+    return sum(len(share.keys) for share in shares) / kv_heads
 
 
 def _value_width(shape: ModelShape) -> int:
