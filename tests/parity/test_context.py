@@ -10,24 +10,29 @@ from typing import Any
 
 import pytest
 
+from tests.parity.test_attention import MODELS as KINDS
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
 from tests.parity.training import Shape, Trained, name_of, train
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2}
-DEEP: dict[str, dict[str, Any]] = {
-    scope: MODEL | LOSSES | {"aux_loss_scope": scope, "num_layers": 4}
-    for scope in ("sequence", "microbatch", "global")
-} | {
-    "grouped": MODELS["grouped"],
-    "sigmoid": MODELS["sigmoid"],
-    "dense": MODELS["dense"],
-    # One key/value head for all query heads; groups of two of which a rank has one and a half.
-    "one_kv_head": MODEL | {"num_kv_heads": 1},
-    "across": MODEL | {"num_heads": 12, "num_kv_heads": 6},
-    "expert_choice": MODEL | {"router_selection": "expert_choice"},
-    "sinkhorn": MODEL | {"router_selection": "sinkhorn", "capacity_factor": 1.0},
-    "capacity": MODEL | {"capacity_factor": 0.8, "capacity_policy": "probability"},
-}
+DEEP: dict[str, dict[str, Any]] = (
+    {
+        scope: MODEL | LOSSES | {"aux_loss_scope": scope, "num_layers": 4}
+        for scope in ("sequence", "microbatch", "global")
+    }
+    | {
+        "grouped": MODELS["grouped"],
+        "sigmoid": MODELS["sigmoid"],
+        "dense": MODELS["dense"],
+        # One key/value head for all query heads; groups of two of which a rank has one and a half.
+        "one_kv_head": MODEL | {"num_kv_heads": 1},
+        "across": MODEL | {"num_heads": 12, "num_kv_heads": 6},
+        "expert_choice": MODEL | {"router_selection": "expert_choice"},
+        "sinkhorn": MODEL | {"router_selection": "sinkhorn", "capacity_factor": 1.0},
+        "capacity": MODEL | {"capacity_factor": 0.8, "capacity_policy": "probability"},
+    }
+    | {name: KINDS[name] for name in ("latent", "latent_plain", "windows", "over_projection")}
+)
 CONTEXTS = ("ring", "all_gather", "all_to_all")
 ODD = Shape(global_batch=3, seq_len=13)
 PADDED = ODD._replace(padding=True)
@@ -83,6 +88,19 @@ CASES: list[Case] = [
     ("sequence", {"cp": 4, "ep": 4, "spare_slots": 1} | HEADS, PACKED),
     ("sequence", {"dp": 2, "cp": 2, "ep": 4, "dispatch_chunks": 2} | GATHER, LONELY),
     ("sigmoid", {"dp": 3, "cp": 2, "ep": 2, "microbatches": 2} | RING, ODD),
+    # Latent attention, windows, sinks, norms over all heads.
+    *(("latent", {"cp": 2, "tp": 2, "ep": 4, "context": name}, BOTH) for name in CONTEXTS),
+    *(("latent_plain", {"cp": 4, "context": name, "recompute": "full"}, ODD) for name in CONTEXTS),
+    *(("windows", {"cp": 4, "ep": 2, "context": name}, PACKED) for name in CONTEXTS),
+    ("windows", {"pp": 2, "cp": 2, "microbatches": 2, "schedule": "zb_h1"} | RING, BOTH),
+    ("over_projection", {"cp": 2, "tp": 2, "recompute": "selective"} | HEADS, ODD),
+    # States that are sharded over the ranks of dp and cp.
+    *(
+        ("grouped", {"cp": 2, "dp": 2, "ep": 4, "microbatches": 2, "data": data} | name, BOTH)
+        for data, name in (("zero1", HEADS), ("zero2", GATHER), ("zero3", RING), ("zero3", GATHER))
+    ),
+    ("latent", {"cp": 4, "ep": 4, "data": "zero3", "reshard": "step"} | RING, PACKED),
+    ("sequence", {"pp": 2, "cp": 2, "microbatches": 3, "data": "zero1"} | GATHER, ODD),
     # Activations computed again.
     *(
         ("sequence", {"cp": 2, "ep": 2, "recompute": recompute, "context": name}, PACKED)
@@ -113,6 +131,8 @@ def one_device(model: str, microbatches: int, shape: Shape) -> Trained:
     "microbatch-cp=2-context=ring-padded-packed",
     "global-cp=4-context=all_gather-packed",
     "across-cp=4-context=all_to_all",
+    "windows-cp=4-ep=2-context=all_gather-packed",
+    "latent-cp=2-tp=2-ep=4-context=ring-padded-packed",
     "sequence-cp=2-tp=2-ep=4-attention_exit=reduce_scatter-context=ring-padded-packed",
     "sequence-cp=2-ep=2-recompute=full-context=ring-packed",
     "sequence-pp=2-cp=2-microbatches=4-schedule=zb_h1-context=all_to_all-ep=2-padded-packed",
