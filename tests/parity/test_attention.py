@@ -46,6 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT
     | YARN
     | {"rope_mscale": 0.8, "rope_mscale_all_dim": 1.2, "output_bias": True, "qkv_bias": True},
+    # The shape of DeepSeek-V3: extra prediction layers, groups of experts, a selection bias.
+    "deepseek": LATENT
+    | YARN
+    | {"rope_mscale": 1.0, "rope_mscale_all_dim": 1.0, "num_mtp_layers": 1}
+    | {"router_score": "sigmoid", "router_selection_bias": True, "router_bias_rate": 0.05}
+    | {"router_groups": 4, "router_groups_kept": 2, "router_scale": 1.5},
     "latent_plain": LATENT | {"q_lora_rank": 0, "v_head_dim": 8, "attention_sinks": True},
     "windows": GROUPED | MIXED | {"attention_sinks": True, "qkv_bias": True, "output_bias": True},
     "over_projection": GROUPED
@@ -83,6 +89,12 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     *((model, {"cp": 4, "ep": 2, "context": "all_to_all"}, WHOLE) for model in MODELS),
     ("latent", {"cp": 2, "pp": 2, "schedule": "zb_h1", "microbatches": 2, "tp": 2}, WHOLE),
     ("over_projection", {"cp": 2, "tp": 2, "dp": 2, "ep": 8, "recompute": "full"}, PADDED),
+    # Sharded states.
+    ("latent", {"tp": 2, "dp": 2, "ep": 4, "data": "zero3", "microbatches": 2}, PADDED),
+    ("over_projection", {"dp": 4, "ep": 2, "data": "zero2"}, WHOLE),
+    ("windows", {"tp": 2, "dp": 2, "data": "zero3", "recompute": "selective"}, WHOLE),
+    ("deepseek", HALVES | {"dp": 2, "tp": 2, "ep": 4, "data": "zero1"}, PADDED),
+    ("deepseek", {"tp": 2, "cp": 2, "ep": 4, "data": "zero3", "context": "ring"}, WHOLE),
     # More ranks than tokens, and mixtures of axes.
     *((model, {"tp": 4, "ep": 2, "etp": 2}, LONELY) for model in MODELS),
     ("latent", {"tp": 2, "dp": 4, "ep": 8, "dispatcher": "all_gather"}, PADDED),

@@ -65,8 +65,7 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     for index in range(model.num_layers):
         yield from _layer(model, plan, index)
     for index in model.mtp_layers:
-        yield from _layer(model, plan, index)
-        yield from _ahead(model, index)
+        yield from _layer_ahead(model, plan, index)
     yield ParameterTensor(name="norm.weight", shape=(hidden,))
     for index in model.mtp_layers:
         yield ParameterTensor(name=f"ahead_norms.{index}.weight", shape=(hidden,))
@@ -152,10 +151,11 @@ def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[Paramete
             yield whole(leaf, size) if over_head else cut(leaf, number * size)
 
 
-def _ahead(model: ModelConfig, index: int) -> Iterator[ParameterTensor]:
-    """What an extra prediction layer has besides a layer."""
+def _layer_ahead(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
+    """An extra prediction layer: a layer, and what it has besides."""
     hidden, prefix = model.hidden_size, f"layers.{index}"
     yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
+    yield from _layer(model, plan, index)
     for norm in ("embedding_norm", "stream_norm"):
         yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
 
