@@ -41,6 +41,12 @@ AGAIN: list[Case] = [
     (LATENT, TWO | {"recompute": "full"}, "float32", 4),
     (OVER_ALL, TWO | {"recompute": "full"}, "float32", 4),
     (OVER_ALL, TWO | {"recompute": "selective"}, "float32", 4),
+    (
+        LATENT | {"num_mtp_layers": 1},
+        TWO | {"pp": 2, "microbatches": 2, "recompute": "full"},
+        "float32",
+        5,
+    ),
     (LATENT, {"tp": 2, "cp": 2, "ep": 2, "context": "ring"}, "bfloat16", 3),
     (LATENT | {"q_lora_rank": 0}, {"tp": 2, "cp": 2, "context": "all_gather"}, "float32", 3),
     (OVER_ALL, {"tp": 2, "cp": 2, "context": "all_to_all"}, "float32", 3),
