@@ -21,7 +21,7 @@ from moemesh.config.section import LARGEST_SIZE, Range
 from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
-from moemesh.config.trainable import TRAINABLE, TRAINABLE_MODELS
+from moemesh.config.trainable import TRAINABLE_MODELS
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
@@ -158,11 +158,6 @@ def legal_values(annotation: object, limits: Range | None) -> str:
 def trains(old: str) -> str:
     """What the configuration names and `moemesh train` refuses."""
     lines = ["| key | trains | named, refused |", "|---|---|---|"]
-    for name, values in TRAINABLE.items():
-        choices = choices_of(Plan.model_fields[name].annotation)
-        rest = [choice for choice in choices if choice not in values] or ["anything else"]
-        shown = [" ".join(f"`{value}`" for value in part) for part in (values, rest)]
-        lines.append(f"| `plan.{name}` | {shown[0]} | {shown[1] if choices else rest[0]} |")
     for name, (trained, _) in TRAINABLE_MODELS.items():
         choices = choices_of(ModelConfig.model_fields[name].annotation)
         rest = " ".join(f"`{choice}`" for choice in choices if choice != trained)

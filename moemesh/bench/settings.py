@@ -313,3 +313,45 @@ class ReplicasSettings(Settings):
                     f'--ranks "{self.ranks}": numbers such as 2,4 that divide {self.num_experts} '
                     "experts; one rank has nowhere to put a replica"
                 )
+
+
+#: Values of `plan.data` in the order of the table of `bench memory`; the first is the base.
+STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "parameter_server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings(Settings):
+    """A model of many layers on few tokens, so that model states are most of a rank's memory."""
+
+    ranks: Annotated[int, "Ranks, all data-parallel.", {"min": 2}] = 4
+    strategy: Annotated[str, "Values of plan.data with commas, or all."] = "all"
+    servers: Annotated[int, "Servers of parameter_server.", {"min": 1}] = 1
+    rounds: Annotated[int, "Timed steps of each.", {"min": 1}] = 7
+    dtype: Annotated[Literal["float32", "bfloat16"], "Of the weights."] = "float32"
+    layers: Annotated[int, "Layers.", {"min": 1}] = 12
+    hidden: Annotated[int, "Hidden size.", {"min": 8}] = 256
+    width: Annotated[int, "Width of an expert.", {"min": 1}] = 384
+    experts: Annotated[int, "Experts of a layer.", {"min": 2}] = 4
+    sequences: Annotated[int, "Sequences of a step.", {"min": 1}] = 4
+    seq_len: Annotated[int, "Tokens of a sequence.", {"min": 1}] = 32
+    microbatches: Annotated[int, "Microbatches of a step.", {"min": 1}] = 1
+    seed: int = 0
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The strategies, replicate first: the others are compared with it."""
+        named = names_in(self.strategy, STRATEGIES, "strategy")
+        return tuple(name for name in STRATEGIES if name in named or name == STRATEGIES[0])
+
+    def check(self) -> None:
+        if "parameter_server" in self.wanted and not 1 <= self.servers < self.ranks:
+            raise BenchError(
+                f"--servers ({self.servers}) must be fewer than --ranks ({self.ranks}): "
+                f"at most {self.ranks - 1}"
+            )
+        _divides("4 heads", 4, "hidden", self.hidden)
+        if self.sequences < self.ranks * self.microbatches:
+            least = self.ranks * self.microbatches
+            raise BenchError(
+                f"--sequences ({self.sequences}) must be at least ranks * microbatches ({least})"
+            )

@@ -188,5 +188,31 @@ def replicas_text(found: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
+def memory_text(found: dict[str, Any]) -> str:
+    """A row for each strategy: the rank with the most of everything."""
+    header = ("plan.data", "step ms", "ratio", "peak", "predicted", "ratio")
+    header += ("states", "predicted", "sent", "received")
+    rows = [
+        (
+            name,
+            _ms(row["seconds"]),
+            f"{row['seconds_ratio']:.2f}",
+            *(format_bytes(max(row[key])) for key in ("peak_bytes", "predicted_peak_bytes")),
+            f"{row['peak_ratio']:.2f}",
+            *(
+                format_bytes(max(row[key]))
+                for key in ("state_bytes", "predicted_state_bytes", "wire_bytes", "received_bytes")
+            ),
+        )
+        for name, row in found["strategies"].items()
+    ]
+    settings = found["settings"]
+    head = (
+        f"{found['parameters']:,} parameters, {settings['dtype']}, AdamW, {settings['ranks']} "
+        f"ranks, {settings['microbatches']} microbatch(es); the rank with the most of each"
+    )
+    return f"{head}\n{table(header, rows)}"
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"

@@ -1,4 +1,4 @@
-"""Verbs that measure: bench layer, links, dispatch, pipeline, partition, balance, replicas."""
+"""Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
@@ -16,6 +16,7 @@ from moemesh.bench.settings import (
     DispatchSettings,
     LayerSettings,
     LinksSettings,
+    MemorySettings,
     PipelineSettings,
     ReplicasSettings,
     described,
@@ -151,3 +152,23 @@ def bench_replicas(
     from moemesh.cli.bench_text import replicas_text
 
     _print(replicas.run(settings, found), replicas_text, as_json, out)
+
+
+@bench_app.command("memory", short_help="Every plan.data: memory, traffic, time.")
+@options_from(MemorySettings)
+def bench_memory(
+    settings: MemorySettings,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    found: FoundFile = None,
+) -> None:
+    """Compare replicate, ZeRO 1 to 3 and a parameter server, in turns in one run.
+
+    Peak and state bytes of a rank stand beside the predicted ones. Example:
+
+        moemesh bench memory --rounds 15
+    """
+    from moemesh.bench import memory
+    from moemesh.cli.bench_text import memory_text
+
+    _print(memory.run(settings, found), memory_text, as_json, out)

@@ -4,11 +4,12 @@ A bucket joins parameters whose gradients are summed over the same axis, whose w
 dtype, and which two pipeline ranks hold both or not. Parameters come in reversed order, because the
 backward reaches the last layers first; a bucket is closed when it is large enough. A bucket of n
 numbers is one flat vector: where states are sharded, rank i of the N ranks that share them owns
-``shard_range(n, N, i)`` of it.
+``shard_range(n, N, i)`` of it (:func:`owned_sizes`; of a parameter server those that serve).
 
 | plan.data | a bucket ends | because |
 |---|---|---|
-| replicate, zero1, parameter_server | at 25 MiB of gradients | few operations, which start early |
+| replicate, zero1 | at 25 MiB of gradients | few operations, which start early |
+| parameter_server | at 4 MiB | a server receives a copy of it from every rank at once |
 | zero2 | also at the border of a stage | the backward of a stage fills and empties it |
 | zero3 | at the border of a unit, whatever its size | a unit is gathered before it is used |
 
@@ -20,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moemesh.config.layout import shard_range
+from moemesh.config.layout import shard_sizes
 
 #: Bytes of one bucket of gradients: large enough for bandwidth, small enough to start early.
 BUCKET_BYTES = 25 << 20
+#: The same where one rank receives the bucket from all others at once.
+SERVED_BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +81,11 @@ class Bucket:
     def numbers(self) -> int:
         return sum(member.numbers for member in self.members)
 
-    def own(self, shards: int, index: int) -> range:
-        """The numbers that rank `index` of `shards` ranks owns."""
-        return shard_range(self.numbers, shards, index)
+
+def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:
+    """How many numbers of a flat vector each of `ranks` ranks owns: equal parts for the first
+    `owners` (`Plan.owners`), one after the other, none for the rest."""
+    return shard_sizes(numbers, owners) + (0,) * (ranks - owners)
 
 
 def unit_of(name: str) -> str:
@@ -92,10 +97,12 @@ def unit_of(name: str) -> str:
 
 
 def buckets(
-    members: Sequence[Member], data: str, bucket_bytes: int = BUCKET_BYTES
+    members: Sequence[Member], data: str, bucket_bytes: int | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
-    them; `members` in the model's order."""
+    them; `members` in the model's order. `bucket_bytes` None: the size that fits `data`."""
+    if bucket_bytes is None:
+        bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
     units = data == "zero3"
     stages = data in ("zero2", "zero3")
     found: list[list[tuple[int, Member]]] = []

@@ -183,6 +183,13 @@ class Plan(Section):
         """Slices into which a sequence is cut on its way through the pipeline."""
         return (self.slices or self.pp) if self.schedule == "terapipe" else self.slices or 1
 
+    def owners(self, axis: str, ranks: int) -> int:
+        """Of the `ranks` ranks over which gradients of `axis` are summed, those that own a part of
+        the sharded states: the first so many. With servers, the same ranks in dp_cp and stage."""
+        if self.data != "parameter_server":
+            return ranks
+        return min(self.servers * (self.tp if axis == "stage" else 1), ranks)
+
     @property
     def num_update_microbatches(self) -> int:
         """Microbatches whose gradients make one update of an asynchronous schedule."""

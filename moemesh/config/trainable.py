@@ -14,12 +14,8 @@ from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 
-#: Values of plan keys that `moemesh train` carries out; the others are planned, not trained.
-TRAINABLE: dict[str, tuple[object, ...]] = {
-    "data": ("replicate", "zero1", "zero2", "zero3"),
-}
-
-#: The same of model keys, with what the others mean.
+#: Values of model keys that `moemesh train` carries out, with what the others mean: those are
+#: planned, not trained.
 TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
     "shared_gate": (False, "a gate of the shared experts"),
     "expert_bias": (False, "biases of experts"),
@@ -50,27 +46,12 @@ class Clash(NamedTuple):
 def refusals(config: RunConfig) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
     return [
-        *_keys(config),
         *_sharded_states(config),
         *_experts_that_move(config),
         *_slices(config),
         *_context(config),
         *_model(config),
     ]
-
-
-def _keys(config: RunConfig) -> Iterator[Problem]:
-    for name, values in TRAINABLE.items():
-        value = getattr(config.plan, name)
-        if value not in values:
-            names = " or ".join(str(known) for known in values)
-            yield Problem(
-                code="not-available",
-                key=f"plan.{name}",
-                value=value,
-                message=f"{name} = {value} cannot be trained by this version",
-                fix=f"{name} = {names}",
-            )
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:

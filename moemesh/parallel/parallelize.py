@@ -118,6 +118,7 @@ def parallelize(
         [(name, parameter, where[name]) for name, parameter in model.named_parameters()],
         mesh,
         data=plan.data,
+        owners=plan.owners,
         exact=plan.combine == "exact",
         stages=stages_of(model, held),
     )

@@ -28,6 +28,7 @@ from moemesh.train.alarms import LoadAlarms
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.simulated_timeline import simulated
+from moemesh.train.states import state_bytes
 from moemesh.train.step import StepResult
 
 #: So many steps in a row without a finite gradient end a run: the weights cannot recover.
@@ -162,15 +163,10 @@ class Artifacts:
         page.write(self.folder.path)
 
     def _memory(self) -> MemoryProfile:
-        reducer = self.parallel.reducer
         return MemoryProfile(
             rank=self.mesh.rank,
-            dense_weights=reducer.weight_bytes(experts=False),
-            expert_weights=reducer.weight_bytes(experts=True),
-            gathered_weights=reducer.gathered_bytes,
+            **state_bytes(self.parallel, self.optimizer),
             weight_versions=self.weight_versions,
-            gradients=reducer.gradient_bytes,
-            optimizer=self.optimizer.num_state_bytes(),
             snapshots=self.snapshots,
             activations=self._activations,
             peak=_peak_bytes(self.mesh.device),

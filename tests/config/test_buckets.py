@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.config.buckets import Member, buckets, unit_of
+from moemesh.config.buckets import Member, buckets, owned_sizes, unit_of
 
 
 def member(
@@ -59,11 +59,12 @@ def test_members_of_several_stages_have_a_bucket_of_their_own() -> None:
     assert [bucket.stages for bucket in found if bucket.members[-1] is tied] == [(0, 1)]
 
 
-@pytest.mark.parametrize("shards", [1, 3, 30])
-def test_every_number_has_one_owner(shards: int) -> None:
+@pytest.mark.parametrize(("ranks", "owners"), [(1, 1), (3, 3), (30, 30), (4, 1), (5, 2)])
+def test_every_number_has_one_owner(ranks: int, owners: int) -> None:
     for bucket in buckets(MODEL, "zero1"):
-        owned = [bucket.own(shards, index) for index in range(shards)]
-        assert [number for own in owned for number in own] == list(range(bucket.numbers))
+        sizes = owned_sizes(bucket.numbers, ranks, owners)
+        assert len(sizes) == ranks and sum(sizes) == bucket.numbers
+        assert max(sizes) - min(sizes[:owners]) <= 1 and not any(sizes[owners:])
 
 
 def test_units() -> None:

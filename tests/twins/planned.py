@@ -26,6 +26,7 @@ from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.post_validated import PostValidation
+from moemesh.train.states import state_bytes
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.stream import StreamRecorder, TrainingStream
 from tests.parity.training import Shape, microbatches
@@ -70,7 +71,7 @@ def step_on_rank(
     return {
         "ledger": mesh.ledger.rows(),
         "choices": choices,
-        "memory": memory_of(parallel, optimizer) | {"activations": saved.peak_bytes},
+        "memory": state_bytes(parallel, optimizer) | {"activations": saved.peak_bytes},
     }
 
 
@@ -171,17 +172,6 @@ def choices_of(
                 if all((layer, token) in chosen for token in local):
                     found[rank, number, layer] = [chosen[layer, token] for token in local]
     return found
-
-
-def memory_of(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer, as a run's memory.json counts them."""
-    reducer = parallel.reducer
-    return {
-        "dense_weights": reducer.weight_bytes(experts=False),
-        "expert_weights": reducer.weight_bytes(experts=True),
-        "gradients": reducer.gradient_bytes,
-        "optimizer": optimizer.num_state_bytes(),
-    }
 
 
 def measure(

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | :class:`ReplicatedBucket` | all | all | all_reduce |
 | :class:`ShardedBucket` (zero1) | all | all | reduce_scatter; all_gather of the updated weights |
+| the same (parameter_server) | all | all | the same, between all ranks and those that serve |
 | :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter behind every backward |
 | :class:`GatheredBucket` (zero3) | own | own | as zero2, but all_gather of the weights before use |
 
@@ -26,8 +27,7 @@ from moemesh.comm.transfers import (
     all_reduce_in_tree_,
     reduce_scatter_start,
 )
-from moemesh.config.buckets import Bucket
-from moemesh.config.layout import shard_sizes
+from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.parallel.data.ownership import OwnRange
 
 #: Waits for an exchange that has been started.
@@ -38,10 +38,17 @@ class ReplicatedBucket:
     """Every rank keeps all of it, and all-reduces the gradients once a step."""
 
     def __init__(
-        self, rule: Bucket, parameters: Sequence[nn.Parameter], mesh: Mesh, *, exact: bool
+        self,
+        rule: Bucket,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        owners: int,
+        exact: bool,
     ) -> None:
+        """`owners`: of the ranks of the axis, the first so many own a part of sharded states."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
-        self.axis = mesh[rule.axis]
+        self.axis, self.owners = mesh[rule.axis], owners
         self.in_tree = exact and rule.axis == "edp"
         #: Members whose last gradient before the next sum over ranks has not come.
         self.waiting = 0
@@ -158,8 +165,8 @@ class ShardedBucket(ReplicatedBucket):
     """Optimizer states are sharded: a rank updates its range and sends it to the others."""
 
     def allocate(self) -> None:
-        self.sizes = list(shard_sizes(self.rule.numbers, self.axis.size))
-        self.own = self.rule.own(self.axis.size, self.axis.index)
+        self.sizes = owned_sizes(self.rule.numbers, self.axis.size, self.owners)
+        self.own = self._range(self.axis.index)
         self._work: Wait | None = None
         self.allocate_gradients()
         self.weights = torch.empty(
@@ -172,6 +179,11 @@ class ShardedBucket(ReplicatedBucket):
         """Make the memory of gradients."""
         self.total = torch.zeros(self.rule.numbers, dtype=self.dtype, device=self.device)
         self._views = dict(zip(self.parameters, self.views(self.total), strict=True))
+
+    def _range(self, index: int) -> range:
+        """The numbers that rank `index` of the axis owns."""
+        start = sum(self.sizes[:index])
+        return range(start, start + self.sizes[index])
 
     def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
         """(name, numbers of its flattened local tensor, place in the range `own`) of each member
@@ -209,7 +221,7 @@ class ShardedBucket(ReplicatedBucket):
     def whole(self, name: str, part: Tensor) -> Tensor:
         sizes: list[int] = []
         for index in range(self.axis.size):
-            own = self.rule.own(self.axis.size, index)
+            own = self._range(index)
             sizes.append(sum(len(r) for other, r, _ in self.ranges(own) if other == name))
         wait = all_gather_start(
             part.view(-1), self.axis, sizes, phase="optimizer", caller="moe.homes"
@@ -388,4 +400,6 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
     "zero1": ShardedBucket,
     "zero2": ScatteredBucket,
     "zero3": GatheredBucket,
+    # The same, but all ranges belong to a few ranks: gradients are pushed there, weights come back.
+    "parameter_server": ShardedBucket,
 }

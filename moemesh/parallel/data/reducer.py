@@ -11,13 +11,13 @@ order of the list, which is the same on every rank. What two pipeline ranks hold
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.buckets import BUCKET_BYTES, Member, buckets
+from moemesh.config.buckets import Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import BUCKETS, ReplicatedBucket
 from moemesh.parallel.data.ownership import OwnRange
@@ -49,9 +49,10 @@ class GradientReducer:
         self,
         parameters: Sequence[tuple[str, nn.Parameter, Placement]],
         mesh: Mesh,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         *,
         data: DataStrategy = "replicate",
+        owners: Callable[[str, int], int] = lambda axis, ranks: ranks,
         exact: bool = False,
         stages: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -70,7 +71,13 @@ class GradientReducer:
         ]
         named = {name: parameter for name, parameter, _ in parameters}
         self.buckets = [
-            BUCKETS[data](rule, [named[member.name] for member in rule.members], mesh, exact=exact)
+            BUCKETS[data](
+                rule,
+                [named[member.name] for member in rule.members],
+                mesh,
+                owners=owners(rule.axis, mesh[rule.axis].size),
+                exact=exact,
+            )
             for rule in buckets(members, data, bucket_bytes)
         ]
         self._home: dict[nn.Parameter, ReplicatedBucket] = {}

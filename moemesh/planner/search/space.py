@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
 from moemesh.config.section import divisors
-from moemesh.config.trainable import TRAINABLE
-from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision
+from moemesh.planner.layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
 from moemesh.planner.timing.columns import LayoutColumns, layout_row
@@ -148,9 +147,6 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             if not len(allowed):
                 continue
             for zero in space.zero:
-                if not _carried_out(space, "data", DATA[zero]):
-                    rejected["ZeRO is not trained"] += len(allowed) * len(space.recompute)
-                    continue
                 # Nothing to shard where no rank holds the same weights.
                 own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
                 if zero >= 2 and pp > 1:
@@ -171,11 +167,6 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                                 attention_exit=attention_exit,
                                 columns=own,
                             )
-
-
-def _carried_out(space: Space, key: str, value: object) -> bool:
-    """Whether the space has this value of a plan key: all, or those that are trained."""
-    return not space.trainable or value in TRAINABLE.get(key, (value,))
 
 
 def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:
@@ -214,9 +205,6 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
         for cp in divisors(stage // tp):
             if cp > space.largest_context or space.seq_len % cp:
                 rejected["cp beyond its limit"] += 1
-                continue
-            if not _carried_out(space, "cp", cp):
-                rejected["cp is not trained"] += 1
                 continue
             dp = stage // (tp * cp)
             if space.global_batch % dp:

@@ -19,8 +19,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.config.layout import Layout
-from moemesh.planner.traffic.tensors import StagePlacement
+from moemesh.config.plan import Plan
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.planner.traffic.tensors import StagePlacement, data_buckets
 from moemesh.schedule.closed_forms import FORMS, Numbers, Times
 
 #: Bytes of one number of a router's selection bias, in any run.
@@ -49,26 +52,37 @@ def predict_states(
     rank: int = 0,
 ) -> States:
     """What `rank` holds of the model, `element` bytes a weight; `momentum` is that of SGD."""
-    wide, pp_rank = max(element, 4), layout.coordinates(rank)["pp"]
+    plan, pp_rank = placement.plan, layout.coordinates(rank)["pp"]
     kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}
-    numbers = masters = 0
-    for tensor in placement.held(pp_rank):
-        local, own = tensor.local_elements(layout, rank), tensor.weight_bytes(element)
-        weights[tensor.is_expert] += local * own
-        numbers += local
-        masters += local * wide if own < wide else 0
-    moments, biases = kinds * numbers * wide, _bias_bytes(placement, pp_rank)
-    is_undone = placement.plan.optimizer_validation == "after" and placement.schedule.update is None
+    gradients = masters = moments = updated = 0
+    for bucket in data_buckets(placement, layout, rank, element):
+        wide, own = bucket.gradient_bytes, owned(plan, layout, rank, bucket)
+        weights[bucket.axis == "edp"] += bucket.numbers * bucket.weight_bytes
+        gradients += bucket.numbers * wide
+        masters += own * wide if bucket.weight_bytes < wide else 0
+        moments += kinds * own * wide
+        # A weight that is its own master is copied as one.
+        updated += own * wide
+    biases = _bias_bytes(placement, pp_rank)
+    is_undone = plan.optimizer_validation == "after" and placement.schedule.update is None
     return States(
         dense_weights=weights[False],
         expert_weights=weights[True],
-        gradients=numbers * wide,
+        gradients=gradients,
         optimizer=masters + moments,
         weight_versions=(_versions(placement, pp_rank) - 1) * (sum(weights.values()) + biases),
-        # A weight that is its own master is copied as one.
-        snapshots=numbers * wide + moments + biases if is_undone else 0,
+        snapshots=updated + moments + biases if is_undone else 0,
     )
+
+
+def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> int:
+    """Numbers of `bucket` whose masters and moments `rank` keeps."""
+    if plan.data == "replicate":
+        return bucket.numbers
+    ranks = members(layout, bucket.axis, rank)
+    sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
+    return sizes[ranks.index(rank)]
 
 
 def _bias_bytes(placement: StagePlacement, pp_rank: int) -> int:

@@ -15,6 +15,7 @@ clipped behind an early update) runs its warm-up twice: that is not in it.
 
 from __future__ import annotations
 
+from moemesh.config.buckets import owned_sizes
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, data_buckets
@@ -60,11 +61,23 @@ class StepEnd:
         self.lines.all_reduce("dp_cp", numbers, _INT64, "forward", "step.counts", times)
 
     def _gradients(self, times: int = 1) -> None:
-        for bucket in data_buckets(self.placement, self.layout, self.lines.rank, self.element):
-            axes = (bucket.axis, "mirror") if bucket.mirrored else (bucket.axis,)
-            for axis in axes:
-                size = bucket.gradient_bytes
-                self.lines.all_reduce(axis, bucket.numbers, size, "backward", "gradients", times)
+        """Sums of gradients and, where their owners alone update, the weights that they send."""
+        lines, plan = self.lines, self.plan
+        for bucket in data_buckets(self.placement, self.layout, lines.rank, self.element):
+            axis, size = bucket.axis, bucket.gradient_bytes
+            own = bucket.numbers
+            if plan.data == "replicate":
+                lines.all_reduce(axis, own, size, "backward", "gradients", times)
+            else:
+                ranks = lines.size(axis)
+                sizes = owned_sizes(own, ranks, plan.owners(axis, ranks))
+                own = sizes[lines.index(axis)]
+                gradients = [float(numbers * size) for numbers in sizes]
+                weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
+                lines.reduce_scatter(axis, gradients, "backward", "gradients", times)
+                lines.all_gather(axis, weights, "optimizer", "weights", times)
+            if bucket.mirrored:
+                lines.all_reduce("mirror", own, size, "backward", "gradients", times)
 
     def _squares(self, tensors: list[ParameterTensor]) -> int:
         return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in tensors)
