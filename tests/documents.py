@@ -44,6 +44,8 @@ DOCUMENTS = (
     "docs/dispatchers.md",
     "docs/schedules.md",
     "docs/planner.md",
+    "docs/models.md",
+    "docs/huggingface.md",
     "docs/balancing.md",
     "docs/log.md",
 )

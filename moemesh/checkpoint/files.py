@@ -58,9 +58,14 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes `path` anew by temporary file and rename: a reader sees the old or the new content."""
+    replace_by(path, [content])
+
+
+def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """As :func:`replace_file`, for content that comes in parts."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    write_file(temporary, [content])
+    write_file(temporary, chunks)
     os.replace(temporary, path)
     sync_folder(path.parent)
 

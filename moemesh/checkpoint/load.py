@@ -6,8 +6,6 @@ sizes and headers, digests; only then is anything read, and nothing is ever unpi
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +24,7 @@ from moemesh.checkpoint.files import (
     list_names,
     read_start,
 )
+from moemesh.checkpoint.header import Deferred, HeaderEntry, read_header
 from moemesh.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -35,21 +34,25 @@ from moemesh.checkpoint.manifest import (
     decode,
 )
 
-#: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
-HEADER_LIMIT = 32 << 20
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
     """The rectangle ``offset .. offset + tensor.shape`` of the logical tensor `name` of `shape`.
 
-    Exactly one rank holds each element; replicas are saved by one of their holders only.
+    Exactly one rank holds each element; replicas are saved by one of their holders only. To be
+    saved, the tensor may be one of the meta device that `make` gives numbers when it is written.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: torch.Tensor
+    make: Callable[[], torch.Tensor] | None = None
+
+    def deferred(self) -> Deferred:
+        """The numbers, for a file."""
+        make = self.make or (lambda: self.tensor)
+        return Deferred(self.tensor.dtype, tuple(self.tensor.shape), make)
 
 
 class Checkpoint:
@@ -238,14 +241,11 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path / missing[0]}: missing ({len(missing)} files are)")
     if extra := sorted(present - expected):
         raise CheckpointError(f"{path / extra[0]}: does not belong to this checkpoint")
-    slices: dict[str, dict[str, dict[str, object]]] = {name: {} for name in manifest.files}
+    slices: dict[str, dict[str, HeaderEntry]] = {name: {} for name in manifest.files}
     for entry in manifest.tensors.values():
         for piece in entry.slices:
-            slices[piece.file][piece.key] = {
-                "dtype": DTYPES[entry.dtype],
-                "shape": list(piece.shape),
-                "bytes": prod(piece.shape) * getattr(torch, entry.dtype).itemsize,
-            }
+            size = prod(piece.shape) * getattr(torch, entry.dtype).itemsize
+            slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
     for name, file in manifest.files.items():
         size = file_size(path / name)
         if size != file.size:
@@ -254,28 +254,9 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         _check_header(path / name, size, slices[name])
 
 
-def _check_header(path: Path, size: int, slices: dict[str, dict[str, object]]) -> None:
-    """A bounded safetensors header that names exactly `slices`, one after the other, no gap."""
-    start = read_start(path, 8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise CheckpointError(f"{path}: header of {length} bytes; the limit is {HEADER_LIMIT}")
-    try:
-        header = json.loads(read_start(path, 8 + length)[8:])
-        found = {
-            key: {
-                "dtype": value["dtype"],
-                "shape": value["shape"],
-                "bytes": value["data_offsets"][1] - value["data_offsets"][0],
-            }
-            for key, value in header.items()
-        }
-        ranges = sorted(tuple(value["data_offsets"]) for value in header.values())
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header is damaged ({error})") from error
-    ends = [0, *(end for _, end in ranges)]
-    if [begin for begin, _ in ranges] != ends[:-1] or ends[-1] != size - 8 - length:
-        raise CheckpointError(f"{path}: the header's tensors do not fill the file")
+def _check_header(path: Path, size: int, slices: dict[str, HeaderEntry]) -> None:
+    """A header that names exactly `slices`."""
+    found = read_header(path, size)
     if found != slices:
         wrong = sorted(key for key in {*found, *slices} if found.get(key) != slices.get(key))
         raise CheckpointError(f"{path}: the header disagrees with the manifest about {wrong[0]}")

@@ -18,13 +18,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import struct
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from moemesh.checkpoint.files import (
     COMMITTED,
@@ -40,8 +37,8 @@ from moemesh.checkpoint.files import (
     sync_folder,
     write_file,
 )
+from moemesh.checkpoint.header import safetensors_bytes
 from moemesh.checkpoint.load import (
-    HEADER_LIMIT,
     Checkpoint,
     Shard,
     candidates,
@@ -221,8 +218,9 @@ def _write(temporary: Path, rank: int, keyed: dict[str, Shard]) -> dict[str, Any
     }
     if not filled:
         return report
+    tensors = {key: shard.deferred() for key, shard in filled.items()}
     try:
-        size, digest = write_file(temporary / name, _safetensors(filled))
+        size, digest = write_file(temporary / name, safetensors_bytes(tensors))
         sync_folder(temporary)
     except OSError as error:
         needed = sum(shard.tensor.nbytes for shard in filled.values())
@@ -234,33 +232,6 @@ def _write(temporary: Path, rank: int, keyed: dict[str, Shard]) -> dict[str, Any
             hint = ": is the checkpoint folder on a file system that all ranks share?"
         raise CheckpointError(f"{temporary / name}: {error.strerror}{hint}") from error
     return {**report, "file": {"size": size, "digest": digest}}
-
-
-def _safetensors(keyed: dict[str, Shard]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor in host memory at a time.
-
-    Format: little-endian uint64 length, JSON header padded to 8 bytes by spaces, row-major tensors.
-    Tensors of wide elements come first, so that each starts at a multiple of its element size.
-    """
-    ordered = sorted(keyed.items(), key=lambda item: (-item[1].tensor.element_size(), item[0]))
-    header: dict[str, object] = {}
-    end = 0
-    for key, shard in ordered:
-        start, end = end, end + shard.tensor.numel() * shard.tensor.element_size()
-        header[key] = {
-            "dtype": DTYPES[_dtype(shard)],
-            "shape": list(shard.tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"{len(header)} slices on one rank exceed the header limit")
-    yield struct.pack("<Q", len(text)) + text
-    for _, shard in ordered:
-        yield memoryview(
-            shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        )
 
 
 def _commit(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, independent
+from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import DEFAULT_PRESET, RunConfig
@@ -77,8 +78,11 @@ def load_run(
     chosen = merge(given)
     preset, path, broken, choice_problems = _choose_model(chosen)
     problems += choice_problems
-    leaves = merge([read_preset(preset), *given])
-    if PRESET_KEY in broken:
+    is_folder = path is not None and PRESET_KEY not in broken
+    base = read_folder(Path(path)) if is_folder else read_preset(preset)
+    problems += base.problems
+    leaves = merge([base, *given])
+    if PRESET_KEY in broken or base.problems:
         # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
 
@@ -87,19 +91,37 @@ def load_run(
         sections[name], section_problems = build_section(SECTIONS[name], leaves)
         problems += section_problems
         broken |= {problem.key for problem in section_problems}
-    config = RunConfig(
-        model=cast("ModelConfig", sections["model"]),
-        plan=cast("Plan", sections["plan"]),
-        data=cast("DataConfig", sections["data"]),
-        train=cast("TrainConfig", sections["train"]),
-        model_preset=preset,
-        model_path=path,
-    )
+    config = _run_config(sections, preset, path)
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
     if problems:
         raise ConfigError(problems)
     return Resolved(config=config, origins=origins)
+
+
+def load_recorded(
+    path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
+) -> RunConfig:
+    """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
+    with `overrides`: every key is there, so neither presets nor the folder that the run started
+    from are read again.
+
+    Raises ConfigError with every problem found.
+    """
+    source, given = read_file(path), read_overrides(overrides)
+    problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
+    kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
+    leaves = kept | given.leaves
+    names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
+    preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
+    built: dict[str, Section] = {}
+    for name in SECTIONS:
+        built[name], wrong = build_section(SECTIONS[name], leaves)
+        problems += wrong
+    config = _run_config(built, preset or DEFAULT_PRESET, folder)
+    if problems := problems or config.check():
+        raise ConfigError(problems)
+    return config
 
 
 def resolved_toml(config: RunConfig) -> str:
@@ -126,6 +148,17 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
         }
         found[name] = {**source, **fields} if name == "model" else fields
     return found
+
+
+def _run_config(sections: Mapping[str, Section], preset: str, path: str | None) -> RunConfig:
+    return RunConfig(
+        model=cast("ModelConfig", sections["model"]),
+        plan=cast("Plan", sections["plan"]),
+        data=cast("DataConfig", sections["data"]),
+        train=cast("TrainConfig", sections["train"]),
+        model_preset=preset,
+        model_path=path,
+    )
 
 
 def _unknown_keys(sources: Sequence[Source]) -> list[Problem]:

@@ -17,8 +17,7 @@ DEFAULT_PRESET = "tiny"
 class RunConfig:
     """Everything a run is told. Fields of `model` already include those of the preset.
 
-    `model_path` is the Hugging Face folder as given; while it is set, the sizes in `model` are not
-    the model's, and the rules that read them wait until the folder has been read.
+    `model_path` is the Hugging Face folder whose weights the run starts from, as given.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -31,12 +30,10 @@ class RunConfig:
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
         own = self.model.check() + self.data.check() + self.train.check()
-        model = None if self.model_path is not None else self.model
         rules = self.plan.check(
-            model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
+            self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
-        if model is not None:
-            rules += self._vocabulary_rules(model) + self._position_rules(model)
+        rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
         return own + independent(rules, {problem.key for problem in own})
 
     def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:

@@ -55,14 +55,6 @@ def refusals(config: RunConfig) -> list[Problem]:
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
-    if config.model_path is not None:
-        yield Problem(
-            code="not-available",
-            key="model.path",
-            value=config.model_path,
-            message="weights cannot be read from a folder by this version",
-            fix="model.preset, or the sizes of the model one by one",
-        )
     for name, (trained, what) in TRAINABLE_MODELS.items():
         if (value := getattr(config.model, name)) != trained:
             shown = f'"{trained}"' if isinstance(trained, str) else trained

@@ -17,6 +17,7 @@ from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.train.console import Console
+from moemesh.train.conversion import open_weights
 from moemesh.train.corpus import Corpus
 from moemesh.train.data import Samples
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
@@ -60,7 +61,10 @@ def train(
     launch.check_device(config.train.device, config.plan.world_size)
     if config.train.device == "cpu" or not torch.cuda.is_available():
         refuse_too_large(readable_config)
-    samples = open_samples(config)  # errors in the data before any process starts
+    # Errors in the data and in the weights before any process starts.
+    samples = open_samples(config)
+    if config.model_path is not None:
+        open_weights(config)
     folder = _open_folder(config, path, allowed_changes)
     try:
         if config.plan.world_size == 1 and in_this_process:
@@ -84,8 +88,10 @@ def train(
 
 
 def default_folder(config_file: Path | None, config: RunConfig) -> Path:
-    """``runs/<name of the file, or of the preset>``: the same command finds the same run again."""
-    return Path("runs") / (config_file.stem if config_file else config.model_preset)
+    """``runs/<name of the file, of the model's folder, or of the preset>``: the same command finds
+    the same run again."""
+    model = config.model_preset if config.model_path is None else Path(config.model_path).name
+    return Path("runs") / (config_file.stem if config_file else model)
 
 
 def open_samples(config: RunConfig) -> Samples:

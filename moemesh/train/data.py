@@ -24,7 +24,7 @@ from moemesh.config.layout import shard_range
 from moemesh.model.batch import Batch
 from moemesh.train.corpus import Corpus, DataError
 
-__all__ = ["Corpus", "DataError", "Samples"]
+__all__ = ["Corpus", "DataError", "Samples", "Windows"]
 
 #: Tokens handled at once where a whole stream is counted: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
@@ -32,7 +32,41 @@ CHUNK_TOKENS = 1 << 20
 HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 
 
-class Samples:
+class Windows:
+    """The windows of a corpus, in its order: window i reads the tokens
+    ``i*seq_len .. (i+1)*seq_len``. `num_samples` of them."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, *, documents: Documents = "ignore") -> None:
+        self.corpus, self.seq_len = corpus, seq_len
+        self.masks_documents = documents == "mask"
+        self.num_samples = max(0, (len(corpus.tokens) - 1) // seq_len)
+
+    def batch(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
+        windows = self._windows(ids).astype(np.int64)
+        tokens, targets = windows[:, :-1], windows[:, 1:]
+        return (
+            torch.from_numpy(np.ascontiguousarray(tokens)),
+            torch.from_numpy(np.ascontiguousarray(targets)),
+        )
+
+    def documents(self, ids: np.ndarray) -> torch.Tensor | None:
+        """Number of the document of each token of the samples `ids` [B], and of the last target:
+        int64 [B, seq_len + 1]; None where documents are ignored."""
+        if not self.masks_documents:
+            return None
+        positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        return torch.from_numpy(np.searchsorted(self.corpus.starts, positions, side="right") - 1)
+
+    def _windows(self, ids: np.ndarray) -> np.ndarray:
+        """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
+        ids = np.asarray(ids, dtype=np.int64)
+        assert ids.ndim == 1
+        assert ((ids >= 0) & (ids < self.num_samples)).all(), "sample id outside the corpus"
+        return self.corpus.tokens[ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
+
+
+class Samples(Windows):
     """The windows of a corpus, split into training and held-out samples, in a seeded order.
 
     All answers are functions of (corpus, seq_len, seed, held_out) alone: no rank, layout or earlier
@@ -58,9 +92,8 @@ class Samples:
             raise DataError(f"data.seq_len is {seq_len}; it must be at least 1")
         if not 0 <= held_out < 1:
             raise DataError(f"data.held_out is {held_out}; it must be a share in [0, 1)")
-        self.corpus, self.seq_len, self.seed, self.held_out = corpus, seq_len, seed, held_out
-        self.masks_documents = documents == "mask"
-        self.num_samples = max(0, (len(corpus.tokens) - 1) // seq_len)
+        super().__init__(corpus, seq_len, documents=documents)
+        self.seed, self.held_out = seed, held_out
         num_held_out = max(1, round(self.num_samples * held_out))
         if self.num_samples - num_held_out < global_batch:
             raise DataError(
@@ -113,30 +146,6 @@ class Samples:
         count = min(count, available)
         return self.held_out_ids[np.arange(count, dtype=np.int64) * available // max(count, 1)]
 
-    def batch(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
-        windows = self._windows(ids).astype(np.int64)
-        tokens, targets = windows[:, :-1], windows[:, 1:]
-        return (
-            torch.from_numpy(np.ascontiguousarray(tokens)),
-            torch.from_numpy(np.ascontiguousarray(targets)),
-        )
-
-    def documents(self, ids: np.ndarray) -> torch.Tensor | None:
-        """Number of the document of each token of the samples `ids` [B], and of the last target:
-        int64 [B, seq_len + 1]; None where documents are ignored."""
-        if not self.masks_documents:
-            return None
-        positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return torch.from_numpy(np.searchsorted(self.corpus.starts, positions, side="right") - 1)
-
-    def _windows(self, ids: np.ndarray) -> np.ndarray:
-        """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
-        ids = np.asarray(ids, dtype=np.int64)
-        assert ids.ndim == 1
-        assert ((ids >= 0) & (ids < self.num_samples)).all(), "sample id outside the corpus"
-        return self.corpus.tokens[ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
-
     def unigram_loss(self) -> float:
         """Held-out cross-entropy, nats a token, of the training targets' add-one unigram model.
 
@@ -160,7 +169,7 @@ class Samples:
 
 
 def own_batches(
-    samples: Samples, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
 ) -> list[Batch]:
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 

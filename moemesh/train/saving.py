@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +85,21 @@ def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) 
             shards += _owned(parallel, f"optimizer.{kind}", moments[kind])
     checkpoint.load_into(shards + _buffers(parallel))
     optimizer.load_state(moments, int(checkpoint.state["updates"]))
+
+
+class Weights(Protocol):
+    """Where the weights of a model can be read from: a checkpoint, or a folder of transformers."""
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor, in place."""
+        ...
+
+
+def load_weights(weights: Weights, parallel: ParallelModel, optimizer: Optimizer) -> None:
+    """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
+    each reads only what it holds."""
+    weights.load_into([*_owned(parallel, "model", optimizer.masters), *_buffers(parallel)])
+    optimizer.round_masters()
 
 
 def _counted(

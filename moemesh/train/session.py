@@ -18,6 +18,7 @@ from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.console import Console
+from moemesh.train.conversion import open_weights
 from moemesh.train.data import Samples, own_batches
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
@@ -97,6 +98,8 @@ class Session:
             rehoming.load_state(checkpoint.state)
             saving.load(checkpoint, parallel, optimizer)
             done, position = checkpoint.step, int(checkpoint.state["position"])
+        elif config.model_path is not None:
+            saving.load_weights(open_weights(config), parallel, optimizer)
         return Session(
             config=config,
             mesh=mesh,

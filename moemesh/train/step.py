@@ -275,9 +275,16 @@ def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
             moe.router.update_selection_bias(counts_E.to(parallel.mesh.device))
 
 
-@torch.no_grad()
 def evaluate(parallel: ParallelModel, batches: Sequence[Batch]) -> float:
     """Mean negative log-likelihood (nats per token) of `batches`, without gradients."""
+    total, count = sum_losses(parallel, batches)
+    return total / max(count, 1)
+
+
+@torch.no_grad()
+def sum_losses(parallel: ParallelModel, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Summed negative log-likelihood (nats) of the tokens of `batches` that carry loss, and their
+    number, over all ranks; all ranks call."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
 
     def add(part: Part, output: Output, batch: Batch) -> Tensor:
@@ -291,4 +298,4 @@ def evaluate(parallel: ParallelModel, batches: Sequence[Batch]) -> float:
         for axis in ("dp_cp", "pp"):
             all_reduce_(sums, parallel.mesh[axis], caller="evaluate", phase="forward")
     total, count = sums.tolist()
-    return total / max(count, 1)
+    return total, count

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import files, load, manifest
+from moemesh.checkpoint import files, header, load, manifest
 from moemesh.checkpoint.store import (
     CheckpointError,
     Shard,
@@ -334,7 +334,7 @@ def test_forged_headers(saved: Path, header: bytes, length: int | None, message:
 
 
 def test_header_limit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "HEADER_LIMIT", 10)
+    monkeypatch.setattr(header, "HEADER_LIMIT", 10)
     with pytest.raises(CheckpointError, match="the limit is 10"):
         open_checkpoint(saved, 2)
     monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from dataclasses import replace
@@ -102,10 +103,28 @@ def test_lists_become_tuples() -> None:
     assert resolved.config.train.adam_betas == (0.8, 0.0)
 
 
-def test_model_path_is_kept_as_given() -> None:
-    config = load_run([], ["model.path=/models/mine"], {}).config
-    assert config.model_path == "/models/mine"
-    assert load_run_text(resolved_toml(config)).config == config
+def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 5, "hidden_size": 96, "vocab_size": 300, "intermediate_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4}
+    values = {"model_type": "mixtral", **sizes, **heads, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    resolved = load_run([], [f"model.path={tmp_path}", "model.z_loss_coefficient=0.5"], {})
+    model = resolved.config.model
+    assert resolved.config.model_path == str(tmp_path)
+    assert (model.num_layers, model.hidden_size, model.head_dim) == (5, 96, 16)
+    assert (model.num_experts, model.num_shared_experts, model.z_loss_coefficient) == (4, 0, 0.5)
+    assert resolved.origins["model.num_layers"] == str(tmp_path / "config.json")
+    assert load_run_text(resolved_toml(resolved.config)).config == resolved.config
+
+
+def test_a_model_folder_that_cannot_be_read_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run([], [f"model.path={tmp_path / 'none'}", "plan.tp=64"], {})
+    assert [problem.code for problem in caught.value.problems] == ["no-file"]
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="model_type") as caught:
+        load_run([], [f"model.path={tmp_path}"], {})
+    assert [problem.key for problem in caught.value.problems] == ["model_type"]
 
 
 def load_run_text(text: str) -> Resolved:

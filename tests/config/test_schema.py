@@ -371,11 +371,6 @@ def test_vocabulary_must_hold_the_bytes() -> None:
     assert other.check() == []
 
 
-def test_a_model_folder_defers_the_rules_over_sizes() -> None:
-    assert RunConfig(plan=Plan(tp=64), model_path="folder").check() == []
-    assert RunConfig(plan=Plan(dp=4, ep=3), model_path="folder").check() != []
-
-
 def test_ranges_and_divisors() -> None:
     share = Range(0.0, 1.0, open_high=True)
     assert share.holds(0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.folder import read_config
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import Leaf, preset_names, read_preset_table
@@ -56,7 +56,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         raise _refused("no-file", source, message, nearest_choice(source, known)) from None
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.suffix == ".json":
-        return Model(from_huggingface(_json(text, source), name), None)
+        return Model(from_huggingface(read_config(path, "model"), name), None)
     return _from_table(_toml(text, source), name, source)
 
 
@@ -77,16 +77,6 @@ def load_both(
     except ConfigError as error:
         problems += error.problems
     return known, machine
-
-
-def _json(text: str, source: str) -> Mapping[str, Any]:
-    try:
-        found: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refused("syntax", source, f"not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise _refused("wrong-type", source, "a model configuration is a JSON object")
-    return cast("Mapping[str, Any]", found)
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:

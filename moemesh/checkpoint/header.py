@@ -1,0 +1,113 @@
+"""Files of safetensors: bounded headers read with care, and the bytes of a new file.
+
+Format: little-endian uint64 length, JSON header padded to 8 bytes by spaces, row-major tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moemesh.checkpoint.files import CheckpointError, read_start
+from moemesh.checkpoint.manifest import DTYPES
+
+#: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
+HEADER_LIMIT = 32 << 20
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file: safetensors' name of its dtype, its shape, its size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_header(path: Path, size: int) -> dict[str, HeaderEntry]:
+    """The tensors of a file of `size` bytes, which lie one after the other without a gap.
+
+    Raises CheckpointError naming the file for a header that is too long, damaged, or does not
+    describe the file.
+    """
+    start = read_start(path, 8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+        raise CheckpointError(f"{path}: header of {length} bytes; the limit is {HEADER_LIMIT}")
+    try:
+        header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        found = {
+            key: HeaderEntry(
+                str(value["dtype"]),
+                tuple(_size(number) for number in value["shape"]),
+                _size(value["data_offsets"][1]) - _size(value["data_offsets"][0]),
+            )
+            for key, value in header.items()
+        }
+        ranges = sorted(tuple(value["data_offsets"]) for value in header.values())
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the header is damaged ({error})") from error
+    ends = [0, *(end for _, end in ranges)]
+    if [begin for begin, _ in ranges] != ends[:-1] or ends[-1] != size - 8 - length:
+        raise CheckpointError(f"{path}: the header's tensors do not fill the file")
+    return found
+
+
+class Deferred(NamedTuple):
+    """A tensor that is made when it is written: its dtype and shape, and how."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, one tensor in host memory at a time.
+
+    Tensors of wide elements come first, so that each starts at a multiple of its element size.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key, tensor in ordered:
+        start, end = end, end + tensor.num_bytes
+        header[key] = {
+            "dtype": DTYPES[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(f"the names of {len(tensors)} tensors exceed the header limit")
+    yield struct.pack("<Q", len(text)) + text
+    for key, tensor in ordered:
+        made = tensor.make().detach().cpu().contiguous()
+        assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), key
+        yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
+
+
+def _size(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is no size")
+    return number
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found

@@ -1,0 +1,155 @@
+"""Checkpoints into folders of transformers and back, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint import store
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.header import Deferred
+from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.pieces import Piece
+from moemesh.checkpoint.huggingface.weights import (
+    HuggingFaceWeights,
+    LogicalTensor,
+    extra_layers,
+    logical_tensors,
+)
+from moemesh.checkpoint.huggingface.write import write_folder
+from moemesh.checkpoint.store import Checkpoint, Shard
+from moemesh.config.model import ModelConfig
+
+#: A stack of experts; a checkpoint has each expert by itself.
+_STACK = re.compile(r"(.*\.experts)\.(\w+)")
+OnFile = Callable[[int, int], None]
+
+
+def write_huggingface(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    kind: str,
+    out: Path,
+    config: Mapping[str, object],
+    *,
+    dtype: torch.dtype,
+    origin: Path | None = None,
+    on_file: OnFile = lambda done, total: None,
+) -> None:
+    """Write the weights of `checkpoint` as a folder of the family `kind` with this `config`.
+
+    All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Layers
+    behind the last that the folder `origin` has and the model has not are copied from there.
+    """
+    tensors: dict[str, Deferred] = {}
+    for name, tensor in logical_tensors(model, kind).items():
+        kept = torch.float32 if name.endswith("selection_bias") else dtype
+        for piece in tensor.pieces:
+            make = partial(_stored, checkpoint, name, tensor, piece, kept)
+            tensors[piece.source] = Deferred(kept, piece.stored, make)
+    if origin is not None:
+        tensors |= _extra(WeightFolder(origin), tensors, model)
+    write_folder(out, tensors, config, on_file=on_file)
+
+
+def write_checkpoint(
+    weights: HuggingFaceWeights, folder: Path, state: dict[str, Any], dtype: torch.dtype
+) -> Path:
+    """Write the weights of a folder as ``folder/step-0``, in `dtype`; buffers are fp32.
+
+    `state` is that of a run before its first step.
+    """
+    shards: list[Shard] = []
+    for name, tensor in weights.tensors.items():
+        kept = torch.float32 if name.endswith("selection_bias") else dtype
+        match = _STACK.fullmatch(name)
+        for expert in range(tensor.shape[0]) if match else [None]:
+            named = name if match is None else f"{match[1]}.{expert}.{match[2]}"
+            shape = tensor.shape if match is None else tensor.shape[1:]
+            box = [range(size) for size in shape]
+            shards.append(
+                Shard(
+                    name=f"model.{named}",
+                    shape=shape,
+                    offset=(0,) * len(shape),
+                    tensor=torch.empty(shape, dtype=kept, device="meta"),
+                    make=partial(_converted, weights, named, box, kept),
+                )
+            )
+    return store.save(
+        folder,
+        0,
+        shards,
+        state,
+        rank=0,
+        world_size=1,
+        gather=lambda reply: [reply],
+        barrier=lambda: None,
+    )
+
+
+def _converted(
+    weights: HuggingFaceWeights, name: str, box: Sequence[range], dtype: torch.dtype
+) -> Tensor:
+    return weights.read(name, box).to(dtype)
+
+
+def _stored(
+    checkpoint: Checkpoint, name: str, tensor: LogicalTensor, piece: Piece, dtype: torch.dtype
+) -> Tensor:
+    """The tensor of a folder that `piece` stands for."""
+    box = [
+        range(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True)
+    ]
+    if tensor.view == tensor.shape:
+        return piece.store(_read(checkpoint, name, box).to(dtype))
+    table = checkpoint.read(f"model.{name}").view(tensor.view)
+    return piece.store(table[tuple(slice(one.start, one.stop) for one in box)].to(dtype))
+
+
+def _read(checkpoint: Checkpoint, name: str, box: Sequence[range]) -> Tensor:
+    """The part `box` of a logical tensor of a checkpoint."""
+    match = _STACK.fullmatch(name)
+    if match is None:
+        offset, shape = [part.start for part in box], [len(part) for part in box]
+        return checkpoint.read(f"model.{name}", offset, shape)
+    experts, *rest = box
+    return torch.stack(
+        [
+            checkpoint.read(
+                f"model.{match[1]}.{expert}.{match[2]}",
+                [part.start for part in rest],
+                [len(part) for part in rest],
+            )
+            for expert in experts
+        ]
+    )
+
+
+def _extra(
+    folder: WeightFolder, tensors: Mapping[str, Deferred], model: ModelConfig
+) -> dict[str, Deferred]:
+    """Tensors of further prediction layers that the model does not have, as they stand."""
+    patterns = extra_layers(model)
+    found: dict[str, Deferred] = {}
+    for name, stored in folder.tensors.items():
+        if name in tensors or not any(re.fullmatch(pattern, name) for pattern in patterns):
+            continue
+        box = [range(size) for size in stored.shape]
+        found[name] = Deferred(stored.dtype, stored.shape, partial(folder.read, name, box))
+    return found
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run's folder that verifies. Raises CheckpointError without one."""
+    reasons: list[str] = []
+    found = store.latest(folder, lambda step, why: reasons.append(f"step {step}: {why}"))
+    if found is None:
+        raise CheckpointError("\n  ".join([f"{folder}: holds no readable checkpoint", *reasons]))
+    return found

@@ -1,0 +1,163 @@
+"""A folder of weights in the layout of transformers, opened with care and read by slices.
+
+    config.json                       sizes and kinds of layers
+    model.safetensors                 all tensors, or
+    model.safetensors.index.json      tensor -> file, and the files it names
+
+The index comes from outside: a file that it names must be a plain name of this folder, every header
+is bounded and checked against the file, and index and headers must agree, before a number is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
+from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.manifest import DTYPES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: Upper bound of an index that will be parsed, in bytes.
+INDEX_LIMIT = 64 << 20
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+_TORCH_DTYPES = {name: cast("torch.dtype", getattr(torch, key)) for key, name in DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor of a folder: the file that holds it, its dtype and its shape."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightFolder:
+    """The tensors of a folder. Raises CheckpointError naming file and tensor for anything that is
+    missing, damaged, or would lead out of the folder."""
+
+    def __init__(self, path: Path) -> None:
+        check_folder(path)
+        self.path = path
+        self._open: dict[str, Any] = {}
+        index = _index(path)
+        files = sorted(set(index.values())) if index is not None else [SINGLE]
+        self.tensors: dict[str, Stored] = {}
+        for file in files:
+            self._add(file, index)
+        if index is not None and (missing := sorted(index.keys() - self.tensors.keys())):
+            raise CheckpointError(
+                f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "
+                f"there ({len(missing)} such tensors)"
+            )
+
+    def _add(self, file: str, index: dict[str, str] | None) -> None:
+        path = self.path / file
+        for name, entry in read_header(path, file_size(path)).items():
+            if entry.dtype not in _TORCH_DTYPES:
+                raise CheckpointError(f"{path}: {name} has the dtype {entry.dtype}, not known here")
+            dtype = _TORCH_DTYPES[entry.dtype]
+            if prod(entry.shape) * dtype.itemsize != entry.num_bytes:
+                raise CheckpointError(
+                    f"{path}: {name} {list(entry.shape)} of {entry.dtype} has {entry.num_bytes} "
+                    "bytes"
+                )
+            if index is not None and index.get(name) != file:
+                there = index.get(name, "no file")
+                raise CheckpointError(f"{path}: holds {name}, which {INDEX} places in {there}")
+            self.tensors[name] = Stored(file, dtype, entry.shape)
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a tensor, in its stored dtype, on the CPU."""
+        stored = self._stored(name)
+        whole = [range(size) for size in stored.shape]
+        if list(box) == whole:
+            return cast("Tensor", self._file(stored.file).get_tensor(name))
+        part = self._file(stored.file).get_slice(name)
+        return cast("Tensor", part[tuple(slice(one.start, one.stop) for one in box)])
+
+    def check(self, expected: dict[str, tuple[int, ...]], known: Collection[str] = ()) -> None:
+        """Raises CheckpointError unless the folder holds the tensors `expected` with these shapes,
+        and no others but those that match a pattern of `known`."""
+        missing = [name for name in expected if name not in self.tensors]
+        extra = [
+            name
+            for name in self.tensors
+            if name not in expected and not any(re.fullmatch(one, name) for one in known)
+        ]
+        lines = _listed("is missing", missing) + _listed("belongs to no part of the model", extra)
+        for name, shape in expected.items():
+            if name in self.tensors and self.tensors[name].shape != shape:
+                found = list(self.tensors[name].shape)
+                lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
+        if lines:
+            more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
+            raise CheckpointError(
+                f"{self.path}: the weights are not those of its config.json:\n  "
+                + "\n  ".join(lines[:5])
+                + more
+            )
+
+    def close(self) -> None:
+        """Let go of the files; a later read opens them again."""
+        self._open.clear()
+
+    def _stored(self, name: str) -> Stored:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
+        return self._open[name]
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Tensor -> file; None where there is one file without an index."""
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return None
+        raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+    found = _json(path / INDEX, INDEX_LIMIT).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{path / INDEX}: has no weight_map")
+    for name, file in cast("dict[str, object]", found).items():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise CheckpointError(
+                f"{path / INDEX}: places {name} in {file!r}, which is no plain file name of the "
+                "folder"
+            )
+    return cast("dict[str, str]", found)
+
+
+def _json(path: Path, limit: int) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing")
+    raw = read_start(path, limit + 1)
+    if len(raw) > limit:
+        raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return [f"{names[0]} {what}{more}"]

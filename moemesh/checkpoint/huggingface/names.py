@@ -1,0 +1,218 @@
+"""The names that the families of transformers give to the parts of a model on disk.
+
+Legend: E experts, F expert width, H hidden, M key/value heads, G query heads of each,
+D head size.
+
+    pieces("layers.2.attention.qkv", (M, G + 2, D, H), ...)  ->  its q_proj, k_proj and v_proj
+
+Names are those that every version of transformers reads and writes by default; sources: the
+published model code of each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moemesh.checkpoint.huggingface.pieces import Piece, whole
+from moemesh.config.model import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class Names(NamedTuple):
+    """Of one family, below ``model.layers.<index>``: the block of router and experts, what is
+    there in it, and how a stack of experts is stored (None: each expert by itself)."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    selection_bias: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    stack: Callable[[str, str, Shape], list[Piece]] | None = None
+
+
+def _granite(leaf: str, block: str, shape: Shape) -> list[Piece]:
+    """[E, 2F, H] with the rows of the gate first, and [E, H, F]."""
+    if leaf == "gate_up":
+        experts, two, width, hidden = shape
+        stored = (experts, two * width, hidden)
+        return [Piece(f"{block}.input_linear.weight", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
+    return [whole(f"{block}.output_linear.weight", shape)]
+
+
+def _gpt_oss(leaf: str, block: str, shape: Shape) -> list[Piece]:
+    """[E, H, 2F] with gate and up side by side, and [E, F, H]; biases [E, 2F] and [E, H]."""
+    block = f"{block}.experts"
+    match leaf:
+        case "gate_up":
+            experts, two, width, hidden = shape
+            stored, view = (experts, hidden, width * two), (experts, hidden, width, two)
+            return [Piece(f"{block}.gate_up_proj", stored, view, (0, 3, 2, 1), (0, 0, 0, 0))]
+        case "down":
+            experts, hidden, width = shape
+            stored = (experts, width, hidden)
+            return [Piece(f"{block}.down_proj", stored, stored, (0, 2, 1), (0, 0, 0))]
+        case "gate_up_bias":
+            experts, two, width = shape
+            stored, view = (experts, width * two), (experts, width, two)
+            return [Piece(f"{block}.gate_up_proj_bias", stored, view, (0, 2, 1), (0, 0, 0))]
+        case _:
+            return [whole(f"{block}.down_proj_bias", shape)]
+
+
+_MIXTRAL = Names(
+    block="block_sparse_moe",
+    gate="w1",
+    up="w3",
+    down="w2",
+    selection_bias="e_score_correction_bias",
+)
+#: model_type -> names; a family that is not here has the usual ones.
+FAMILIES: dict[str, Names] = {
+    "mixtral": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "qwen2_moe": Names(shared="shared_expert"),
+    "granitemoe": Names(block="block_sparse_moe", router="router.layer", stack=_granite),
+    "gpt_oss": Names(router="router", stack=_gpt_oss),
+    "ernie4_5_moe": Names(selection_bias="moe_statics.e_score_correction_bias"),
+}
+_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+_ENDS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def view_of(name: str, shape: Shape, model: ModelConfig) -> Shape:
+    """The dims that :func:`pieces` speaks of: those of the tensor itself, but for a vector that
+    stands for a table."""
+    if name.endswith(".attention.qkv_bias"):
+        heads = model.num_kv_heads
+        return (heads, model.num_heads // heads + 2, model.head_dim)
+    return shape
+
+
+def pieces(name: str, shape: Shape, kind: str) -> list[Piece]:
+    """Where the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), lies in a folder
+    of the family `kind`. Raises KeyError for a name that no family has."""
+    if name in _ENDS:
+        return [whole(_ENDS[name], shape)]
+    layers, index, module, *rest = name.split(".")
+    if layers != "layers":
+        raise KeyError(name)
+    layer, leaf = f"model.layers.{index}", ".".join(rest)
+    names = FAMILIES.get(kind, Names())
+    if module in _NORMS:
+        return [whole(f"{layer}.{_NORMS[module]}.{leaf}", shape)]
+    if module == "attention":
+        return _attention(leaf, f"{layer}.self_attn", shape)
+    if rest[0] in ("gate_up", "down"):
+        return _mlp(rest[0], f"{layer}.mlp", shape, Names())
+    return _experts(rest, f"{layer}.{names.block}", shape, names)
+
+
+def _attention(leaf: str, block: str, shape: Shape) -> list[Piece]:
+    match leaf:
+        case "qkv":
+            return _packed(block, shape, "weight")
+        case "qkv_bias":
+            return _packed(block, shape, "bias")
+        case "output":
+            return [whole(f"{block}.o_proj.weight", shape)]
+        case "output_bias":
+            return [whole(f"{block}.o_proj.bias", shape)]
+        case "query_norm.weight":
+            return [whole(f"{block}.q_norm.weight", shape)]
+        case "key_norm.weight":
+            return [whole(f"{block}.k_norm.weight", shape)]
+        case "sinks":
+            return [whole(f"{block}.sinks", shape)]
+        case _:
+            return _latent(leaf, block, shape)
+
+
+#: Parts of latent attention: ours -> theirs.
+_LATENT = {
+    "query_down": "q_a_proj.weight",
+    "query_down_bias": "q_a_proj.bias",
+    "query_latent_norm.weight": "q_a_layernorm.weight",
+    "query_up": "q_b_proj.weight",
+    "query": "q_proj.weight",
+    "key_value_down": "kv_a_proj_with_mqa.weight",
+    "key_value_down_bias": "kv_a_proj_with_mqa.bias",
+    "key_value_latent_norm.weight": "kv_a_layernorm.weight",
+    "key_value_up": "kv_b_proj.weight",
+}
+
+
+def _latent(leaf: str, block: str, shape: Shape) -> list[Piece]:
+    """Projections; those up, [N, D, rank], are stored with the heads in their rows."""
+    name = f"{block}.{_LATENT[leaf]}"
+    if len(shape) < 3:
+        return [whole(name, shape)]
+    heads, size, rank = shape
+    return [Piece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
+
+
+def _packed(block: str, shape: Shape, leaf: str) -> list[Piece]:
+    """Of [M, G + 2, D, ...]: all query heads of a key/value head, then its key and its value."""
+    heads, packed, size, *rest = shape
+    order = tuple(range(len(shape)))
+    found: list[Piece] = []
+    for name, count, start in (("q", packed - 2, 0), ("k", 1, packed - 2), ("v", 1, packed - 1)):
+        stored, view = (heads * count * size, *rest), (heads, count, size, *rest)
+        offset = tuple(start if dim == 1 else 0 for dim in order)
+        found.append(Piece(f"{block}.{name}_proj.{leaf}", stored, view, order, offset))
+    return found
+
+
+def _mlp(leaf: str, block: str, shape: Shape, names: Names) -> list[Piece]:
+    """Of [2, F, H] gate and up; or down [H, F]."""
+    if leaf == "down":
+        return [whole(f"{block}.{names.down}.weight", shape)]
+    _, width, hidden = shape
+    return [
+        Piece(f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (at, 0, 0))
+        for at, part in enumerate((names.gate, names.up))
+    ]
+
+
+def _experts(path: list[str], block: str, shape: Shape, names: Names) -> list[Piece]:
+    match path:
+        case ["router", "selection_bias"]:
+            stored = (1, *shape) if "moe_statics" in names.selection_bias else shape
+            return [Piece(f"{block}.{names.selection_bias}", stored, shape, (0,), (0,))]
+        case ["router", leaf]:
+            return [whole(f"{block}.{names.router}.{leaf}", shape)]
+        case ["shared_gate"] | ["shared_gate", "weight"]:
+            return [
+                Piece(
+                    f"{block}.{names.shared}_gate.weight",
+                    (1, *shape[-1:]),
+                    shape,
+                    tuple(range(len(shape))),
+                    (0,) * len(shape),
+                )
+            ]
+        case ["shared", leaf]:
+            return _mlp(leaf, f"{block}.{names.shared}", shape, Names())
+        case ["experts", leaf] if names.stack is not None:
+            return names.stack(leaf, block, shape)
+        case ["experts", leaf]:
+            return [
+                _of_stack(piece, expert)
+                for expert in range(shape[0])
+                for piece in _mlp(leaf, f"{block}.experts.{expert}", shape[1:], names)
+            ]
+        case _:
+            raise KeyError(".".join(path))
+
+
+def _of_stack(piece: Piece, expert: int) -> Piece:
+    """The piece of one expert as a piece of the stack of all."""
+    order = (0, *(dim + 1 for dim in piece.order))
+    return piece._replace(view=(1, *piece.view), order=order, offset=(expert, *piece.offset))

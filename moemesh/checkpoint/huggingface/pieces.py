@@ -1,0 +1,127 @@
+"""Where the numbers of a logical tensor lie in the tensors of a folder, and how they are turned.
+
+A logical tensor (``layers.3.attention.qkv``, say) may be cut into several stored tensors
+(``q_proj``, ``k_proj``, ``v_proj``), each reshaped and transposed. Every such part is a
+:class:`Piece`; from it follow the slice of the stored tensor that a rank must read for its shard,
+and the stored tensor that an export must write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: (name of a stored tensor, a range of each of its dims) -> these numbers.
+Read = Callable[[str, Sequence[range]], Tensor]
+
+
+class Piece(NamedTuple):
+    """The part of a logical tensor that begins at `offset` and that the tensor `source` holds.
+
+    The stored tensor of shape `stored` is reshaped to `view` (which only splits its dims, or adds
+    dims of size 1); dim i of the part is dim ``order[i]`` of the view.
+    """
+
+    source: str
+    stored: tuple[int, ...]
+    view: tuple[int, ...]
+    order: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(self.view[dim] for dim in self.order)
+
+    def overlap(self, box: Sequence[range]) -> list[range] | None:
+        """The part of `box` that this piece fills, in the dims of the logical tensor; or None."""
+        common: list[range] = []
+        for wanted, start, size in zip(box, self.offset, self.shape, strict=True):
+            first, last = max(wanted.start, start), min(wanted.stop, start + size)
+            if first >= last:
+                return None
+            common.append(range(first, last))
+        return common
+
+    def read(self, box: Sequence[range], read: Read) -> Tensor:
+        """The numbers of `box`, which lies inside the piece, in the dims of the logical tensor."""
+        wanted = [range(0)] * len(self.view)
+        for dim, part, start in zip(self.order, box, self.offset, strict=True):
+            wanted[dim] = range(part.start - start, part.stop - start)
+        ranges: list[range] = []
+        sizes: list[int] = []
+        inner: list[slice] = []
+        dims = iter(_split(self.stored, self.view))
+        for group in dims:
+            span, shape, rest = _span([self.view[dim] for dim in group], [wanted[d] for d in group])
+            ranges.append(span)
+            sizes += shape
+            inner += rest
+        found = read(self.source, ranges).reshape(sizes)[tuple(inner)]
+        return found.permute(self.order)
+
+    def store(self, logical: Tensor) -> Tensor:
+        """The stored tensor of the part `logical` (of the shape of the piece)."""
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return logical.permute(back).reshape(self.stored).contiguous()
+
+
+def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> Piece:
+    """A stored tensor that is a part of the logical tensor as it stands."""
+    size = tuple(shape)
+    start = (0,) * len(size) if offset is None else tuple(offset)
+    return Piece(source, size, size, tuple(range(len(size))), start)
+
+
+def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tensor:
+    """The numbers of `box` of a logical tensor that `pieces` cover."""
+    parts = [(common, piece) for piece in pieces if (common := piece.overlap(box)) is not None]
+    if len(parts) == 1 and parts[0][0] == list(box):
+        return parts[0][1].read(parts[0][0], read)
+    found: Tensor | None = None
+    for common, piece in parts:
+        part = piece.read(common, read)
+        if found is None:
+            found = torch.empty([len(wanted) for wanted in box], dtype=part.dtype)
+        place = [
+            slice(inside.start - wanted.start, inside.stop - wanted.start)
+            for inside, wanted in zip(common, box, strict=True)
+        ]
+        found[tuple(place)] = part
+    return torch.empty([len(wanted) for wanted in box]) if found is None else found
+
+
+def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:
+    """For each stored dim the view dims that it is split into; those of size 1 go anywhere."""
+    groups: list[list[int]] = []
+    dims = iter(range(len(view)))
+    for size in stored:
+        group: list[int] = []
+        while prod(view[dim] for dim in group) < size:
+            group.append(next(dims))
+        groups.append(group)
+    groups[-1] += dims
+    assert prod(stored) == prod(view), f"{tuple(view)} is no view of {tuple(stored)}"
+    return groups
+
+
+def _span(view: Sequence[int], wanted: Sequence[range]) -> tuple[range, list[int], list[slice]]:
+    """Of one stored dim that is split into `view`: the shortest range that holds `wanted`, its
+    shape, and what to take of that shape."""
+    start, left = 0, prod(view)
+    shape: list[int] = []
+    for dim, (size, part) in enumerate(zip(view, wanted, strict=True)):
+        left //= max(size, 1)
+        start += part.start * left
+        shape.append(len(part))
+        if len(part) != 1:
+            stop = start + len(part) * left
+            shape += view[dim + 1 :]
+            rest = [slice(None)] * (dim + 1)
+            rest += [slice(inner.start, inner.stop) for inner in wanted[dim + 1 :]]
+            return range(start, stop), shape, rest
+    return range(start, start + 1), shape, [slice(None)] * len(shape)

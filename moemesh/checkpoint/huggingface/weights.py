@@ -1,0 +1,111 @@
+"""The weights of a folder under the logical names of our checkpoints, any part of any of them.
+
+A rank reads the slices of its shards and nothing else; no rank ever holds the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.names import pieces, view_of
+from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble
+from moemesh.checkpoint.store import Shard
+from moemesh.config.model import ModelConfig
+from moemesh.model.transformer import Transformer
+
+#: A name of one expert of a stack: ``...experts.17.gate_up``.
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+#: Tensors that some versions of transformers write and no model needs.
+_WITHOUT_USE = (r".*\.rotary_emb\.inv_freq",)
+
+
+class LogicalTensor(NamedTuple):
+    """A parameter or buffer of the whole model: its shape, and the pieces that hold it, which speak
+    of its dims or, of a vector, of those of the table `view` that it stands for."""
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    pieces: list[Piece]
+
+    def read(self, box: Sequence[range], read: Read) -> Tensor:
+        """The part `box` of the tensor."""
+        if self.view == self.shape:
+            return assemble(self.pieces, box, read)
+        # The rows of the table that hold the wanted part of the vector.
+        (wanted,), width = box, prod(self.view[1:])
+        rows = range(wanted.start // width, -(-wanted.stop // width))
+        table = assemble(self.pieces, [rows, *map(range, self.view[1:])], read)
+        start = wanted.start - rows.start * width
+        return table.reshape(-1)[start : start + len(wanted)]
+
+
+def logical_tensors(config: ModelConfig, kind: str) -> dict[str, LogicalTensor]:
+    """Every parameter and buffer of a model of the family `kind`, by its name without "model."."""
+    model = Transformer(config)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found: dict[str, LogicalTensor] = {}
+    for name, tensor in named.items():
+        shape = tuple(tensor.shape)
+        view = view_of(name, shape, config)
+        try:
+            found[name] = LogicalTensor(shape, view, pieces(name, view, kind))
+        except KeyError:
+            raise CheckpointError(
+                f"{name} is a part of the model that folders of the family {kind} have no name for"
+            ) from None
+    return found
+
+
+class HuggingFaceWeights:
+    """An opened folder. Raises CheckpointError unless it holds the tensors of the model `config`
+    and no others, before any is read."""
+
+    def __init__(self, path: Path, config: ModelConfig, kind: str) -> None:
+        self.folder = WeightFolder(path)
+        self.tensors = logical_tensors(config, kind)
+        expected = {
+            piece.source: piece.stored for one in self.tensors.values() for piece in one.pieces
+        }
+        # Further prediction layers stand behind the last layer; a tied head may be written twice.
+        known = [*_WITHOUT_USE, *extra_layers(config)]
+        if config.tied_embeddings:
+            known.append(r"lm_head\.weight")
+        self.folder.check(expected, known)
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
+        checkpoint, with "model." in front."""
+        with torch.no_grad():
+            for shard in shards:
+                name = shard.name.removeprefix("model.")
+                box = [
+                    range(start, start + size)
+                    for start, size in zip(shard.offset, shard.tensor.shape, strict=True)
+                ]
+                shard.tensor.copy_(self.read(name, box))
+        self.folder.close()
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a parameter, buffer, or one expert of a stack, in its stored dtype."""
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            expert = int(match[2])
+            stack = self.tensors[f"{match[1]}.{match[3]}"]
+            return stack.read([range(expert, expert + 1), *box], self.folder.read)[0]
+        return self.tensors[name].read(box, self.folder.read)
+
+
+def extra_layers(config: ModelConfig) -> list[str]:
+    """Patterns of the tensors behind the last layer: further prediction layers of DeepSeek-V3 and
+    GLM-4.5, which loaders of transformers skip."""
+    first = config.num_layers
+    behind = "|".join(str(index) for index in range(first, first + 8))
+    return [rf"model\.layers\.({behind})\..*", r"mtp\..*"]

@@ -1,0 +1,105 @@
+"""A folder of weights in the layout of transformers, written file by file.
+
+One tensor is in memory at a time. Every file appears by a rename when it is whole, the index and
+config.json come last: an interrupted conversion goes on with the first file that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
+from moemesh.checkpoint.header import Deferred, HeaderEntry, read_header, safetensors_bytes
+from moemesh.checkpoint.huggingface.folder import INDEX, SINGLE
+from moemesh.checkpoint.manifest import DTYPES
+
+#: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.
+FILE_BYTES = 4 << 30
+#: Files beside the weights that are carried along, up to this size in bytes.
+CARRIED_BYTES = 64 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def write_folder(
+    out: Path,
+    tensors: Mapping[str, Deferred],
+    config: Mapping[str, object],
+    *,
+    file_bytes: int = FILE_BYTES,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write `tensors` and ``config.json`` to the folder `out`, which may hold a part of the same.
+
+    `on_file` hears of finished files. Raises CheckpointError for a file of another conversion.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    groups = _files(tensors, file_bytes)
+    for done, (file, names) in enumerate(groups.items()):
+        part = {name: tensors[name] for name in names}
+        if not _is_there(out / file, part):
+            replace_by(out / file, safetensors_bytes(part, {"format": "pt"}))
+        on_file(done + 1, len(groups))
+    if len(groups) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in groups.items() for name in names},
+        }
+        _write_json(out / INDEX, index)
+    _write_json(out / "config.json", config)
+
+
+def carry_along(source: Path, out: Path) -> list[str]:
+    """Copy tokenizer, generation settings and whatever else lies beside the weights of `source`,
+    but config.json; returns the names. Links and large files stay."""
+    out.mkdir(parents=True, exist_ok=True)
+    copied: list[str] = []
+    for path in sorted(source.iterdir()):
+        is_plain = path.is_file() and (not path.is_symlink() or path.resolve().is_file())
+        if not is_plain or path.name.startswith(".") or path.name in ("config.json", INDEX):
+            continue
+        if path.suffix in _WEIGHTS or path.stat().st_size > CARRIED_BYTES:
+            continue
+        shutil.copyfile(path, out / path.name)
+        copied.append(path.name)
+    return copied
+
+
+def _files(tensors: Mapping[str, Deferred], file_bytes: int) -> dict[str, list[str]]:
+    """File -> names of the tensors in it, in the order given."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.num_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.num_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    total = len(groups)
+    return {
+        f"model-{i + 1:05d}-of-{total:05d}.safetensors": names for i, names in enumerate(groups)
+    }
+
+
+def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
+    """Whether an earlier conversion has finished this file."""
+    if not path.exists():
+        return False
+    expected = {
+        name: HeaderEntry(
+            DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape, tensor.num_bytes
+        )
+        for name, tensor in part.items()
+    }
+    if read_header(path, file_size(path)) != expected:
+        raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
+    return True
+
+
+def _write_json(path: Path, value: object) -> None:
+    replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])

@@ -1,0 +1,80 @@
+"""Verbs of trained weights: convert, evaluate."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from moemesh.cli.application import AsJson, Overrides, app
+
+
+@app.command(short_help="Write a run's weights for transformers, or start a run from such.")
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN", help="A run, one of its checkpoints, or a folder of transformers."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    to: Annotated[
+        Literal["huggingface", "moemesh"] | None,
+        typer.Option("--to", help="The format to write; by default the one that IN is not in."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"] | None,
+        typer.Option("--dtype", help="Of the weights; by default that of the run."),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="DIR",
+            help="A folder of transformers whose config.json and tokenizer the result takes; by "
+            "default the one that the run started from.",
+        ),
+    ] = None,
+) -> None:
+    """Convert between runs of moemesh and folders of transformers.
+
+    One tensor is in memory at a time, and a conversion that was interrupted goes on where it
+    stopped. Example:
+
+        moemesh convert runs/first exported
+    """
+    from moemesh.train.conversion import convert as run
+
+    def say(done: int, total: int) -> None:
+        typer.echo(f"wrote file {done} of {total}", err=True)
+
+    written = run(source, out, to, dtype=dtype, like=like, on_file=say)
+    follow = f"moemesh train --out {out}" if written == "moemesh" else str(out)
+    typer.echo(follow if written == "huggingface" else f"a run to go on with: {follow}")
+
+
+@app.command(short_help="The loss of a run or of a folder of transformers on a text.")
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
+    ],
+    data: Annotated[
+        str, typer.Option("--data", metavar="PATH", help="The text: as data.path, in order.")
+    ],
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", metavar="S", min=1, help="Tokens of a window.")
+    ],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Mean loss (nats a token) and perplexity over consecutive windows of a text, in any plan.
+
+    Window i reads the tokens from i times S on, and its targets are one further; what is left at
+    the end is not read. One device by default; --set plan.ep=4 and the like start more ranks.
+    Example:
+
+        moemesh evaluate runs/first --data book.txt --seq-len 128
+    """
+    from moemesh.train.evaluation import evaluate as run
+
+    raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))

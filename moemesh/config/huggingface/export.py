@@ -1,0 +1,259 @@
+"""The ``config.json`` of one of our models, for the family of transformers that computes the same.
+
+One table of keys serves all families: each reads those that it knows. Whether a family computes the
+same model is not a matter of opinion: its ``config.json`` must read back as the same configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.keys import known_families
+from moemesh.config.huggingface.model import model_values, trained_families
+from moemesh.config.model import ModelConfig
+from moemesh.config.toml import format_value
+
+#: Keys that only training reads: they do not change what a trained model computes.
+TRAINING_KEYS = frozenset(
+    {
+        "init_std", "router_selection", "router_jitter", "router_bias_rate", "capacity_factor",
+        "capacity_policy", "capacity_renormalize", "aux_loss_scope", "aux_loss_coefficient",
+        "z_loss_coefficient", "mtp_loss_weight", "router_dtype",
+    }
+)  # fmt: skip
+#: model_type -> the class of transformers, where it is not the CamelCase of the type.
+_CLASSES = {
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss",
+    "minimax_m2": "MiniMaxM2", "granitemoe": "GraniteMoe", "ernie4_5_moe": "Ernie4_5_Moe",
+    "kimi_k2": "DeepseekV3",
+}  # fmt: skip
+#: Keys that some version of transformers reads and another does not write.
+VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
+#: Positions that a configuration names when the model has no limit.
+_NO_LIMIT = 1 << 17
+
+
+def families_for(model: ModelConfig) -> list[str]:
+    """The families of transformers that compute the same as `model`, the plainest first."""
+    return [kind for kind in trained_families()["family"] if not differences(model, kind)]
+
+
+def differences(
+    model: ModelConfig, kind: str, values: Mapping[str, object] | None = None
+) -> dict[str, tuple[object, object]]:
+    """Key -> (ours, the family's) where a model of the family `kind` would compute otherwise; or a
+    model with the keys `values`."""
+    try:
+        values = model_values(config_json(model, kind)) if values is None else values
+    except ConfigError as error:
+        return {problem.key: (None, problem.message) for problem in error.problems}
+    unknown = {key: (None, value) for key, value in values.items() if not hasattr(model, key)}
+    if unknown:
+        return unknown
+    other = ModelConfig.model_validate(values)
+    ours, theirs = _meaning(model), _meaning(other)
+    return {
+        key: (ours.get(key), theirs.get(key))
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
+    }
+
+
+def family_or_refusal(model: ModelConfig) -> str:
+    """The family to write a model as. Raises ConfigError naming the nearest and its differences."""
+    if found := families_for(model):
+        return found[0]
+    options = {kind: differences(model, kind) for kind in trained_families()["family"]}
+    nearest = min(options, key=lambda kind: len(options[kind]))
+    words = [
+        f"{key} = {format_value(theirs)}" if ours is not None else f"{key}: {theirs}"
+        for key, (ours, theirs) in options[nearest].items()
+    ]
+    raise ConfigError(
+        [
+            Problem(
+                code="not-available",
+                key="model",
+                message="no family of transformers computes this model; the nearest is "
+                f"{nearest}, with {', '.join(words)}",
+                fix=f"train with these keys, or choose a preset of a family such as {nearest}",
+            )
+        ]
+    )
+
+
+def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
+    """``config.json`` of `model` as one of the family `kind`: keys of old and new versions."""
+    values = _sizes(model, kind) | _attention(model, kind) | _rope(model)
+    if model.num_experts:
+        values |= _experts(model, kind)
+    values |= {
+        "architectures": [f"{_class_name(kind)}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    known = trained_families()["keys"]
+    for key in ("norm_eps", "init_std", *trained_families()["family"][kind].get("reads", ())):
+        values[known[key][0]] = getattr(model, key, None)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _meaning(model: ModelConfig) -> dict[str, object]:
+    """What a model computes, so that equal meanings compare equal: a layer list in full, and keys
+    without effect at their defaults."""
+    found: dict[str, object] = {
+        key: getattr(model, key) for key in type(model).model_fields if key not in TRAINING_KEYS
+    }
+    layers = range(model.num_layers)
+    found["moe_layers"] = [index for index in layers if model.is_moe_layer(index)]
+    found["layer_types"] = [model.window(index) for index in layers]
+    found["shared_intermediate_size"] = model.shared_width
+    found["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
+    without_effect = {"first_dense_layers", "num_shared_experts"}
+    if not found["moe_layers"]:
+        without_effect |= {key for key in found if key.startswith("router_")}
+        without_effect |= {"experts_per_token", "expert_intermediate_size", "num_experts"}
+    if len(found["moe_layers"]) == model.num_layers:
+        without_effect.add("intermediate_size")
+    if not model.sliding_window:
+        without_effect.add("layer_types")
+    if not model.qk_norm:
+        without_effect.add("qk_norm_over")
+    if model.attention == "mla":
+        without_effect |= {"head_dim", "num_kv_heads"}
+    if model.router_groups == 1:
+        without_effect |= {"router_group_score"}
+    if model.router_when == "after":
+        without_effect |= {"router_normalize"}
+    if not model.router_normalize:
+        without_effect |= {"router_normalize_eps", "router_normalize_min"}
+    if model.rope_type == "default":
+        without_effect |= {key for key in found if key.startswith(("rope_beta", "rope_low"))}
+        without_effect |= {"rope_high_freq_factor", "rope_truncate"}
+    return {key: value for key, value in found.items() if key not in without_effect}
+
+
+def _sizes(model: ModelConfig, kind: str) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
+    }
+    if model.num_mtp_layers:
+        values["num_nextn_predict_layers"] = model.num_mtp_layers
+    return values
+
+
+def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_attention_heads": model.num_heads}
+    if model.attention == "mla":
+        values |= {
+            "num_key_value_heads": model.num_heads,
+            "q_lora_rank": model.q_lora_rank or None,
+            "kv_lora_rank": model.kv_lora_rank,
+            "qk_nope_head_dim": model.qk_nope_head_dim,
+            "qk_rope_head_dim": model.qk_rotary_head_dim,
+            "v_head_dim": model.v_head_dim,
+            "head_dim": model.qk_rotary_head_dim,
+        }
+    else:
+        values |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    values |= {
+        key: model.qkv_bias if "bias" in key else model.qk_norm
+        for key in ("attention_bias", "qkv_bias", "use_qk_norm")
+        if key in known_families()["family"][kind].get("when", {})
+    }
+    if model.sliding_window:
+        kinds = [
+            "sliding_attention" if model.window(index) else "full_attention"
+            for index in range(model.num_layers)
+        ]
+        values |= {"sliding_window": model.sliding_window, "layer_types": kinds}
+        values |= {"use_sliding_window": True}
+    else:
+        values |= {"sliding_window": None, "use_sliding_window": False}
+    return values
+
+
+def _rope(model: ModelConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
+    defaults = ModelConfig.model_fields
+    if model.rope_type != "default":
+        for key, ours in (
+            ("factor", "rope_factor"),
+            ("original_max_position_embeddings", "original_max_position_embeddings"),
+            ("beta_fast", "rope_beta_fast"),
+            ("beta_slow", "rope_beta_slow"),
+            ("truncate", "rope_truncate"),
+            ("mscale", "rope_mscale"),
+            ("mscale_all_dim", "rope_mscale_all_dim"),
+            ("attention_factor", "rope_attention_factor"),
+            ("low_freq_factor", "rope_low_freq_factor"),
+            ("high_freq_factor", "rope_high_freq_factor"),
+        ):
+            value = getattr(model, ours)
+            if value != defaults[ours].default or key in ("factor", "beta_fast", "beta_slow"):
+                table[key] = value
+    values: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if model.rope_type != "default":
+        values["rope_scaling"] = {k: v for k, v in table.items() if k != "rope_theta"}
+    if model.partial_rotary_factor != 1:
+        table["partial_rotary_factor"] = model.partial_rotary_factor
+        values["partial_rotary_factor"] = model.partial_rotary_factor
+        values["rotary_dim"] = round(model.head_dim * model.partial_rotary_factor)
+    return values | {"rope_parameters": table}
+
+
+def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
+    """Sizes of experts under every name; families whose MLP key means an expert get it there."""
+    moe = [index for index in range(model.num_layers) if model.is_moe_layer(index)]
+    row = trained_families()["family"][kind]
+    keys = {**trained_families()["writes"], **row.get("writes", {})}
+    values: dict[str, Any] = dict.fromkeys(keys["num_experts"], model.num_experts)
+    values |= dict.fromkeys(keys["experts_per_token"], model.experts_per_token)
+    family = known_families()["family"][kind]
+    reads = set(family.get("read", ()))
+    if reads & {"experts_in_mlp_key", "minimax_m2"}:
+        values["intermediate_size"] = model.expert_intermediate_size
+    else:
+        values["moe_intermediate_size"] = model.expert_intermediate_size
+    if model.shared_width:
+        count = model.num_shared_experts
+        if "gated_shared" in reads:
+            values["shared_expert_intermediate_size"] = model.shared_width
+        elif "shared_experts" in reads:
+            values |= dict.fromkeys(keys["num_shared"], count)
+        else:
+            values["shared_intermediate_size"] = model.shared_width
+    elif "shared_experts" in reads:
+        values |= dict.fromkeys(keys["num_shared"], 0)
+    if "first_dense" in reads:
+        values |= {"first_k_dense_replace": moe[0], "moe_layer_freq": 1}
+        if moe != list(range(moe[0], model.num_layers)):
+            kinds = ["sparse" if index in moe else "dense" for index in range(model.num_layers)]
+            values["mlp_layer_types"] = kinds
+    if "sparse_step" in reads:
+        dense = [index for index in range(model.num_layers) if index not in moe]
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if "ernie" in reads:
+        values |= {"moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
+        values["moe_layer_interval"] = 1
+    if "router_groups" in reads:
+        values |= {"n_group": model.router_groups, "topk_group": model.router_groups_kept}
+        if kind == "deepseek_v2":
+            greedy = model.router_groups == 1
+            values["topk_method"] = "greedy" if greedy else "group_limited_greedy"
+    if kind == "minimax_m2":
+        values["qk_norm_type"] = "per_layer"
+    return values
+
+
+def _class_name(kind: str) -> str:
+    return _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))

@@ -1,0 +1,63 @@
+"""A folder with a model of transformers as a source of values: its ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.model import model_values
+from moemesh.config.schema import PATH_KEY
+from moemesh.config.sources import Leaf, Source
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+#: Upper bound of a config.json that will be parsed, in bytes.
+CONFIG_LIMIT = 4 << 20
+
+
+def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
+    """The JSON object of a ``config.json``, or of that in a folder.
+
+    Raises ConfigError, under `key`, for a file that is missing, too long, or no JSON object.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(CONFIG_LIMIT + 1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message = f"cannot read {file}: {reason}"
+        raise _refused("no-file", key, path, message, "a folder with config.json") from None
+    if len(raw) > CONFIG_LIMIT:
+        raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
+    try:
+        found: object = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def read_folder(path: Path) -> Source:
+    """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
+    and what cannot be trained."""
+    origin = str(path / CONFIG)
+    try:
+        values = model_values(read_config(path))
+    except ConfigError as error:
+        problems = tuple(
+            problem if problem.origin else replace(problem, origin=origin)
+            for problem in error.problems
+        )
+        return Source(problems=problems)
+    leaves = {f"model.{key}": Leaf(value=value, origin=origin) for key, value in values.items()}
+    if (tokenizer := path / TOKENIZER).exists():
+        leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
+    return Source(leaves=leaves)
+
+
+def _refused(code: str, key: str, path: Path, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(code=code, key=key, value=str(path), message=message, fix=fix)])

@@ -1,0 +1,138 @@
+"""`moemesh convert`: runs, checkpoints and folders of transformers, from one into the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from moemesh.checkpoint.huggingface.convert import newest, write_checkpoint, write_huggingface
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.write import carry_along
+from moemesh.checkpoint.manifest import MANIFEST
+from moemesh.checkpoint.store import Checkpoint, open_checkpoint
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.export import (
+    VERSION_KEYS,
+    config_json,
+    differences,
+    family_or_refusal,
+)
+from moemesh.config.huggingface.folder import CONFIG, read_config
+from moemesh.config.huggingface.model import family_of, model_values
+from moemesh.config.load import load_recorded, load_run, resolved_toml
+from moemesh.config.run import RunConfig
+from moemesh.train.folder import CHECKPOINTS, RunFolder
+
+Target = Literal["huggingface", "moemesh"]
+
+
+def open_weights(config: RunConfig) -> HuggingFaceWeights:
+    """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
+    tensors of the run's model and no others."""
+    assert config.model_path is not None
+    path = Path(config.model_path)
+    return HuggingFaceWeights(path, config.model, family_of(read_config(path)))
+
+
+def convert(
+    source: Path,
+    out: Path,
+    to: Target | None = None,
+    *,
+    dtype: str | None = None,
+    like: Path | None = None,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> Target:
+    """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
+    folder `out`; returns the format that was written.
+
+    `dtype`: of the weights; by default that of the run's training, fp32 in a run. `like`: a folder
+    of transformers whose config.json, tokenizer and family the result takes.
+    """
+    is_huggingface = (source / CONFIG).exists()
+    to = to or ("moemesh" if is_huggingface else "huggingface")
+    if is_huggingface == (to == "huggingface"):
+        raise _refused("--to", to, f"{source} is in this format already")
+    if is_huggingface:
+        _to_run(source, out, dtype or "float32")
+    else:
+        _to_huggingface(source, out, dtype, like, on_file)
+    return to
+
+
+def _to_run(source: Path, out: Path, dtype: str) -> None:
+    config = load_run([], [f"model.path={source.resolve()}", f"train.dtype={dtype}"], {}).config
+    weights = open_weights(config)
+    folder = RunFolder.open(out, "never")
+    # As before the first step: no sample was read, and the optimizer has no state.
+    state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
+    kept = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
+    write_checkpoint(weights, folder.checkpoints, state, kept)
+    (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+
+
+def _to_huggingface(
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    like: Path | None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    run, checkpoint = _opened(source)
+    config = load_recorded(run / "config.toml")
+    origin = like or (Path(config.model_path) if config.model_path else None)
+    if origin is not None and not (origin / CONFIG).exists():
+        if like is not None:
+            raise _refused("--like", str(like), f"{like} holds no {CONFIG}")
+        origin = None
+    wanted = dtype or config.train.dtype
+    kind, values = _family(config, origin, wanted)
+    weights_origin = origin if origin is not None and any(origin.glob("*.safetensors")) else None
+    if origin is not None:
+        carry_along(origin, out)
+    write_huggingface(
+        checkpoint,
+        config.model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, wanted),
+        origin=weights_origin,
+        on_file=on_file,
+    )
+
+
+def _family(config: RunConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
+    """The family to write, and its config.json: that of `origin` with what it leaves out."""
+    if origin is None:
+        kind = family_or_refusal(config.model)
+        return kind, config_json(config.model, kind, dtype)
+    given = read_config(origin)
+    kind = family_of(given)
+    ours = config_json(config.model, kind, dtype)
+    stored = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
+    added = {key: ours[key] for key in VERSION_KEYS if key in ours}
+    for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
+        values = {key: value for key, value in values.items() if value is not None}
+        if not differences(config.model, kind, model_values(values)):
+            return kind, values
+    found = ", ".join(sorted(differences(config.model, kind)))
+    raise _refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
+
+
+def _opened(source: Path) -> tuple[Path, Checkpoint]:
+    """The run of `source`, and its newest checkpoint or the one that `source` is."""
+    if (source / MANIFEST).exists():
+        step = source.name.rpartition("-")[2]
+        return source.resolve().parent.parent, open_checkpoint(source.parent, int(step))
+    if not (source / "config.toml").exists() or not (source / CHECKPOINTS).is_dir():
+        message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
+        raise _refused("IN", str(source), message)
+    return source, newest(source / CHECKPOINTS)
+
+
+def _refused(key: str, value: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(code="convert", key=key, value=value, message=message, fix=fix)])

@@ -1,0 +1,67 @@
+"""Our model from a folder of transformers, and its logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.store import Shard
+from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.model import family_of, model_values
+from moemesh.config.model import ModelConfig
+from moemesh.model.batch import Batch
+from moemesh.model.initialization import initialize
+from moemesh.model.seams import LocalVocabulary
+from moemesh.model.transformer import Transformer
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The configuration that `moemesh train` would use."""
+    return ModelConfig.model_validate(model_values(read_config(folder)))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The whole model on one device."""
+    config = config_of(folder)
+    model = Transformer(config)
+    initialize(model, seed=0, dtype=dtype)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    HuggingFaceWeights(folder, config, family_of(read_config(folder))).load_into(
+        [
+            Shard(
+                name=f"model.{name}",
+                shape=tuple(tensor.shape),
+                offset=(0,) * tensor.ndim,
+                tensor=tensor.detach(),
+            )
+            for name, tensor in named.items()
+        ]
+    )
+    return model
+
+
+class _Logits(LocalVocabulary):
+    """Keeps the logits that the loss is computed from."""
+
+    logits_TV: Tensor
+
+    def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
+        self.logits_TV = x_TH @ weight_VH.T
+        return super().cross_entropy(x_TH, weight_VH, targets_T)
+
+
+@torch.no_grad()
+def logits(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, S, V], and the tokens that every expert of every MoE layer got [L, E]."""
+    kept = model.vocabulary = _Logits()
+    batch = Batch(
+        tokens_BS=tokens_BS,
+        targets_BS=tokens_BS,
+        sequences_B=torch.arange(len(tokens_BS)),
+        training=False,
+    )
+    output = model(batch)
+    return kept.logits_TV.view(*tokens_BS.shape, -1), output.counts_LE

@@ -1,0 +1,121 @@
+"""Every family of transformers: the same logits from the same folder, and the same folder back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moemesh.checkpoint import store
+from moemesh.config.huggingface.export import differences
+from moemesh.planner.shapes.shape import from_huggingface, from_model_config
+from moemesh.train.conversion import convert
+from tests.huggingface.ours import config_of, load, logits
+from tests.huggingface.tiny import COMMON, FAMILIES, build, save
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one family, named after it."""
+    return save(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+def tokens(length: int = 256) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, COMMON["vocab_size"], (2, length), generator=generator)
+
+
+def counts_of(model: Any, tokens_BS: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Logits of transformers, and the tokens of each expert, from the routers' outputs."""
+    found: list[Tensor] = []
+
+    def take(_: object, __: object, output: Any) -> None:
+        indices = [part for part in output if part.dtype == torch.int64]
+        found.append(torch.bincount(indices[0].flatten(), minlength=num_experts))
+
+    hooks = [
+        module.register_forward_hook(take)
+        for name, module in model.named_modules()
+        if name.endswith((".gate", ".router")) and type(module).__name__.endswith("Router")
+    ]
+    try:
+        with torch.no_grad():
+            result = model(tokens_BS).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return result, torch.stack(found) if found else torch.zeros(0, num_experts)
+
+
+def test_logits_equal_those_of_transformers(folder: Path) -> None:
+    reference = build(folder.name).double()
+    try:
+        config = config_of(folder)
+        expected, counts = counts_of(reference, tokens(), config.num_experts)
+        found, counts_LE = logits(load(folder, torch.float64), tokens())
+        if len(counts) == len(counts_LE):
+            assert torch.equal(counts, counts_LE)
+        # Norms and rotary tables of transformers are fp32 in a float64 model, too.
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    finally:
+        reference.float()
+
+
+def test_the_same_in_single_precision(folder: Path) -> None:
+    with torch.no_grad():
+        expected = build(folder.name)(tokens()).logits
+    found, _ = logits(load(folder), tokens())
+    assert (found - expected).abs().max() <= 2e-6
+
+
+def test_a_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    run, back = tmp_path / "run", tmp_path / "back"
+    assert convert(folder, run) == "moemesh"
+    assert store.candidates(run / "checkpoints") == [0]
+    assert convert(run, back) == "huggingface"
+    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype, name
+        assert torch.equal(tensor, after[name]), name
+    assert config_of(back) == config_of(folder)
+
+
+def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
+    """Without the folder that the run started from, config.json is ours alone."""
+    from transformers import AutoModelForCausalLM
+
+    run, back = tmp_path / "run", tmp_path / "back"
+    convert(folder, run)
+    recorded = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(recorded.replace(str(folder), str(tmp_path / "gone")))
+    convert(run, back)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        back,
+        output_loading_info=True,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        expected, found = build(folder.name)(tokens()).logits, model.eval()(tokens()).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_our_configuration_means_the_same(folder: Path) -> None:
+    assert differences(config_of(folder), folder.name) == {}
+
+
+def test_what_is_planned_is_what_is_trained(folder: Path) -> None:
+    """The planner's shape of a config.json is that of the configuration that is trained, but for
+    extra prediction layers, which are trained on demand only."""
+    planned = from_huggingface(json.loads((folder / "config.json").read_text()))
+    trained = from_model_config(config_of(folder))
+    assert {**planned.to_json(), "notes": (), "num_mtp_layers": 0} == trained.to_json()

@@ -1,0 +1,163 @@
+"""Folders that are not as they should be: one message that names file and tensor, nothing used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.header import Deferred
+from moemesh.checkpoint.huggingface.folder import INDEX, SINGLE, WeightFolder
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
+from moemesh.checkpoint.huggingface.write import carry_along, write_folder
+from moemesh.config.model import ModelConfig
+
+CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)
+KIND = "qwen3_moe"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    named = logical_tensors(CONFIG, KIND)
+    return {
+        piece.source: torch.randn(piece.stored) for one in named.values() for piece in one.pieces
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files and an index."""
+    path = tmp_path / "model"
+    deferred = {
+        name: Deferred(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        for name, tensor in tensors().items()
+    }
+    write_folder(path, deferred, {"model_type": KIND}, file_bytes=300_000)
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    return path
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        HuggingFaceWeights(folder, CONFIG, KIND)
+    return str(caught.value)
+
+
+def test_a_good_folder_is_read_by_slices(folder: Path) -> None:
+    weights = HuggingFaceWeights(folder, CONFIG, KIND)
+    name = "layers.1.feed_forward.experts.3.down"
+    whole = weights.read(name, [range(32), range(128)])
+    part = weights.read(name, [range(4, 9), range(100, 128)])
+    assert torch.equal(whole[4:9, 100:], part)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", ""])
+def test_an_index_that_leads_out_of_the_folder(folder: Path, name: str) -> None:
+    def change(files: dict[str, Any]) -> None:
+        files["model.norm.weight"] = name
+
+    change_index(folder, change)
+    assert "no plain file name" in refused(folder)
+
+
+def test_a_file_that_is_a_link(folder: Path, tmp_path: Path) -> None:
+    file = sorted(folder.glob("model-*"))[0]
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert "is not a regular file" in refused(folder)
+
+
+def test_missing_extra_and_misshapen_tensors_are_told_together(tmp_path: Path) -> None:
+    changed = tensors()
+    del changed["model.norm.weight"]
+    changed["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 32)
+    changed["model.vision.weight"] = torch.zeros(1)
+    save_file(changed, tmp_path / SINGLE)
+    message = refused(tmp_path)
+    assert "model.norm.weight is missing" in message
+    assert "model.vision.weight belongs to no part of the model" in message
+    assert "q_proj.weight has shape [3, 32], config.json makes it [128, 32]" in message
+
+
+def test_an_index_and_files_that_disagree(folder: Path) -> None:
+    def change(files: dict[str, Any]) -> None:
+        files["model.norm.weight"] = next(
+            file for file in files.values() if file != files["model.norm.weight"]
+        )
+
+    change_index(folder, change)
+    assert "model.norm.weight" in refused(folder)
+
+
+def test_a_file_that_is_missing_or_cut(folder: Path) -> None:
+    file = sorted(folder.glob("model-*"))[1]
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    assert "do not fill the file" in refused(folder)
+    file.unlink()
+    assert file.name in refused(folder)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    assert INDEX in refused(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        WeightFolder(Path(__file__))
+
+
+def test_prediction_layers_behind_the_last_are_let_be(tmp_path: Path) -> None:
+    named = tensors() | {"model.layers.2.eh_proj.weight": torch.zeros(4, 4)}
+    save_file(named, tmp_path / SINGLE)
+    HuggingFaceWeights(tmp_path, CONFIG, KIND)
+
+
+def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def deferred(name: str, tensor: torch.Tensor) -> Deferred:
+        def make() -> torch.Tensor:
+            made.append(name)
+            return tensor
+
+        return Deferred(tensor.dtype, tuple(tensor.shape), make)
+
+    named = {name: deferred(name, tensor) for name, tensor in tensors().items()}
+    stop = KeyError("stopped")
+
+    def on_file(done: int, total: int) -> None:
+        if done == 1:
+            raise stop
+
+    with pytest.raises(KeyError):
+        write_folder(tmp_path / "out", named, {}, file_bytes=300_000, on_file=on_file)
+    first = list(made)
+    assert not (tmp_path / "out" / INDEX).exists()
+    write_folder(tmp_path / "out", named, {}, file_bytes=300_000)
+    assert sorted(made) == sorted(named), "a tensor was written twice"
+    assert first
+    assert WeightFolder(tmp_path / "out").tensors.keys() == named.keys()
+
+
+def test_a_conversion_does_not_mix_models(folder: Path) -> None:
+    other = {"model.norm.weight": Deferred(torch.float32, (2,), lambda: torch.zeros(2))}
+    (folder / SINGLE).write_bytes(sorted(folder.glob("model-*"))[0].read_bytes())
+    with pytest.raises(CheckpointError, match="another model"):
+        write_folder(folder, other, {})
+
+
+def test_small_files_are_carried_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "config.json", "chat_template.jinja", ".hidden", "a.bin"):
+        (source / name).write_text(name)
+    assert carry_along(source, tmp_path / "out") == ["chat_template.jinja", "tokenizer.json"]

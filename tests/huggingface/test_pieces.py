@@ -1,0 +1,111 @@
+"""Pieces: any box of a logical tensor from slices of stored ones, and the stored ones back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.huggingface.pieces import Piece, assemble, whole
+
+#: A stack of four experts whose gate and up lie one beside the other (interleaved), transposed.
+INTERLEAVED = [Piece("gate_up", (4, 5, 6), (4, 5, 3, 2), (0, 3, 2, 1), (0, 0, 0, 0))]
+#: Queries, keys and values of two groups of three query heads.
+PACKED = [
+    Piece("q", (2 * 3 * 4, 5), (2, 3, 4, 5), (0, 1, 2, 3), (0, 0, 0, 0)),
+    Piece("k", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 3, 0, 0)),
+    Piece("v", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 4, 0, 0)),
+]
+#: One expert in two tensors, and a row that is stored as a table of one row.
+SEPARATE = [
+    Piece("gate", (3, 5), (1, 3, 5), (0, 1, 2), (0, 0, 0)),
+    Piece("up", (3, 5), (1, 3, 5), (0, 1, 2), (1, 0, 0)),
+]
+ROW = [Piece("bias", (1, 7), (7,), (0,), (0,))]
+CASES = {
+    "interleaved": (INTERLEAVED, (4, 2, 3, 5)),
+    "packed": (PACKED, (2, 5, 4, 5)),
+    "separate": (SEPARATE, (2, 3, 5)),
+    "row": (ROW, (7,)),
+    "plain": ([whole("w", (6, 5))], (6, 5)),
+}
+
+
+class Store:
+    """Stored tensors that count the numbers read from them."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.tensors = {
+            piece.source: torch.arange(np.prod(piece.stored)).view(piece.stored) + 1000 * index
+            for index, piece in enumerate(pieces)
+        }
+        self.num_read = 0
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        part = self.tensors[name][tuple(slice(one.start, one.stop) for one in box)]
+        self.num_read += part.numel()
+        return part
+
+
+def full(pieces: Sequence[Piece], shape: tuple[int, ...], store: Store) -> Tensor:
+    """The logical tensor by plain reshapes, without any box."""
+    found = torch.full(shape, -1)
+    for piece in pieces:
+        part = store.tensors[piece.source].reshape(piece.view).permute(piece.order)
+        place = [
+            slice(start, start + size) for start, size in zip(piece.offset, part.shape, strict=True)
+        ]
+        found[tuple(place)] = part
+    assert (found >= 0).all(), "the pieces leave a hole"
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_box_is_assembled(case: str) -> None:
+    pieces, shape = CASES[case]
+    store = Store(pieces)
+    expected = full(pieces, shape, store)
+    generator = np.random.default_rng(0)
+    sides = [[range(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    boxes = list(product(*sides))
+    chosen = generator.permutation(len(boxes))[:300]
+    for box in [boxes[index] for index in chosen]:
+        found = assemble(pieces, box, store.read)
+        assert torch.equal(found, expected[tuple(slice(s.start, s.stop) for s in box)]), box
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stored_tensors_come_back(case: str) -> None:
+    pieces, shape = CASES[case]
+    store = Store(pieces)
+    logical = full(pieces, shape, store)
+    for piece in pieces:
+        place = [
+            slice(start, start + size)
+            for start, size in zip(piece.offset, piece.shape, strict=True)
+        ]
+        assert torch.equal(piece.store(logical[tuple(place)]), store.tensors[piece.source])
+
+
+def test_a_shard_reads_its_own_rows_only() -> None:
+    """Heads of one tensor-parallel rank, and columns of one expert: no number beyond the shard."""
+    store = Store(PACKED)
+    box = [range(1, 2), range(5), range(4), range(5)]
+    assemble(PACKED, box, store.read)
+    assert store.num_read == 5 * 4 * 5
+    store = Store(SEPARATE)
+    assemble(SEPARATE, [range(2), range(1, 2), range(5)], store.read)
+    assert store.num_read == 2 * 5
+    store = Store(INTERLEAVED)
+    assemble(INTERLEAVED, [range(3, 4), range(2), range(1, 3), range(5)], store.read)
+    assert store.num_read == 2 * 2 * 5
+
+
+def test_an_empty_box_reads_nothing() -> None:
+    store = Store(PACKED)
+    found = assemble(PACKED, [range(1, 1), range(5), range(4), range(5)], store.read)
+    assert (found.shape, store.num_read) == ((0, 5, 4, 5), 0)
