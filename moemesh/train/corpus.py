@@ -10,7 +10,6 @@ machine share it; everything else is read whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moemesh.config.errors import UserError
+from moemesh.train.tokenizer import DataError, Tokenizer, nearest, read_whole
 
 #: A single text file at least this large is memory-mapped instead of read.
 MAP_FROM_BYTES = 64 << 20
@@ -30,10 +29,6 @@ MAP_FROM_BYTES = 64 << 20
 STANDARD_LIBRARY_SKIP = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
-
-
-class DataError(UserError):
-    """The data cannot be used as the configuration asks; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,12 +67,14 @@ class Corpus:
         files = _standard_library() if path is None else _find(path, format)
         source = "standard library" if path is None else path
         num_bytes = sum(file.stat().st_size for file in files)
-        encode, digest = _encoder(tokenizer)
-        newline = encode(b"\n", "newline")
+        reader = Tokenizer.open(tokenizer)
+        newline = reader.encode(b"\n", "newline")
         if format == "text" and tokenizer == "bytes" and len(files) == 1:
             documents: Iterator[tuple[str, np.ndarray]] = iter([_whole_file(files[0], num_bytes)])
         else:
-            documents = ((where, encode(text, where)) for where, text in _documents(files, format))
+            documents = (
+                (where, reader.encode(text, where)) for where, text in _documents(files, format)
+            )
         parts: list[np.ndarray] = []
         lengths: list[int] = []
         for where, ids in documents:
@@ -94,7 +91,7 @@ class Corpus:
             num_files=len(files),
             num_bytes=num_bytes,
             vocab_size=vocab_size,
-            tokenizer=digest,
+            tokenizer=reader.fingerprint,
             source=source,
             starts=np.cumsum([0, *(length + len(newline) for length in lengths[:-1])]),
         )
@@ -124,43 +121,10 @@ def _check_ids(ids: np.ndarray, vocab_size: int, where: str, tokenizer: str) -> 
     )
 
 
-def _encoder(tokenizer: str) -> tuple[Callable[[bytes, str], np.ndarray], str]:
-    """The function (document bytes, where) -> ids [n], and the tokenizer's fingerprint."""
-    if tokenizer == "bytes":
-        return lambda text, _: np.frombuffer(text, dtype=np.uint8), "bytes"
-    file = Path(tokenizer).expanduser() / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(
-            f'data.tokenizer is "{tokenizer}"; it must be "bytes" or a folder that holds a '
-            f"tokenizer.json ({_nearest(file)})"
-        )
-    try:
-        from tokenizers import Tokenizer  # pyright: ignore  # optional extra
-    except ImportError as error:
-        raise DataError(
-            f"data.tokenizer {tokenizer} needs the package tokenizers: "
-            "pip install 'moemesh[tokenizers]'"
-        ) from error
-    content = _read(file)
-    try:
-        loaded = Tokenizer.from_str(content.decode())
-    except Exception as error:  # the package raises bare Exception for a malformed file
-        raise DataError(f"{file} is not a usable tokenizer: {error}") from error
-
-    def encode(text: bytes, where: str) -> np.ndarray:
-        try:
-            decoded = text.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}, byte offset {error.start}: not valid UTF-8") from error
-        return np.array(loaded.encode(decoded, add_special_tokens=False).ids, dtype=np.int32)
-
-    return encode, f"blake2b-128:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
-
-
 def _documents(files: Sequence[Path], format: str) -> Iterator[tuple[str, bytes]]:
     """(where, UTF-8 bytes) of each document, in order; `where` is for error messages."""
     for file in files:
-        content = _read(file)
+        content = read_whole(file)
         if format == "text":
             yield str(file), content
             continue
@@ -187,16 +151,9 @@ def _text_of(line: bytes, where: str) -> bytes:
 def _whole_file(file: Path, size: int) -> tuple[str, np.ndarray]:
     """The bytes of one text file, memory-mapped when it is large."""
     if size < MAP_FROM_BYTES:
-        return str(file), np.frombuffer(_read(file), dtype=np.uint8)
+        return str(file), np.frombuffer(read_whole(file), dtype=np.uint8)
     try:
         return str(file), np.memmap(file, dtype=np.uint8, mode="r")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
 
@@ -214,7 +171,7 @@ def _find(path: str, format: str) -> list[Path]:
                 return files
             raise DataError(f"data.path {path}: the pattern matches no file") from error
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"data.path {path}: {reason} ({_nearest(root)})") from error
+        raise DataError(f"data.path {path}: {reason} ({nearest(root)})") from error
     if stat.S_ISREG(mode):
         return [root]
     if not stat.S_ISDIR(mode):
@@ -245,9 +202,3 @@ def _walk(root: Path, skip: Callable[[str], bool], suffix: str) -> list[Path]:
         subfolders[:] = [name for name in subfolders if not skip(name)]
         found += [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
     return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
-
-
-def _nearest(path: Path) -> str:
-    """Words that name the nearest part of `path` that exists."""
-    parent = next((p for p in path.absolute().parents if p.exists()), Path(path.anchor))
-    return f"the nearest existing folder is {parent}"

@@ -22,7 +22,8 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.data import Documents
 from moemesh.config.layout import shard_range
 from moemesh.model.batch import Batch
-from moemesh.train.corpus import Corpus, DataError
+from moemesh.train.corpus import Corpus
+from moemesh.train.tokenizer import DataError
 
 __all__ = ["Corpus", "DataError", "Samples", "Windows"]
 
