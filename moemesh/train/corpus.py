@@ -1,8 +1,10 @@
 """Files into one stream of token ids.
 
-A document is a whole file (format "text") or the "text" of one line ("jsonl"); format "auto" is
-jsonl where the path ends in .jsonl, or names a folder of nothing else. Empty documents
-are dropped and the rest are joined by one newline: one newline byte, or the tokenizer's ids of it.
+A document is a whole file (format "text"), or the "text" or the conversation ("messages") of one
+line ("jsonl"); format "auto" is jsonl where the path ends in .jsonl, or names a folder of nothing
+else. Of conversations only the assistant turns carry loss (:mod:`moemesh.train.chat`). Empty
+documents are dropped and the rest are joined by one newline: one newline byte, or the tokenizer's
+ids of it.
 
 Every rank opens the corpus for itself. One large text file is memory-mapped, so that the ranks of a
 machine share it; everything else is read whole.
@@ -18,9 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from moemesh.train.chat import ChatTemplate
 from moemesh.train.tokenizer import DataError, Tokenizer, nearest, read_whole
 
 #: A single text file at least this large is memory-mapped instead of read.
@@ -36,6 +40,7 @@ class Corpus:
     """A stream of token ids [num_tokens] (uint8; int32 with a tokenizer) and where it came from.
 
     ``starts`` int64: where each document begins; the newline between two belongs to the first.
+    ``learned`` bool: which tokens carry loss as targets; None: all.
     """
 
     tokens: np.ndarray
@@ -44,6 +49,7 @@ class Corpus:
     vocab_size: int
     tokenizer: str
     source: str
+    learned: np.ndarray | None = None
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
     @staticmethod
@@ -70,18 +76,18 @@ class Corpus:
         reader = Tokenizer.open(tokenizer)
         newline = reader.encode(b"\n", "newline")
         if format == "text" and tokenizer == "bytes" and len(files) == 1:
-            documents: Iterator[tuple[str, np.ndarray]] = iter([_whole_file(files[0], num_bytes)])
+            documents: Iterator[_Document] = iter([(*_whole_file(files[0], num_bytes), None)])
         else:
-            documents = (
-                (where, reader.encode(text, where)) for where, text in _documents(files, format)
-            )
+            documents = _encoded(files, format, reader, tokenizer)
         parts: list[np.ndarray] = []
         lengths: list[int] = []
-        for where, ids in documents:
+        masks: list[np.ndarray | None] = []
+        for where, ids, learned in documents:
             if len(ids):
                 _check_ids(ids, vocab_size, where, tokenizer)
                 parts += [newline, ids] if parts else [ids]
                 lengths.append(len(ids))
+                masks.append(learned)
         if not parts:
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         if len(parts) > 1:
@@ -93,6 +99,7 @@ class Corpus:
             vocab_size=vocab_size,
             tokenizer=reader.fingerprint,
             source=source,
+            learned=_joined(masks, lengths, len(newline)),
             starts=np.cumsum([0, *(length + len(newline) for length in lengths[:-1])]),
         )
 
@@ -121,27 +128,62 @@ def _check_ids(ids: np.ndarray, vocab_size: int, where: str, tokenizer: str) -> 
     )
 
 
-def _documents(files: Sequence[Path], format: str) -> Iterator[tuple[str, bytes]]:
-    """(where, UTF-8 bytes) of each document, in order; `where` is for error messages."""
+#: Where a document is from, for errors; its ids; which of them carry loss (None: all).
+_Document: TypeAlias = tuple[str, np.ndarray, np.ndarray | None]
+
+
+def _encoded(
+    files: Sequence[Path], format: str, reader: Tokenizer, tokenizer: str
+) -> Iterator[_Document]:
+    """Every document, in order: a text, or a conversation under the tokenizer's chat template."""
+    template: ChatTemplate | None = None
     for file in files:
         content = read_whole(file)
         if format == "text":
-            yield str(file), content
+            yield str(file), reader.encode(content, str(file)), None
             continue
         for number, line in enumerate(content.split(b"\n"), start=1):
-            if line.strip():
-                where = f"{file}, line {number}"
-                yield where, _text_of(line, where)
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            record = _record(line, where)
+            if "messages" in record:
+                template = template or ChatTemplate.open(tokenizer)
+                yield where, *template.encode(record, reader, where)
+            else:
+                yield where, reader.encode(_text_of(record, where), where), None
 
 
-def _text_of(line: bytes, where: str) -> bytes:
-    """The UTF-8 bytes under the key "text" of one JSON line."""
+def _joined(
+    masks: Sequence[np.ndarray | None], lengths: Sequence[int], newline: int
+) -> np.ndarray | None:
+    """Which tokens of the stream carry loss; None where all do. Between documents none does."""
+    if all(mask is None for mask in masks):
+        return None
+    parts: list[np.ndarray] = []
+    for mask, length in zip(masks, lengths, strict=True):
+        parts += [np.zeros(newline, dtype=bool)] if parts else []
+        parts.append(np.ones(length, dtype=bool) if mask is None else mask)
+    return np.concatenate(parts)
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    """One JSON line, an object with a text or with messages."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f'{where}: expected an object with a text under the key "text"')
+    is_text = isinstance(record, dict) and isinstance(record.get("text"), str)
+    if not is_text and not (isinstance(record, dict) and "messages" in record):
+        raise DataError(
+            f'{where}: expected an object with a text under the key "text", or a conversation '
+            'under the key "messages"'
+        )
+    return record
+
+
+def _text_of(record: dict[str, Any], where: str) -> bytes:
+    """The UTF-8 bytes under the key "text"."""
     try:
         return record["text"].encode()
     except UnicodeEncodeError as error:

@@ -59,6 +59,14 @@ class Windows:
         positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         return torch.from_numpy(np.searchsorted(self.corpus.starts, positions, side="right") - 1)
 
+    def loss_mask(self, ids: np.ndarray) -> torch.Tensor | None:
+        """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all."""
+        learned = self.corpus.learned
+        if learned is None:
+            return None
+        positions = np.asarray(ids)[:, None] * self.seq_len + 1 + np.arange(self.seq_len)
+        return torch.from_numpy(learned[positions])
+
     def _windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
         ids = np.asarray(ids, dtype=np.int64)
@@ -184,11 +192,13 @@ def own_batches(
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
         tokens, targets = (t.to(mesh.device) for t in samples.batch(ids[rows]))
-        documents, mask = samples.documents(ids[rows]), None
+        documents, mask = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
+        mask = None if mask is None else mask.to(mesh.device)
         if documents is not None:
             documents = documents.to(mesh.device)
             # The first token of a document is not foretold by the document before.
-            mask, documents = documents[:, 1:] == documents[:, :-1], documents[:, :-1]
+            inside = documents[:, 1:] == documents[:, :-1]
+            mask, documents = inside if mask is None else inside & mask, documents[:, :-1]
         found.append(
             Batch(
                 tokens_BS=tokens,

@@ -61,6 +61,16 @@ class Tokenizer:
         ids = self._loaded.encode(decoded, add_special_tokens=False).ids
         return np.array(ids, dtype=np.int32)
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [n], and the characters of `text` that each stands for, from and to, int64 [n, 2]."""
+        if self._loaded is not None:
+            found = self._loaded.encode(text, add_special_tokens=False)
+            offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+            return np.array(found.ids, dtype=np.int32), offsets
+        sizes = [len(character.encode()) for character in text]
+        places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+        return np.frombuffer(text.encode(), dtype=np.uint8), np.stack([places, places + 1], axis=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; what is no text becomes U+FFFD."""
         if self._loaded is not None:
