@@ -117,13 +117,11 @@ _FOR_ALL = ("norm_eps", "init_std", "max_position_embeddings")
 def _layers(fields: Mapping[str, Any]) -> dict[str, object]:
     """Which layers have experts: all but the first ones, or a list."""
     layers, moe = fields["num_layers"], fields["moe_layers"]
-    found: dict[str, object] = {}
     if not moe:
         return {"num_experts": 0}
-    found["first_dense_layers"] = moe[0]
     if moe != tuple(range(moe[0], layers)):
-        found["moe_layers"] = list(moe)
-    return found
+        return {"moe_layers": list(moe), "first_dense_layers": None}
+    return {"first_dense_layers": moe[0]}
 
 
 def _shared(sizes: Sizes) -> dict[str, object]:
@@ -136,7 +134,7 @@ def _shared(sizes: Sizes) -> dict[str, object]:
     if width != count * sizes.fields["expert_intermediate_size"]:
         found["shared_intermediate_size"] = width
     if sizes.fields.get("shared_gate"):
-        found["shared_expert_gate"] = True
+        found["shared_gate"] = True
     return found
 
 
