@@ -112,7 +112,7 @@ def one_device(model: str, shape: Shape, microbatches: int) -> Trained:
     "latent-tp=2-ep=2-attention_exit=reduce_scatter",
     "latent_plain-tp=2-ep=2-attention_exit=all_to_all",
     "over_projection-tp=2-ep=2-dp=2-recompute=full-microbatches=2-padded",
-    "latent-tp=2-ep=2-dp=2-recompute=selective-padded",
+    "deepseek-tp=2-cp=2-ep=4-data=zero3-context=ring",
     "latent-pp=2-microbatches=3-schedule=zb_h1-tp=2",
     "windows-pp=2-schedule=terapipe-slices=3-tp=2",
     "latent_plain-cp=2-tp=2-ep=2-context=ring",
@@ -138,6 +138,7 @@ def test_the_planner_lists_the_same_parameters(model: str, attention_exit: str) 
         assert found.summed_over == where.summed_over, name
 
 
+@pytest.mark.slow
 def test_the_cases_differ_from_plain_attention() -> None:
     """Each knob changes the losses: none of them is ignored."""
     plain = {model: train(keys, {}, TRAIN).losses for model, keys in MODELS.items()}
