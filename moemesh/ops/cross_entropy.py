@@ -85,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_VH is not None:
                 torch.mm(grad_TC.t(), x_TH, out=grad_VH[rows])
         if later:
-            weight_gradient(ctx.leaf, weight_half)
+            weight_gradient(ctx.leaf, weight_half, (x_TH, targets_T, lse_T, grad_T))
         return grad_x_TH, grad_VH, None, None, None, None
 
 

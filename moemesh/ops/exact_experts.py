@@ -53,11 +53,14 @@ class _ExactExperts(torch.autograd.Function):
         grad_h_QG = torch.cat([grad_gate_QF, grad_QF * silu_QF], dim=1)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
         grad_down = weight_gradient(
-            ctx.leaves[1], lambda: exact_weight_gradient(grad_RH, product_RF, counts_EP)
+            ctx.leaves[1],
+            lambda: exact_weight_gradient(grad_RH, product_RF, counts_EP),
+            (grad_RH, product_RF),
         )
         grad_gate_up = weight_gradient(
             ctx.leaves[0],
             lambda: exact_weight_gradient(grad_h_RG, x_RH, counts_EP).view_as(gate_up),
+            (grad_h_RG, x_RH),
         )
         grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, gate_up.flatten(1, 2)))
         return grad_x_RH, grad_weights_R, None, grad_gate_up, grad_down, None

@@ -151,7 +151,8 @@ class _WeightGradient:
             return None
         if not self._weight.is_leaf:
             return self.compute()
-        return weight_gradient(self._weight, self.compute)
+        kept = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
+        return weight_gradient(self._weight, self.compute, kept)
 
     def compute(self) -> Tensor | None:
         """The gradient of all blocks that were added; None when it is not needed."""

@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_x_TI, None
         return grad_x_TI, weight_gradient(
-            ctx.leaf, lambda: (grad_TO.t() @ x_TI).reshape(weight.shape)
+            ctx.leaf, lambda: (grad_TO.t() @ x_TI).reshape(weight.shape), (grad_TO, x_TI)
         )
 
 
@@ -67,7 +67,9 @@ class _SwigluLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_h_TG, None
         product_TF = silu_TF * up_TF
-        return grad_h_TG, weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF)
+        return grad_h_TG, weight_gradient(
+            ctx.leaf, lambda: grad_TO.t() @ product_TF, (grad_TO, product_TF)
+        )
 
 
 def linear(x_TI: Operand, weight: Tensor) -> Tensor:

@@ -1,32 +1,72 @@
-"""Count the bytes that autograd saves for the backward: measured activation memory."""
+"""Count the bytes that are kept for the backward: measured activation memory, by kind."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# The measurement under way. One for the whole process, as there is one backward at a time.
+_active: SavedForBackward | None = None
+
+#: The kind of what is kept outside of all modules that were given one.
+OTHER = "other"
+
+
+class Held:
+    """Holds a tensor for the backward; a measurement counts its storage while this object lives."""
+
+    def __init__(self, tensor: Tensor, kind: str | None = None) -> None:
+        self.tensor = tensor
+        if _active is not None:
+            _active.count(self, kind)
 
 
 class SavedForBackward:
-    """Counts storages saved inside the context, each once, parameters left out.
+    """Counts what autograd saves and other :class:`Held` tensors hold inside the context: storages,
+    each once, parameters left out.
 
-    ``peak_bytes`` is the most that was alive at one time, ``total_bytes`` what was ever saved: they
-    differ when several microbatches save one after another.
+    ``peak_bytes`` is the most that was alive at one time, ``peak_by_kind`` its parts,
+    ``total_bytes`` what was ever kept: they differ when several microbatches keep one after
+    another. A storage has the kind of the innermost module of `kinds` that runs when it is first
+    kept (:data:`OTHER` outside of them). `becomes`: once such a module has run, the rest of the
+    module around it is of that kind.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        kinds: Mapping[nn.Module, str] | None = None,
+        becomes: Mapping[nn.Module, str] | None = None,
+    ) -> None:
         # Storages themselves: the memory of one may come and go.
         self._ignored = {p.untyped_storage()._cdata for p in parameters}
+        self._kinds, self._becomes = dict(kinds or {}), dict(becomes or {})
+        self._running = [OTHER]
         self._uses: Counter[int] = Counter()
+        self._kind_of: dict[int, str] = {}
+        self._alive: Counter[str] = Counter()
         self.total_bytes = self.peak_bytes = self._alive_bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self.peak_by_kind: dict[str, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> SavedForBackward:
+        global _active
+        assert _active is None, "memory is already being measured"
+        _active = self
         self._hooks.__enter__()
+        for module, kind in self._kinds.items():
+            before, after = self._scope(kind, self._becomes.get(module))
+            self._handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after, always_call=True),
+            ]
         return self
 
     def __exit__(
@@ -35,32 +75,44 @@ class SavedForBackward:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        global _active
+        _active = None
+        for handle in self._handles:
+            handle.remove()
         self._hooks.__exit__(kind, error, trace)
 
-    def _pack(self, tensor: Tensor) -> _Packed:
-        packed, storage = _Packed(tensor), tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if size and storage._cdata not in self._ignored:
-            if not self._uses[address]:
-                self.total_bytes += size
-                self._alive_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
-            self._uses[address] += 1
-            weakref.finalize(packed, self._release, address, size)
-        return packed
+    def _scope(
+        self, kind: str, then: str | None
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(*_: Any) -> None:
+            self._running.append(kind)
+
+        def after(*_: Any) -> None:
+            self._running.pop()
+            if then is not None:
+                self._running[-1] = then
+
+        return before, after
+
+    def count(self, held: Held, kind: str | None) -> None:
+        """Count the storage that `held` holds until it lets go of it."""
+        storage = held.tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if not size or address in self._ignored:
+            return
+        if not self._uses[address]:
+            found = self._running[-1] if kind is None else kind
+            self._kind_of[address] = found
+            self._alive[found] += size
+            self._alive_bytes += size
+            self.total_bytes += size
+            if self._alive_bytes > self.peak_bytes:
+                self.peak_bytes, self.peak_by_kind = self._alive_bytes, dict(self._alive)
+        self._uses[address] += 1
+        weakref.finalize(held, self._release, address, size)
 
     def _release(self, address: int, size: int) -> None:
         self._uses[address] -= 1
         if not self._uses[address]:
             self._alive_bytes -= size
-
-    @staticmethod
-    def _unpack(packed: _Packed) -> Tensor:
-        return packed.tensor
-
-
-class _Packed:
-    """Holds a saved tensor; its finalizer runs when autograd frees the saved tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+            self._alive[self._kind_of[address]] -= size

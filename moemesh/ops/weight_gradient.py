@@ -8,11 +8,16 @@ inside a :class:`WeightGradientQueue` it is stored as a closure that holds only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from moemesh.ops.saved import Held
+
+#: The kind of what only deferred weight gradients keep.
+DEFERRED = "deferred"
 
 # One slot for the whole process, not thread-local: on CUDA the autograd engine runs the backward in
 # threads of its own. Only one backward runs at a time.
@@ -27,7 +32,7 @@ class WeightGradientQueue:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._pending: list[tuple[Tensor, Callable[[], Tensor], list[Held]]] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -47,8 +52,9 @@ class WeightGradientQueue:
         global _active
         _active = None
 
-    def append(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        self._pending.append((weight, compute))
+    def append(self, weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]) -> None:
+        """`kept`: the tensors of activation size that `compute` holds."""
+        self._pending.append((weight, compute, [Held(tensor, DEFERRED) for tensor in kept]))
 
     @torch.no_grad()
     def run(self, accumulate: Callable[[Tensor, Tensor], None] | None = None) -> None:
@@ -58,7 +64,9 @@ class WeightGradientQueue:
         whoever reduces gradients passes its own `accumulate`.
         """
         pending, self._pending = self._pending, []
-        for weight, compute in pending:
+        pending.reverse()
+        while pending:
+            weight, compute, _ = pending.pop()
             (accumulate or add_to_grad)(weight, compute())
 
 
@@ -75,9 +83,14 @@ def deferring() -> bool:
     return _active is not None
 
 
-def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it."""
+def weight_gradient(
+    weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]
+) -> Tensor | None:
+    """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it.
+
+    `kept`: the tensors of activation size that `compute` holds.
+    """
     if _active is None:
         return compute()
-    _active.append(weight, compute)
+    _active.append(weight, compute, kept)
     return None

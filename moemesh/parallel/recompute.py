@@ -26,14 +26,15 @@ the exit of a dense MLP. (A shared expert's exit is: it lies before the routed e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention, LatentAttention
@@ -44,6 +45,7 @@ from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
 from moemesh.ops.linear import SwigluOf
 from moemesh.ops.pending import Pending
+from moemesh.ops.saved import Held
 from moemesh.trace.ledger import Ledger
 
 R = TypeVar("R")
@@ -83,22 +85,73 @@ class Recomputation:
         """``part(x, context)``; it must read nothing else that changes until its backward."""
         if not torch.is_grad_enabled():
             return part(x, context)
-        tape = RecomputeTape(self.ledger)
-        tensors, kind = ((x,), None) if isinstance(x, Tensor) else (x, type(x))
+        frame = _Frame(part, x, replace(context, flow=RecomputeTape(self.ledger)))
+        with saved_tensors_hooks(frame.pack, _unpack):
+            return part(x, frame.context)
 
-        def again(context: Context, *tensors: Tensor) -> R:
-            return part(tensors[0] if kind is None else kind(*tensors), context)
 
-        # Each tensor is an argument of its own: torch keeps arguments as autograd keeps tensors.
-        # No state of random number generators is kept: our numbers are functions of ids.
-        return checkpoint(
-            again,
-            replace(context, flow=tape),
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), tape),
-        )
+class _Place:
+    """Stands in autograd's graph for a tensor that is computed again when it is wanted."""
+
+    def __init__(self, frame: _Frame, index: int) -> None:
+        self.frame, self.index = frame, index
+
+
+class _Frame:
+    """One run of a part: its input, and the places of the tensors that its backward wants.
+
+    As ``torch.utils.checkpoint`` without reentrance, with early stop; but what is computed again
+    counts as kept (:class:`~moemesh.ops.saved.Held`), which torch's does not let anyone see. No
+    state of random number generators is kept: our numbers are functions of ids.
+    """
+
+    def __init__(self, part: Callable[[Any, Context], Any], x: Any, context: Context) -> None:
+        self.part, self.context = part, context
+        self._kind = None if isinstance(x, Tensor) else type(x)
+        self._inputs = [Held(tensor) for tensor in ((x,) if isinstance(x, Tensor) else x)]
+        self._places: list[weakref.ref[_Place]] = []
+        self._computed: dict[int, Held] = {}
+
+    def pack(self, tensor: Tensor) -> _Place:
+        place = _Place(self, len(self._places))
+        self._places.append(weakref.ref(place))
+        return place
+
+    def take(self, index: int) -> Tensor:
+        """The tensor of a place, for the backward; all are computed at the first call."""
+        if index not in self._computed:
+            self._compute()
+        return self._computed.pop(index).tensor
+
+    def _compute(self) -> None:
+        number = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal number
+            if self._places[number]() is not None:
+                self._computed[number] = Held(tensor.detach())
+            number += 1
+            if number == len(self._places):
+                raise _Enough
+            return tensor.detach()
+
+        inputs, tape = [held.tensor for held in self._inputs], self.context.flow
+        assert isinstance(tape, RecomputeTape)
+        again = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with suppress(_Enough), tape, torch.enable_grad(), saved_tensors_hooks(pack, _itself):
+            self.part(again[0] if self._kind is None else self._kind(*again), self.context)
+
+
+class _Enough(Exception):
+    """All that was saved is there again."""
+
+
+def _unpack(place: _Place) -> Tensor:
+    return place.frame.take(place.index)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class RecomputeTape(Flow):
@@ -117,7 +170,7 @@ class RecomputeTape(Flow):
         self._scope.__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        # torch leaves by an exception as soon as all that was kept is there again.
+        # By an exception, as soon as all that was saved is there again.
         self._scope.__exit__(None, None, None)
         self._playing = None
 
