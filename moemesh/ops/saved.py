@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moemesh.trace.memory import OTHER
+
 # The measurement under way. One for the whole process, as there is one backward at a time.
 _active: SavedForBackward | None = None
-
-#: The kind of what is kept outside of all modules that were given one.
-OTHER = "other"
 
 
 class Held:

@@ -8,7 +8,7 @@ is counted at its own largest, or more, by what no part explains.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 #: The parts in the order in which they are drawn and printed.
@@ -24,6 +24,23 @@ PARTS: tuple[str, ...] = (
     "snapshots",
 )
 
+#: What activations are made of: the residual stream at the ends of the model and before layers that
+#: are computed again, the parts of layers, head and loss, and what only deferred weight gradients
+#: keep.
+ACTIVATION_KINDS: tuple[str, ...] = (
+    "stream",
+    "norms",
+    "attention",
+    "mlp",
+    "router",
+    "dispatch",
+    "experts",
+    "head",
+    "deferred",
+    "other",
+)
+DEFERRED, OTHER = ACTIVATION_KINDS[-2:]
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -35,7 +52,8 @@ class MemoryProfile:
     `gathered_weights` are whole units of weights that are kept as shards, while they are used;
     `weight_versions` are older weights that asynchronous schedules keep; `optimizer` includes main
     (fp32) copies of the weights; `buffers` are communication and other work space; `snapshots` are
-    copies from which an update can be taken back. Raises ValueError for a negative number.
+    copies from which an update can be taken back. `activation_kinds` (:data:`ACTIVATION_KINDS`)
+    are the parts of the activations. Raises ValueError for a negative number.
     """
 
     rank: int
@@ -49,11 +67,13 @@ class MemoryProfile:
     buffers: int = 0
     snapshots: int = 0
     peak: int = 0
+    activation_kinds: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)} < 0")
+        numbers = {name: getattr(self, name) for name in (*PARTS, "peak")} | self.activation_kinds
+        for name, number in numbers.items():
+            if number < 0:
+                raise ValueError(f"{name} is {number} < 0")
 
     @property
     def weights(self) -> int:
@@ -69,14 +89,17 @@ class MemoryProfile:
         """Bytes of every part of :data:`PARTS`, in that order."""
         return {name: int(getattr(self, name)) for name in PARTS}
 
-    def to_json(self) -> dict[str, int]:
-        return {field.name: int(getattr(self, field.name)) for field in fields(self)}
+    def to_json(self) -> dict[str, Any]:
+        numbers = {name: int(getattr(self, name)) for name in ("rank", *PARTS, "peak")}
+        return {**numbers, "activation_kinds": dict(self.activation_kinds)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfile:
         """Invert :meth:`to_json`; a part that is not named is 0, unknown keys are left out."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        return cls(**{name: int(value) for name, value in known.items()})
+        names = ("rank", *PARTS, "peak")
+        known = {name: int(data[name]) for name in names if name in data}
+        kinds = {kind: int(size) for kind, size in data.get("activation_kinds", {}).items()}
+        return cls(**known, activation_kinds=kinds)
 
 
 @dataclass(frozen=True, kw_only=True)

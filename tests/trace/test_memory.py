@@ -1,13 +1,14 @@
 """Memory profiles: sums, round trip, table."""
 
 import json
+from typing import Any
 
 import pytest
 
 from moemesh.trace.memory import PARTS, MemoryProfile, MemoryProfiles, format_bytes
 
 
-def profile(rank: int = 0, **parts: int) -> MemoryProfile:
+def profile(rank: int = 0, **parts: Any) -> MemoryProfile:
     known = dict(zip(PARTS, range(100, 1000, 100), strict=True)) | {"peak": 2000}
     return MemoryProfile(rank=rank, **(known | parts))
 
@@ -24,11 +25,13 @@ def test_sums_by_hand():
 
 def test_every_number_of_bytes_is_a_part_or_the_peak():
     # A field that PARTS forgets would be missing from totals and pictures.
-    assert set(profile().to_json()) == {"rank", "peak", *PARTS}
+    assert set(profile().to_json()) == {"rank", "peak", "activation_kinds", *PARTS}
 
 
 def test_round_trip():
-    before = MemoryProfiles(ranks=(profile(0, activations=2**53 + 1), profile(1)))
+    before = MemoryProfiles(
+        ranks=(profile(0, activations=2**53 + 1, activation_kinds={"head": 3}), profile(1))
+    )
     assert MemoryProfiles.from_json(json.loads(json.dumps(before.to_json()))) == before
 
 

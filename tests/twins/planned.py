@@ -17,13 +17,13 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.router import Router, Routing
-from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.slicing import slice_lengths
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.post_validated import PostValidation
 from moemesh.train.states import state_bytes
@@ -57,7 +57,7 @@ def step_on_rank(
     )
     optimizer = Optimizer.of(parallel, train)
     batches = microbatches(config, plan, Shape(batch, seq_len), 1, mesh)
-    saved = SavedForBackward(parallel.model.parameters())
+    saved = measure_saved(parallel.model)
     with recorded_choices() as choices, saved if count_saved else contextlib.nullcontext():
         if parallel.pipeline.schedule.update is not None:
             stream(parallel, optimizer, plan, train, batches)
@@ -71,7 +71,8 @@ def step_on_rank(
     return {
         "ledger": mesh.ledger.rows(),
         "choices": choices,
-        "memory": state_bytes(parallel, optimizer) | {"activations": saved.peak_bytes},
+        "memory": state_bytes(parallel, optimizer)
+        | {"activations": saved.peak_bytes, "kinds": saved.peak_by_kind},
     }
 
 

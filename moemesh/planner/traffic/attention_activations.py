@@ -15,58 +15,86 @@ values of d channels (of latent attention a of each, values of d_v):
 | a norm over all heads | the same: w d (2 a + k); 2 W | T |
 | either, where w < W | keys before it; over all heads, both as they are summed: W d (a + k) | T |
 | clipping | its copies of queries, and values behind it: w d (a + k) | T |
+| windows, sinks: output once more, in the order of heads | w d_v a | T |
 | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
 | exit all_to_all | own rows of all heads | T/N |
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.planner.traffic.saved import Saved
 
 
-def attention_kept(
-    model: ModelConfig, plan: Plan, tokens: tuple[int, int], length: int, element: int
-) -> float:
-    """Bytes of one forward of a layer, without the norm in front of it; `tokens`: (all of the
-    microbatch, rows of the stream here), `length` of a sequence or slice."""
+def attention_saved(
+    model: ModelConfig, plan: Plan, layer: int, tokens: tuple[int, int], length: int, element: int
+) -> Iterator[Saved]:
+    """One forward of `layer`, without the norm in front of it; `tokens`: (all of the microbatch,
+    rows of the stream here), `length` of a sequence or slice."""
     whole, local = tokens
-    block = _Block(model, plan, element)
-    found = block.latent(whole, local) if model.attention == "mla" else block.grouped(whole)
-    found += whole * block.core()
-    if element < 8:
-        # The tables are made in float64: every use keeps a copy in the model's dtype.
-        found += 4 * length * model.rotary_dim * element * (whole > 0)
+    block = _Block(model, plan, layer, element)
+    again = block.is_again
+    if model.attention == "mla":
+        yield from block.latent(whole, local)
+    else:
+        yield from block.grouped(whole)
+    if whole:
+        tables = length * model.rotary_dim * element
+        # They are made in float64: every use keeps a copy in a narrower dtype.
+        if element < 8:
+            yield Saved("attention", 4 * tables, is_again=again)
+        else:
+            yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
+    yield Saved("attention", whole * block.core(), is_again=again)
+    result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
     if plan.attention_exit == "all_to_all" and plan.tp > 1:
-        found += local * element * model.num_heads * model.value_head_dim
-    return found
+        own = local * element * model.num_heads * model.value_head_dim
+        if not again:
+            yield Saved("attention", result)
+        yield Saved("attention", own, held=own, gradient=local * element * hidden)
+    else:
+        yield Saved("attention", result, held=result, gradient=whole * element * hidden)
 
 
 class _Block:
-    def __init__(self, model: ModelConfig, plan: Plan, element: int) -> None:
+    def __init__(self, model: ModelConfig, plan: Plan, layer: int, element: int) -> None:
         self.model, self.w, self.wide = model, element, max(element, 4)
         self.tp = plan.tp
         self.heads = model.num_heads / plan.tp
         self.keys = model.num_kv_heads / plan.tp
-        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
-        self.is_padded = model.value_head_dim < model.query_head_dim and (
-            plan.cp == 1 or plan.context == "all_to_all"
-        )
+        #: Not by the fused kernel for whole sequences.
+        self.is_tiled = bool(model.window(layer)) or model.attention_sinks or plan.num_slices > 1
+        #: Whether what lies between the projections is computed again.
+        self.is_again = plan.recompute == "selective" and plan.recompute_attention
 
     def core(self) -> float:
-        """A token's output and log-sum-exp."""
+        """A token's log-sum-exp, and outputs that are not the input of the last product."""
         model, w = self.model, self.w
-        found = self.heads * (w * model.value_head_dim + self.wide)
+        found = self.heads * self.wide
         if self.is_padded:
             found += self.heads * w * model.query_head_dim
+        elif self.is_tiled or self.is_again:
+            # Computed again, the output lies beside the one that was kept.
+            found += self.heads * w * model.value_head_dim
         return found
 
-    def grouped(self, whole: int) -> float:
+    @property
+    def is_padded(self) -> bool:
+        """The fused kernels of a CPU want one head size."""
+        return self.model.value_head_dim < self.model.query_head_dim
+
+    def grouped(self, whole: int) -> Iterator[Saved]:
         model, w, heads, keys, size = (
             self.model, self.w, self.heads, self.keys, self.model.head_dim,
         )  # fmt: skip
-        channels = heads + 2 * keys + heads + keys
-        per_head = 0.0
+        entered = whole * w * model.hidden_size
+        projected = whole * w * size * (heads + 2 * keys)
+        yield Saved("attention", entered, held=entered, gradient=projected)
+        channels = heads + keys
+        per_head = summed = 0.0
         if model.qk_norm and model.qk_norm_over == "head":
             # Keys in front of it are a view of the projections, unless they are made wider.
             inputs = heads + keys * (w < self.wide)
@@ -76,26 +104,37 @@ class _Block:
         elif model.qk_norm:
             channels += 2 * heads + keys
             per_head = 2 * self.wide
+            # The sums, an input of the part that is computed again.
+            summed = 2 * self.wide * self.is_again
             if w < self.wide:
-                per_head += self.wide * size * (heads + keys)
+                summed += self.wide * size * (heads + keys)
             if model.clip_qkv:
                 channels += heads + 2 * keys
         elif model.clip_qkv:
             channels += heads + keys
-        return whole * (w * (model.hidden_size + size * channels) + per_head)
+        yield Saved("attention", projected + whole * summed)
+        core = whole * (w * size * channels + per_head)
+        yield Saved("attention", core, is_again=self.is_again)
 
-    def latent(self, whole: int, local: int) -> float:
+    def latent(self, whole: int, local: int) -> Iterator[Saved]:
         model, w, wide, heads = self.model, self.w, self.wide, self.heads
         rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
-        found = local * w * model.hidden_size
+        queries = whole * w * heads * model.query_head_dim
+        expanded = whole * w * heads * (model.qk_nope_head_dim + model.v_head_dim)
+        stream = local * w * model.hidden_size
+        yield Saved("attention", stream, held=stream, gradient=local * w * (rank + latent + rotary))
         for size, beside in ((latent, rotary), (rank, 0)):
             if size:
                 # Input, normalised copy and inverse root of a norm.
-                found += local * (wide * (2 * size + 1) + w * beside * (w == wide))
+                kept = local * (wide * (2 * size + 1) + w * beside * (w == wide))
+                yield Saved("attention", kept)
         if not rank and self.tp > 1:
-            found += whole * w * model.hidden_size
-        entered = rank + latent + rotary
-        values = (
-            model.query_head_dim if self.is_padded else (model.qk_nope_head_dim + model.v_head_dim)
-        )
-        return found + whole * w * (entered + heads * (2 * model.query_head_dim + values))
+            gathered = whole * w * model.hidden_size
+            yield Saved("attention", gathered, held=gathered)
+        entered = whole * w * (rank + latent + rotary)
+        yield Saved("attention", entered, held=entered, gradient=queries + expanded)
+        values = whole * w * heads * model.query_head_dim if self.is_padded else expanded
+        if self.is_again:
+            yield Saved("attention", queries + expanded)
+            values = values if self.is_padded else 0.0
+        yield Saved("attention", 2 * queries + values, is_again=self.is_again)

@@ -39,12 +39,13 @@ def predict_memory(
     states = predict_states(
         placement, layout, element=element, optimizer=optimizer, momentum=momentum, rank=rank
     )
-    activations = predict_activations(
+    kinds = predict_activations(
         placement, layout, global_batch=global_batch, element=element, rank=rank, routing=routing
     )
     return MemoryProfile(
         rank=rank,
         **states._asdict(),
-        activations=activations,
-        peak=sum(states) + activations,
+        activations=sum(kinds.values()),
+        activation_kinds=kinds,
+        peak=sum(states) + sum(kinds.values()),
     )

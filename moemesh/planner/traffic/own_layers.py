@@ -1,0 +1,235 @@
+"""What the parts of a model keep for their backward on one rank of a run of our own library.
+
+Each storage counts once, where it is kept first. Per token of a microbatch with w bytes an element
+and W = max(w, 4), N = tp, T tokens, T/N of them here; "held" is kept until the weight gradients of
+a split backward, which keep the gradients of the last column besides:
+
+| part | kept bytes | of tokens | held | gradients for W |
+|---|---|---|---|---|
+| each norm | input, normalised copy: 2 W h; the inverse root W | T/N | | |
+| attention | see `attention_activations` | | inputs of products | their outputs |
+| MLP, shared experts | input w h | T | all | 2 w f / N |
+| | gate, up, silu(gate): 3 w f / N; product w f / N | T | product | w h |
+| router | input W h; scores W E; choices and weights | T/N | input | W E |
+| dispatch | positions of rows, weights behind each exchange | | | |
+| experts | their rows w h a source row; gate and up 2 w f_e / x, a weight W a row | received | rows | w (h + 3 f_e / x) a row |
+| head | input w h, a target 8 and a log-sum-exp W | T | all | W |
+
+On a CPU the norm is made of several operations, hence its copies; CUDA's fused norm keeps only its
+input and the inverse root. The positions that a dispatch plan itself holds are not counted.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from moemesh.config.dispatchers import EXACT_ROWS
+from moemesh.config.layout import Layout, shard_sizes
+from moemesh.planner.traffic.attention_activations import attention_saved
+from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
+from moemesh.planner.traffic.saved import Layer, Saved
+from moemesh.planner.traffic.tensors import StagePlacement
+
+_INT64 = 8
+
+
+class LayerMemory:
+    """The layers of one rank's stages, forward by forward."""
+
+    def __init__(
+        self,
+        placement: StagePlacement,
+        layout: Layout,
+        global_batch: int,
+        element: int,
+        rank: int,
+        routing: Routing | None,
+    ) -> None:
+        self.placement, self.layout, self.rank = placement, layout, rank
+        self.model, self.plan = placement.model, placement.plan
+        self.batch = global_batch
+        #: Of each slice of a sequence.
+        self.lengths = placement.lengths
+        self.w, self.wide = element, max(element, 4)
+        self.routing = routing or uniform_routing(self.model, layout)
+        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
+        self.here = layout.coordinates(rank)
+        self.is_selective = self.plan.recompute == "selective"
+
+    def tokens(self, rank: int, number: int) -> tuple[int, int]:
+        """(all tokens, rows of the stream) of forward `number` of the step (a microbatch, or a
+        slice of one) on `rank`."""
+        at = self.layout.coordinates(rank)
+        positions = self.placement.positions(at["cp"], number % len(self.lengths))
+        whole = self._sequences(at["dp"], number) * positions
+        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
+
+    def _sequences(self, dp: int, number: int) -> int:
+        return self.placement.sequences(self.batch, dp, number // len(self.lengths))
+
+    def stage(self, stage: int, number: int) -> list[Layer]:
+        """One forward on one stage."""
+        whole, local = self.tokens(self.rank, number)
+        length = self.placement.positions(self.here["cp"], number % len(self.lengths))
+        found: list[Layer] = []
+        if stage == 0:
+            ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+            found.append(Layer([Saved("stream", ids)]))
+        for layer in self.placement.layers[stage]:
+            attention = attention_saved(
+                self.model, self.plan, layer, (whole, local), length, self.w
+            )
+            saved = [*self._norm(local), *attention, *self._norm(local)]
+            if self.model.is_moe_layer(layer):
+                saved += self._moe(number, layer, whole, local)
+            else:
+                saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
+            stream = local * self.w * self.model.hidden_size
+            found.append(Layer(saved, again=stream, entry=stream * (self.w == self.wide)))
+        if stage == self.placement.schedule.num_stages - 1:
+            found.append(Layer([*self._norm(local), self._head(whole)]))
+        return found
+
+    def _head(self, whole: int) -> Saved:
+        size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
+        return Saved("head", size, held=size, gradient=whole * self.wide)
+
+    def _norm(self, rows: int) -> Iterator[Saved]:
+        yield Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
+
+    def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
+        hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
+        inner /= self.plan.tp
+        entered = hidden if owns_input else 0
+        yield Saved("mlp", entered, held=entered, gradient=2 * inner)
+        if self.is_selective:
+            yield Saved("mlp", 2 * inner, gradient=inner + hidden)
+        else:
+            yield Saved("mlp", 3 * inner)
+            yield Saved("mlp", inner, held=inner, gradient=hidden)
+
+    def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
+        model, plan, w, wide = self.model, self.plan, self.w, self.wide
+        alone = plan.ep * plan.etp == 1
+        yield from self._router(local)
+        yield from self._auxiliary_losses(number, local)
+        rows = self._rows(number, layer)
+        yield Saved("dispatch", rows.picks)
+        narrow = local * w * model.hidden_size
+        # The stream behind the norm is the router's input in fp32 at least, and where they are the
+        # same tensor that of the local experts and of the shared expert, too.
+        is_shared_input = bool(model.shared_width) and plan.tp == 1
+        if w < wide and (alone or is_shared_input):
+            kind = "mlp" if is_shared_input else "experts"
+            yield Saved(kind, narrow, held=narrow)
+        if model.shared_width:
+            yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
+        source = 0.0 if alone else rows.source * w * model.hidden_size
+        width = w * model.expert_intermediate_size / plan.etp
+        kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.laid_out * width
+        yield Saved(
+            "experts",
+            source + rows.total * wide + kept,
+            held=source,
+            gradient=rows.total * (w * model.hidden_size + 3 * width),
+        )
+
+    def _router(self, local: int) -> Iterator[Saved]:
+        model, wide = self.model, self.wide
+        k, experts = model.experts_per_token, model.num_experts
+        entered = local * wide * model.hidden_size
+        yield Saved("router", entered, held=entered, gradient=local * wide * experts)
+        scores = wide * experts + (0 if model.router_score == "softmax" else wide)
+        # Choices, which of them are none, and what normalisation divides.
+        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
+        yield Saved("router", local * (scores + weights))
+
+    def _auxiliary_losses(self, number: int, local: int) -> Iterator[Saved]:
+        model = self.model
+        if not (model.aux_loss_coefficient or model.z_loss_coefficient):
+            return
+        by_sequence = model.aux_loss_scope == "sequence"
+        scopes = self._sequences(self.here["dp"], number) if by_sequence else 1
+        # The scope of each token; frequencies and numbers of tokens of each scope.
+        yield Saved("dispatch", _INT64 * local, is_shared=by_sequence)
+        size = scopes * (self.wide * model.num_experts + _INT64)
+        if model.z_loss_coefficient:
+            size += local * self.wide * (model.num_experts + 1)
+        yield Saved("dispatch", size)
+
+    def _rows(self, number: int, layer: int) -> _Rows:
+        """Of this rank in one layer, over all chunks."""
+        plan = self.plan
+        chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
+        found = _Rows(0.0, 0.0, 0.0, 0.0)
+        for chunk in range(chunks):
+
+            @cache
+            def sent(rank: int, chunk: int = chunk) -> Sent:
+                local = self.tokens(rank, number)[1]
+                return self.routing(rank, number, layer, local, chunk, chunks)
+
+            source, picks = self._received(sent)
+            total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
+            if plan.combine == "exact":
+                source = total
+            laid_out = total if plan.combine == "fast" else self._padded(sent)
+            found = found.plus(_Rows(source, total, laid_out, picks))
+        return found
+
+    def _peers(self) -> tuple[int, ...]:
+        return tuple(members(self.layout, "ep_etp", self.rank))
+
+    def _padded(self, sent: Callable[[int], Sent]) -> float:
+        """Rows of the exact products: each expert's are padded, and all of them together."""
+        per_rank = self.model.num_experts // self.plan.ep
+        first = self.here["ep"] * per_rank
+        experts = range(first, first + per_rank)
+        rows = (sum(sent(peer).by_expert[expert] for peer in self._peers()) for expert in experts)
+        padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
+        return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
+
+    def _received(self, sent: Callable[[int], Sent]) -> tuple[float, float]:
+        """Rows of the source of this rank's experts; bytes of positions and weights that are kept
+        where weights are picked and sorted."""
+        plan, ep, wide, peers = self.plan, self.here["ep"], self.wide, self._peers()
+        own, k = sent(self.rank), self.model.experts_per_token
+        rows = sum(sent(peer).rows[ep] for peer in peers)
+        weights = own.tokens * k * wide
+        if plan.ep * plan.etp == 1:
+            return rows, weights + _INT64 * rows
+        match plan.dispatcher:
+            case "all_gather":
+                tokens = sum(sent(peer).tokens for peer in peers)
+                return tokens, tokens * k * wide + _INT64 * rows
+            case "hierarchical":
+                visits = sum(sent(peer).visits[ep] for peer in peers)
+                return visits, visits * k * wide + _INT64 * rows
+            case "low_latency":
+                slots = low_latency_slots(self.model, plan, self.max_tokens)
+                if all(count <= slots for peer in peers for count in sent(peer).rows):
+                    received = slots * len(peers)
+                    buffer = slots * plan.ep
+                    picked = weights + _INT64 * buffer + wide * received + _INT64 * rows
+                    return received, picked
+            case _:
+                pass
+        return rows, weights + _INT64 * sum(own.rows) + (wide + _INT64) * rows
+
+
+class _Rows(NamedTuple):
+    """Rows of the experts' source, rows at the experts, the same as they are laid out for the
+    products; bytes of positions and weights of the dispatch."""
+
+    source: float
+    total: float
+    laid_out: float
+    picks: float
+
+    def plus(self, other: _Rows) -> _Rows:
+        return _Rows(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
