@@ -108,7 +108,8 @@ class _Frame:
     def __init__(self, part: Callable[[Any, Context], Any], x: Any, context: Context) -> None:
         self.part, self.context = part, context
         self._kind = None if isinstance(x, Tensor) else type(x)
-        self._inputs = [Held(tensor) for tensor in ((x,) if isinstance(x, Tensor) else x)]
+        inputs = (x,) if isinstance(x, Tensor) else x
+        self._inputs = [None if tensor is None else Held(tensor) for tensor in inputs]
         self._places: list[weakref.ref[_Place]] = []
         self._computed: dict[int, Held] = {}
 
@@ -135,11 +136,16 @@ class _Frame:
                 raise _Enough
             return tensor.detach()
 
-        inputs, tape = [held.tensor for held in self._inputs], self.context.flow
+        again, tape = [_leaf(held) for held in self._inputs], self.context.flow
         assert isinstance(tape, RecomputeTape)
-        again = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         with suppress(_Enough), tape, torch.enable_grad(), saved_tensors_hooks(pack, _itself):
             self.part(again[0] if self._kind is None else self._kind(*again), self.context)
+
+
+def _leaf(held: Held | None) -> Tensor | None:
+    if held is None:
+        return None
+    return held.tensor.detach().requires_grad_(held.tensor.requires_grad)
 
 
 class _Enough(Exception):

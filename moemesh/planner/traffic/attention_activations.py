@@ -15,7 +15,7 @@ values of d channels (of latent attention a of each, values of d_v):
 | a norm over all heads | the same: w d (2 a + k); 2 W | T |
 | either, where w < W | keys before it; over all heads, both as they are summed: W d (a + k) | T |
 | clipping | its copies of queries, and values behind it: w d (a + k) | T |
-| windows, sinks: output once more, in the order of heads | w d_v a | T |
+| computed again: the output once more | w d_v a | T |
 | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
 | exit all_to_all | own rows of all heads | T/N |
 """
@@ -30,12 +30,12 @@ from moemesh.planner.traffic.saved import Saved
 
 
 def attention_saved(
-    model: ModelConfig, plan: Plan, layer: int, tokens: tuple[int, int], length: int, element: int
+    model: ModelConfig, plan: Plan, tokens: tuple[int, int], length: int, element: int
 ) -> Iterator[Saved]:
-    """One forward of `layer`, without the norm in front of it; `tokens`: (all of the microbatch,
+    """One forward of a layer, without the norm in front of it; `tokens`: (all of the microbatch,
     rows of the stream here), `length` of a sequence or slice."""
     whole, local = tokens
-    block = _Block(model, plan, layer, element)
+    block = _Block(model, plan, element)
     again = block.is_again
     if model.attention == "mla":
         yield from block.latent(whole, local)
@@ -60,13 +60,11 @@ def attention_saved(
 
 
 class _Block:
-    def __init__(self, model: ModelConfig, plan: Plan, layer: int, element: int) -> None:
+    def __init__(self, model: ModelConfig, plan: Plan, element: int) -> None:
         self.model, self.w, self.wide = model, element, max(element, 4)
         self.tp = plan.tp
         self.heads = model.num_heads / plan.tp
         self.keys = model.num_kv_heads / plan.tp
-        #: Not by the fused kernel for whole sequences.
-        self.is_tiled = bool(model.window(layer)) or model.attention_sinks or plan.num_slices > 1
         #: Whether what lies between the projections is computed again.
         self.is_again = plan.recompute == "selective" and plan.recompute_attention
 
@@ -76,7 +74,7 @@ class _Block:
         found = self.heads * self.wide
         if self.is_padded:
             found += self.heads * w * model.query_head_dim
-        elif self.is_tiled or self.is_again:
+        elif self.is_again:
             # Computed again, the output lies beside the one that was kept.
             found += self.heads * w * model.value_head_dim
         return found

@@ -81,9 +81,7 @@ class LayerMemory:
             ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
             found.append(Layer([Saved("stream", ids)]))
         for layer in self.placement.layers[stage]:
-            attention = attention_saved(
-                self.model, self.plan, layer, (whole, local), length, self.w
-            )
+            attention = attention_saved(self.model, self.plan, (whole, local), length, self.w)
             saved = [*self._norm(local), *attention, *self._norm(local)]
             if self.model.is_moe_layer(layer):
                 saved += self._moe(number, layer, whole, local)
@@ -129,7 +127,8 @@ class LayerMemory:
             yield Saved(kind, narrow, held=narrow)
         if model.shared_width:
             yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
-        source = 0.0 if alone else rows.source * w * model.hidden_size
+        is_copied = not alone or plan.combine == "exact"
+        source = rows.source * w * model.hidden_size if is_copied else 0.0
         width = w * model.expert_intermediate_size / plan.etp
         kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.laid_out * width
         yield Saved(
@@ -158,8 +157,10 @@ class LayerMemory:
         # The scope of each token; frequencies and numbers of tokens of each scope.
         yield Saved("dispatch", _INT64 * local, is_shared=by_sequence)
         size = scopes * (self.wide * model.num_experts + _INT64)
+        if model.router_score != "softmax":
+            size += local * self.wide * model.num_experts
         if model.z_loss_coefficient:
-            size += local * self.wide * (model.num_experts + 1)
+            size += local * self.wide * (model.num_experts + 2)
         yield Saved("dispatch", size)
 
     def _rows(self, number: int, layer: int) -> _Rows:
@@ -201,7 +202,7 @@ class LayerMemory:
         own, k = sent(self.rank), self.model.experts_per_token
         rows = sum(sent(peer).rows[ep] for peer in peers)
         weights = own.tokens * k * wide
-        if plan.ep * plan.etp == 1:
+        if plan.ep * plan.etp == 1 and plan.combine == "fast":
             return rows, weights + _INT64 * rows
         match plan.dispatcher:
             case "all_gather":
