@@ -65,6 +65,10 @@ class _Block:
         self.tp = plan.tp
         self.heads = model.num_heads / plan.tp
         self.keys = model.num_kv_heads / plan.tp
+        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
+        self.is_padded = model.value_head_dim < model.query_head_dim and (
+            plan.cp == 1 or plan.context == "all_to_all"
+        )
         #: Whether what lies between the projections is computed again.
         self.is_again = plan.recompute == "selective" and plan.recompute_attention
 
@@ -78,11 +82,6 @@ class _Block:
             # Computed again, the output lies beside the one that was kept.
             found += self.heads * w * model.value_head_dim
         return found
-
-    @property
-    def is_padded(self) -> bool:
-        """The fused kernels of a CPU want one head size."""
-        return self.model.value_head_dim < self.model.query_head_dim
 
     def grouped(self, whole: int) -> Iterator[Saved]:
         model, w, heads, keys, size = (

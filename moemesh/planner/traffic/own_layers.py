@@ -78,20 +78,40 @@ class LayerMemory:
         length = self.placement.positions(self.here["cp"], number % len(self.lengths))
         found: list[Layer] = []
         if stage == 0:
-            ids = _INT64 * whole + (whole if self.plan.tp > 1 else 0)
-            found.append(Layer([Saved("stream", ids)]))
-        for layer in self.placement.layers[stage]:
-            attention = attention_saved(self.model, self.plan, (whole, local), length, self.w)
-            saved = [*self._norm(local), *attention, *self._norm(local)]
-            if self.model.is_moe_layer(layer):
-                saved += self._moe(number, layer, whole, local)
-            else:
-                saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
-            stream = local * self.w * self.model.hidden_size
-            found.append(Layer(saved, again=stream, entry=stream * (self.w == self.wide)))
-        if stage == self.placement.schedule.num_stages - 1:
+            found.append(Layer([Saved("stream", self._ids(whole))]))
+        layers = self.placement.layers_of(stage)
+        for layer in (index for index in layers if index < self.model.num_layers):
+            found.append(self._layer(number, layer, whole, local, length))
+        if stage < self.placement.schedule.num_stages - 1:
+            return found
+        found.append(Layer([*self._norm(local), self._head(whole)]))
+        for layer in (index for index in layers if index >= self.model.num_layers):
+            found.append(Layer(list(self._ahead(whole, local))))
+            found.append(self._layer(number, layer, whole, local, length))
             found.append(Layer([*self._norm(local), self._head(whole)]))
         return found
+
+    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> Layer:
+        attention = attention_saved(self.model, self.plan, (whole, local), length, self.w)
+        saved = [*self._norm(local), *attention, *self._norm(local)]
+        if self.model.is_moe_layer(layer):
+            saved += self._moe(number, layer, whole, local)
+        else:
+            saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
+        stream = local * self.w * self.model.hidden_size
+        return Layer(saved, again=stream, entry=stream * (self.w == self.wide))
+
+    def _ids(self, whole: int) -> int:
+        """Token ids, and which of them are rows of other ranks."""
+        return _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+
+    def _ahead(self, whole: int, local: int) -> Iterator[Saved]:
+        """In front of an extra prediction layer: token ids, two norms, both halves of its input."""
+        stream = local * self.w * self.model.hidden_size
+        yield Saved("head", self._ids(whole))
+        yield from self._norm(local)
+        yield from self._norm(local)
+        yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
 
     def _head(self, whole: int) -> Saved:
         size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
