@@ -110,6 +110,8 @@ class LayerMemory:
         stream = local * self.w * self.model.hidden_size
         yield Saved("head", self._ids(whole))
         yield from self._norm(local)
+        # The stream is the input of the norm in front of the head, too.
+        yield Saved("norms", -stream * (self.w == self.wide))
         yield from self._norm(local)
         yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
 
