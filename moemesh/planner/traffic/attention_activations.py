@@ -52,7 +52,7 @@ def attention_saved(
     result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
     if plan.attention_exit == "all_to_all" and plan.tp > 1:
         own = local * element * model.num_heads * model.value_head_dim
-        if not again:
+        if not again and not block.is_padded:
             yield Saved("attention", result)
         yield Saved("attention", own, held=own, gradient=local * element * hidden)
     else:
