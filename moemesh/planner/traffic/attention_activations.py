@@ -92,14 +92,16 @@ class _Block:
         yield Saved("attention", entered, held=entered, gradient=projected)
         channels = heads + keys
         per_head = summed = 0.0
+        # Query heads of several groups are copied side by side; those of one are a view.
+        copied = heads if keys > 1 else 0.0
         if model.qk_norm and model.qk_norm_over == "head":
             # Keys in front of it are a view of the projections, unless they are made wider.
-            inputs = heads + keys * (w < self.wide)
+            inputs = heads + keys if w < self.wide else copied
             per_head = self.wide * (size * (inputs + heads + keys) + heads + keys)
             if model.clip_qkv:
                 channels += heads + 2 * keys
         elif model.qk_norm:
-            channels += 2 * heads + keys
+            channels += copied + heads + keys
             per_head = 2 * self.wide
             # The sums, an input of the part that is computed again.
             summed = 2 * self.wide * self.is_again
@@ -108,7 +110,7 @@ class _Block:
             if model.clip_qkv:
                 channels += heads + 2 * keys
         elif model.clip_qkv:
-            channels += heads + keys
+            channels += copied + keys
         yield Saved("attention", projected + whole * summed)
         core = whole * (w * size * channels + per_head)
         yield Saved("attention", core, is_again=self.is_again)
