@@ -13,7 +13,8 @@ What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32
 * all_to_all is n-1 receives, then n-1 sends. gloo's own posts each send before its receive: a rank
   that comes late then fills the connection with its rows before it says that it is ready to
   receive, and the two directions of a slow link take turns (docs/results/dispatch.md). Where little
-  is sent that does not matter, and gloo's own takes a third of the processor time.
+  is sent that does not matter, and gloo's own takes a third of the processor time: few bytes are
+  gathered and reduce-scattered by it, too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FLOAT8 = (
     torch.float8_e8m0fnu,
 )
 # gloo's own all_to_all up to these sizes, which every rank must know alike: bytes of all rows where
-# blocks are equal, else bytes of one row (weights and ids, whatever their number).
+# all blocks are known, else bytes of one row (weights and ids, whatever their number).
 _FEW_BYTES = 1 << 16
 _SHORT_ROW_BYTES = 64
 
@@ -87,10 +88,10 @@ def all_gather_start(
     record(axis, "all_gather", phase, caller, moved)
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:]) if into is None else into
-    if not _is_nccl(axis):
+    if not _is_nccl(axis) and sum(blocks) * row_bytes > _FEW_BYTES:
         messages = gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
         return partial(_after, messages, lambda: gathered)
-    if len(set(blocks)) == 1:
+    if _is_nccl(axis) and len(set(blocks)) == 1:
         work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
         return partial(_after, work, lambda: gathered)
     repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
@@ -138,7 +139,7 @@ def reduce_scatter_start(
     parts = x.new_empty(axis.size, own, *x.shape[1:])
     rows = parts.view(-1, *x.shape[1:]) if own else x.new_empty(0, *x.shape[1:])
     splits = list(blocks), [own] * axis.size
-    if _is_nccl(axis):
+    if _is_nccl(axis) or sum(blocks) * row_bytes <= _FEW_BYTES:
         work = dist.all_to_all_single(rows, x, *splits[::-1], group=axis.group, async_op=True)
     else:
         work = exchange_by_messages(x, rows, axis, *splits)
