@@ -301,22 +301,23 @@ class AttentionConfig(Section):
                     "rope_type",
                 )
             )
-        for low, high, kind in (
-            ("rope_beta_slow", "rope_beta_fast", "yarn"),
-            ("rope_low_freq_factor", "rope_high_freq_factor", "llama3"),
-        ):
-            below, above = getattr(self, low), getattr(self, high)
-            if self.rope_type == kind and below >= above:
-                default = type(self).model_fields[low].default
-                problems.append(
-                    self.problem(
-                        "too-large",
-                        low,
-                        f"{low} ({below}) must be below {high} ({above})",
-                        f"{low} = {default if default < above else above / 2}",
-                        high,
-                    )
+        slow, fast = self.rope_beta_slow, self.rope_beta_fast
+        if self.rope_type == "yarn" and slow > fast:
+            message = f"rope_beta_slow ({slow}) must not exceed rope_beta_fast ({fast})"
+            problems.append(
+                self.problem(
+                    "too-large",
+                    "rope_beta_slow",
+                    message,
+                    f"rope_beta_slow = {fast}",
+                    "rope_beta_fast",
                 )
+            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_type == "llama3" and low >= high:
+            name, other = "rope_low_freq_factor", "rope_high_freq_factor"
+            message = f"{name} ({low}) must be below {other} ({high})"
+            problems.append(self.problem("too-large", name, message, f"{name} = {high / 4}", other))
         return problems
 
     def _window_rules(self, num_layers: int) -> list[Problem]:

@@ -22,6 +22,11 @@ BILLIONS = {
     "qwen3-235b-a22b": 235.094,
     "deepseek-v2-lite": 15.706,
     "deepseek-v3": 671.026,
+    "deepseek-v2": 235.741,
+    "kimi-k2": 1026.408,
+    "gpt-oss-20b": 20.915,
+    "gpt-oss-120b": 116.829,
+    "qwen2-57b-a14b": 57.409,
 }
 # Active for one token, with embedding and head.
 ACTIVE_BILLIONS = {"mixtral-8x22b": 39.16, "qwen3-235b-a22b": 22.19, "deepseek-v3": 37.55}
@@ -59,8 +64,11 @@ def count(model: ModelConfig, experts: int) -> int:
     else:
         attention = 2 * h * (m.num_heads + m.num_kv_heads) * m.head_dim
         attention += 2 * m.head_dim * m.qk_norm
+        attention += (m.num_heads + 2 * m.num_kv_heads) * m.head_dim * m.qkv_bias
+    attention += h * m.output_bias + m.num_heads * m.attention_sinks
     moe = 3 * experts * h * m.expert_intermediate_size + 3 * h * m.shared_width
-    moe += h * m.num_experts
+    moe += experts * (2 * m.expert_intermediate_size + h) * m.expert_bias
+    moe += (h + m.router_logit_bias) * m.num_experts + h * m.shared_gate
     total = m.num_layers * (attention + 2 * h) + h
     total += m.num_moe_layers * moe + m.num_dense_layers * 3 * h * m.intermediate_size
     return total + m.vocab_size * h * (1 if m.tied_embeddings else 2)
