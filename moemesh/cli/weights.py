@@ -1,4 +1,4 @@
-"""Verbs of trained weights: convert, evaluate."""
+"""Verbs of trained weights: convert, evaluate, generate."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from pathlib import Path
@@ -78,3 +78,44 @@ def evaluate(
     from moemesh.train.evaluation import evaluate as run
 
     raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))
+
+
+@app.command(short_help="Continue a text with a run or a folder of transformers.")
+def generate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
+    ],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Most tokens to add.")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", min=0.0, max=1.0, help="Draw from tokens of this probability."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text, token by token, with kept keys and values: to try a model out, no server.
+
+    One device by default; --set plan.tp=4 --set plan.ep=4 spread the weights over more. Example:
+
+        moemesh generate runs/first --prompt "def main(" --max-tokens 50
+    """
+    from moemesh.train.generation import generate as run
+
+    code = run(
+        source,
+        prompt,
+        overrides or [],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)

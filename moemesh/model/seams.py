@@ -68,6 +68,11 @@ class Vocabulary(Protocol):
         """This rank's rows of the stream -> negative log-likelihood of *all* targets [T]."""
         ...
 
+    def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
+        """This rank's rows of the stream -> logits of all `num_tokens` tokens over the whole
+        vocabulary; no gradient."""
+        ...
+
 
 class Tokens(Protocol):
     """Which tokens of a microbatch this rank's residual stream holds: some positions of every
@@ -215,6 +220,9 @@ class LocalVocabulary:
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         return cross_entropy(x_TH, weight_VH, targets_T)
+
+    def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
+        return F.linear(x_TH, weight_VH)
 
 
 class LocalTokens:

@@ -144,13 +144,25 @@ class Transformer(nn.Module):
 
     def losses(self, x_TH: Tensor, norm: RMSNorm, targets_BS: Tensor) -> Tensor:
         """Norm, head and loss: nats of all tokens of the microbatch."""
+        x_TH, weight_VH = self._before_head(x_TH, norm)
+        losses_T = self.vocabulary.cross_entropy(x_TH, weight_VH, targets_BS.flatten())
+        return self.weights.leave("head", losses_T)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits [B*S, V] of a batch, of a model in one part."""
+        x_TH = self(batch, whole(self.config)._replace(last=False)).x_TH
+        assert self.norm is not None
+        x_TH, weight_VH = self._before_head(x_TH, self.norm)
+        logits_TV = self.vocabulary.logits(x_TH, weight_VH, batch.num_tokens)
+        return self.weights.leave("head", logits_TV)
+
+    def _before_head(self, x_TH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The rows that enter the head, and its weight."""
         head = self.embedding if self.head is None else self.head
         assert head is not None
         x_TH = norm(self.weights.enter("head", x_TH))
         scaling = self.config.logits_scaling
-        x_TH = x_TH if scaling == 1.0 else x_TH / scaling
-        losses_T = self.vocabulary.cross_entropy(x_TH, head.weight, targets_BS.flatten())
-        return self.weights.leave("head", losses_T)
+        return x_TH if scaling == 1.0 else x_TH / scaling, head.weight
 
     def _predict_ahead(
         self, batch: Batch, x_TH: Tensor, context: Context, loads: Loads

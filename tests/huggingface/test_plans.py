@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from moemesh.comm.mesh import Mesh
-from moemesh.train.evaluation import Evaluation, evaluation_config, run
+from moemesh.train.evaluation import Evaluation, run
+from moemesh.train.inference import config_of
 from tests.huggingface.tiny import FAMILIES, build, save
 from tests.ranks import run_on_ranks
 
@@ -51,7 +52,8 @@ def expected(kind: str, text: Path) -> float:
 
 def _evaluate(rank: int, folder: Path, text: Path, plan: list[str]) -> Evaluation:
     given = ["train.dtype=float64", "data.global_batch=4", "data.tokenizer=bytes", *plan]
-    config = evaluation_config(folder, str(text), SEQ_LEN, given)
+    given += [f"data.path={text}", f"data.seq_len={SEQ_LEN}"]
+    config = config_of(folder, given)
     layout = config.plan.layout
     mesh = Mesh.single("cpu") if layout.world_size == 1 else Mesh.create(layout, "cpu")
     return run(config, mesh, folder)

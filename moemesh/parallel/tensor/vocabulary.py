@@ -17,6 +17,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
+from moemesh.comm.transfers import all_gather
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.parallel.tensor.boundary import enter
@@ -27,7 +28,7 @@ class ShardedVocabulary:
     are empty behind the end of a vocabulary smaller than the axis."""
 
     def __init__(self, axis: Axis, vocab_size: int) -> None:
-        self.axis = axis
+        self.axis, self.vocab_size = axis, vocab_size
         self.rows = shard_range(vocab_size, axis.size, axis.index)
 
     def embed(self, tokens_T: Tensor, weight_VH: Tensor) -> Tensor:
@@ -46,6 +47,12 @@ class ShardedVocabulary:
         return cross_entropy(
             x_TH, weight_VH, targets_T, first_row=self.rows.start, combine=self._combine
         )
+
+    def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
+        x_TH = enter(x_TH, num_tokens, self.axis, "head")
+        rows_VT = F.linear(weight_VH, x_TH)
+        sizes = shard_sizes(self.vocab_size, self.axis.size)
+        return all_gather(rows_VT, self.axis, sizes, phase="forward", caller="head").T
 
     def _combine(self, lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
         """log-sum-exp of the shards' log-sum-exps; only one shard holds the target's logit."""

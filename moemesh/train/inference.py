@@ -1,0 +1,83 @@
+"""Trained models in use, without training: from a run or a folder of transformers onto ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from moemesh.checkpoint import together
+from moemesh.checkpoint.store import CheckpointError
+from moemesh.comm import launch
+from moemesh.comm.collectives import barrier
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.folder import CONFIG
+from moemesh.config.load import load_recorded, load_run
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.config.trainable import refusals
+from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.train import saving
+from moemesh.train.conversion import open_weights
+from moemesh.train.folder import CHECKPOINTS
+from moemesh.train.optimizer import Optimizer
+
+
+def config_of(source: Path, given: Sequence[str]) -> RunConfig:
+    """The configuration to use the model of `source` with: its tokenizer, on one device, and what
+    `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
+    if (source / CONFIG).exists():
+        config = load_run([], [f"model.path={source}", *given]).config
+    elif (source / "config.toml").exists():
+        sections = ("model", "data", "train")
+        config = load_recorded(source / "config.toml", given, sections=sections)
+    else:
+        message = "neither a run nor a folder with config.json"
+        raise ConfigError([Problem(code="no-file", key=str(source), message=message)])
+    if problems := refusals(config):
+        raise ConfigError(problems)
+    return config
+
+
+def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh], str]) -> int:
+    """Print what `work` gives on the first rank; returns the exit code.
+
+    Starts the ranks of the plan, each ``moemesh`` with these `arguments`, or is one of them.
+    """
+    if not launch.joined() and config.plan.world_size > 1:
+        return launch.launch(config.plan.world_size, arguments)
+    ranks = launch.start(config.train.device, config.train.timeout_seconds)
+    alone = ranks.world_size == 1
+    mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
+    found = work(mesh)
+    if mesh.rank == 0:
+        print(found, flush=True)
+    barrier(mesh.control)
+    launch.stop()
+    return 0
+
+
+def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
+    """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
+    data, train = config.data, config.train
+    parallel = parallelize(
+        config.model,
+        config.plan,
+        mesh,
+        seed=train.seed,
+        dtype=getattr(torch, train.dtype),
+        tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
+    )
+    # Masters, so that weights are rounded once; an optimizer without state beside them.
+    optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
+    if (source / CONFIG).exists():
+        saving.load_weights(open_weights(config), parallel, optimizer)
+        return parallel
+    checkpoint, skipped = together.open_together(source / CHECKPOINTS, mesh.control)
+    if checkpoint is None:
+        why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
+        raise CheckpointError(f"{source / CHECKPOINTS}: holds no readable checkpoint{why}")
+    saving.load_weights(checkpoint, parallel, optimizer)
+    return parallel
