@@ -21,7 +21,6 @@ from moemesh.config.section import LARGEST_SIZE, Range
 from moemesh.config.sources import preset_names
 from moemesh.config.suggest import choices_of
 from moemesh.config.toml import format_value
-from moemesh.config.trainable import TRAINABLE_MODELS
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
@@ -157,17 +156,6 @@ def legal_values(annotation: object, limits: Range | None) -> str:
     return f"{low}, {'<' if limits.open_high else '≤'} {high}"
 
 
-def trains(old: str) -> str:
-    """What the configuration names and `moemesh train` refuses."""
-    lines = ["| key | trains | named, refused |", "|---|---|---|"]
-    for name, (trained, _) in TRAINABLE_MODELS.items():
-        choices = choices_of(ModelConfig.model_fields[name].annotation)
-        rest = " ".join(f"`{choice}`" for choice in choices if choice != trained)
-        lines.append(f"| `model.{name}` | `{trained}` | {rest or 'anything else'} |")
-    lines.append("| `model.path` | not set | any folder |")
-    return "\n".join(lines) + "\n"
-
-
 def placement_table(old: str) -> str:
     """Every parameter of the preset "tiny" with what the placement rules say of it."""
     from moemesh.model.transformer import Transformer
@@ -212,7 +200,6 @@ BLOCKS = {
     "floors": floors,
     "tree": tree,
     "keys": keys,
-    "trains": trains,
     "placements": placement_table,
     "presets": presets,
     "schedules": schedule_documents.schedules,

@@ -14,17 +14,6 @@ from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 
-#: Values of model keys that `moemesh train` carries out, with what the others mean: those are
-#: planned, not trained.
-TRAINABLE_MODELS: dict[str, tuple[object, str]] = {
-    "shared_gate": (False, "a gate of the shared experts"),
-    "expert_bias": (False, "biases of experts"),
-    "swiglu_limit": (0.0, "a clamped SwiGLU"),
-    "swiglu_alpha": (1.0, "another slope of SwiGLU"),
-    "swiglu_offset": (0.0, "a SwiGLU with an offset"),
-}
-
-
 #: Schedules that run weight gradients by themselves, with the nearest one that does not.
 DEFERRING_SCHEDULES = {
     "zb_h1": "1f1b",
@@ -50,21 +39,7 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_experts_that_move(config),
         *_slices(config),
         *_context(config),
-        *_model(config),
     ]
-
-
-def _model(config: RunConfig) -> Iterator[Problem]:
-    for name, (trained, what) in TRAINABLE_MODELS.items():
-        if (value := getattr(config.model, name)) != trained:
-            shown = f'"{trained}"' if isinstance(trained, str) else trained
-            yield Problem(
-                code="not-available",
-                key=f"model.{name}",
-                value=value,
-                message=f"{what} can be planned but not trained by this version",
-                fix=f"{name} = {shown}",
-            )
 
 
 def _sharded_states(config: RunConfig) -> Iterator[Problem]:

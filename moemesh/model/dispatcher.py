@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from moemesh.ops.expert_mlp import Deferred, expert_mlp
+from moemesh.ops.expert_mlp import Deferred, ExpertWeights, expert_mlp
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 
@@ -45,8 +45,7 @@ class ExpertRows(Protocol):
 
     def compute(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        experts: ExpertWeights,
         deferred: Deferred | None,
         max_rows: int | None,
         recomputes: bool,
@@ -65,8 +64,7 @@ class Rows(NamedTuple):
 
     def compute(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        experts: ExpertWeights,
         deferred: Deferred | None,
         max_rows: int | None,
         recomputes: bool,
@@ -76,8 +74,7 @@ class Rows(NamedTuple):
             self.map,
             self.weights_R,
             self.counts_L,
-            gate_up,
-            down,
+            experts,
             deferred,
             max_rows,
             recomputes,

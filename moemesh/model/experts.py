@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.model.dispatcher import ExpertRows
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import Deferred, ExpertWeights
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
 class Experts(nn.Module):
-    """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F].
+    """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F]; with `bias` ``gate_up_bias`` [L, 2, F] and
+    ``down_bias`` [L, H], which is added once to a row and weighted as the rest of it.
+
+    Where the width of experts is sharded, every rank has a part of each row's sum: ``down_bias``
+    then is the part from channel ``column`` on, which no other rank adds.
 
     ``max_rows`` bounds memory under any routing: more rows than that are computed in blocks, each
     once more in the backward instead of kept. Slower, but one rank that gets the rows of all never
@@ -21,14 +26,32 @@ class Experts(nn.Module):
     ``recomputes``: so are all rows; of the forward only the rows and their weights are kept.
     """
 
-    def __init__(self, num_experts: int, hidden: int, width: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        *,
+        bias: bool = False,
+        form: SwigluForm = PLAIN,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
+        self.form, self.column = form, 0
         self.max_rows: int | None = None
         self.recomputes = False
 
     def forward(self, rows: ExpertRows, deferred: Deferred | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
-        return rows.compute(self.gate_up, self.down, deferred, self.max_rows, self.recomputes)
+        return rows.compute(self.weights, deferred, self.max_rows, self.recomputes)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """What the experts' products read."""
+        return ExpertWeights(
+            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.form, self.column
+        )

@@ -11,7 +11,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.attention import build_attention
 from moemesh.model.batch import Context
 from moemesh.model.layers import MLP, RMSNorm
-from moemesh.model.moe import MoE, MoEOutput
+from moemesh.model.moe import MoE, MoEOutput, swiglu_form
 
 
 class Layer(nn.Module):
@@ -27,7 +27,7 @@ class Layer(nn.Module):
         self.feed_forward: MoE | MLP = (
             MoE(config, index)
             if config.is_moe_layer(index)
-            else MLP(config.hidden_size, config.intermediate_size)
+            else MLP(config.hidden_size, config.intermediate_size, swiglu_form(config))
         )
 
     def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:

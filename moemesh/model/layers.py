@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, F MLP width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from moemesh.model.seams import Boundary, LocalBoundary
 from moemesh.ops.linear import Operand, linear, swiglu
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
 class RMSNorm(nn.Module):
@@ -28,14 +30,16 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``; also a shared expert."""
+    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or another form of it;
+    also a shared expert."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, form: SwigluForm = PLAIN) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2, width, hidden))
         self.down = nn.Parameter(torch.empty(hidden, width))
+        self.form = form
         self.boundary: Boundary = LocalBoundary()
-        self.activate: Callable[[Tensor], Operand] = swiglu
+        self.activate: Callable[[Tensor], Operand] = partial(swiglu, form=form)
 
     def forward(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         x_TH = self.boundary.enter(x_TH, num_tokens)

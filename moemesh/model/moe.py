@@ -19,6 +19,13 @@ from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import Flow, LocalTokens, Tokens
+from moemesh.ops.linear import linear
+from moemesh.ops.swiglu import SwigluForm
+
+
+def swiglu_form(config: ModelConfig) -> SwigluForm:
+    """Of every MLP of the model."""
+    return SwigluForm(config.swiglu_limit, config.swiglu_alpha, config.swiglu_offset)
 
 
 class MoEOutput(NamedTuple):
@@ -72,10 +79,20 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(config, layer)
+        form = swiglu_form(config)
         self.experts = Experts(
-            config.num_experts, config.hidden_size, config.expert_intermediate_size
+            config.num_experts,
+            config.hidden_size,
+            config.expert_intermediate_size,
+            bias=config.expert_bias,
+            form=form,
         )
-        self.shared = MLP(config.hidden_size, config.shared_width) if config.shared_width else None
+        width = config.shared_width
+        self.shared = MLP(config.hidden_size, width, form) if width else None
+        #: Of the shared experts' output.
+        self.shared_gate = (
+            nn.Parameter(torch.empty(1, config.hidden_size)) if config.shared_gate else None
+        )
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.runner: Runner = PlainExchange
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
@@ -103,7 +120,10 @@ class MoE(nn.Module):
     def _shared(self, x_TH: Tensor, context: Context) -> Tensor | None:
         if self.shared is None:
             return None
-        return context.flow.cut(self.shared(x_TH, context.num_tokens))
+        shared_TH = self.shared(x_TH, context.num_tokens)
+        if self.shared_gate is not None:
+            shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
+        return context.flow.cut(shared_TH)
 
     def _places(self, experts_TK: Tensor) -> Tensor:
         """From logical ids, which the router and its losses know, to the dispatcher's."""

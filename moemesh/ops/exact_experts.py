@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.exact_gemm import PaddedRows, exact_weight_gradient
+from moemesh.ops.expert_mlp import ExpertWeights
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import weight_gradient
 
 
@@ -25,61 +27,99 @@ class _ExactExperts(torch.autograd.Function):
         x_RH: Tensor,
         weights_R: Tensor,
         counts_EP: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        kind: tuple[SwigluForm, int],
         recomputes: bool,
+        *tensors: Tensor,
     ) -> Tensor:
+        experts = ExpertWeights(*tensors, form=kind[0], column=kind[1])
         rows = PaddedRows(counts_EP)
-        gate_QF, up_QF = _gate_and_up(x_RH, gate_up, rows)
+        gate_QF, up_QF = _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
-        y_QH = rows.gemm(F.silu(gate_QF) * up_QF * scale_Q1, down.transpose(1, 2))
+        product_QF = _product(gate_QF, up_QF, experts.form)
+        y_RH = rows.unpad(rows.gemm(product_QF * scale_Q1, experts.down.transpose(1, 2)))
+        if experts.down_bias is not None:
+            scale_R1 = weights_R[:, None].to(y_RH.dtype)
+            y_RH[:, experts.part] += _of_rows(experts.down_bias, counts_EP) * scale_R1
         kept = () if recomputes else (gate_QF, up_QF)
-        ctx.save_for_backward(x_RH, weights_R, counts_EP, gate_up, down, *kept)
-        ctx.rows, ctx.leaves = rows, (gate_up, down)
-        return rows.unpad(y_QH)
+        ctx.save_for_backward(x_RH, weights_R, counts_EP, *tensors, *kept)
+        ctx.rows, ctx.leaves, ctx.kind = rows, tensors, kind
+        return y_RH
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, weights_R, counts_EP, gate_up, down, *kept = ctx.saved_tensors
+        x_RH, weights_R, counts_EP, *saved = ctx.saved_tensors
+        tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
+        experts = ExpertWeights(*tensors, form=ctx.kind[0], column=ctx.kind[1])
         rows: PaddedRows = ctx.rows
-        gate_QF, up_QF = kept or _gate_and_up(x_RH, gate_up, rows)
+        gate_QF, up_QF = kept or _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
-        silu_QF = F.silu(gate_QF)
-        product_QF = silu_QF * up_QF
-        grad_QF = rows.gemm(rows.pad(grad_RH), down)
-        grad_weights_R = rows.unpad(torch.linalg.vecdot(grad_QF, product_QF)).to(weights_R.dtype)
-        grad_QF = grad_QF * scale_Q1
-        grad_gate_QF = torch.ops.aten.silu_backward(grad_QF * up_QF, gate_QF)
-        grad_h_QG = torch.cat([grad_gate_QF, grad_QF * silu_QF], dim=1)
+        grad_QF = rows.gemm(rows.pad(grad_RH), experts.down)
+        product_QF, grad_h_QG = _middle_backward(grad_QF * scale_Q1, gate_QF, up_QF, experts.form)
+        grad_weights_Q = torch.linalg.vecdot(grad_QF, product_QF)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
-        grad_down = weight_gradient(
-            ctx.leaves[1],
-            lambda: exact_weight_gradient(grad_RH, product_RF, counts_EP),
-            (grad_RH, product_RF),
-        )
-        grad_gate_up = weight_gradient(
-            ctx.leaves[0],
-            lambda: exact_weight_gradient(grad_h_RG, x_RH, counts_EP).view_as(gate_up),
-            (grad_h_RG, x_RH),
-        )
-        grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, gate_up.flatten(1, 2)))
-        return grad_x_RH, grad_weights_R, None, grad_gate_up, grad_down, None
+        factors = [(grad_h_RG, x_RH), (grad_RH, product_RF)]
+        if experts.down_bias is not None:
+            scale_R1 = weights_R[:, None].to(x_RH.dtype)
+            grad_RC = grad_RH[:, experts.part].contiguous()
+            factors += [(grad_h_RG, torch.ones_like(scale_R1)), (grad_RC, scale_R1)]
+            bias_RC = _of_rows(experts.down_bias, counts_EP)
+            grad_weights_Q = grad_weights_Q + torch.linalg.vecdot(
+                rows.pad(grad_RC), rows.pad(bias_RC)
+            )
+
+        def gradient(leaf: Tensor, grad_RO: Tensor, x_RI: Tensor) -> Tensor | None:
+            return weight_gradient(
+                leaf,
+                lambda: exact_weight_gradient(grad_RO, x_RI, counts_EP).view_as(leaf),
+                (grad_RO, x_RI),
+            )
+
+        found = [gradient(leaf, *pair) for leaf, pair in zip(ctx.leaves, factors, strict=True)]
+        grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, experts.gate_up.flatten(1, 2)))
+        grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
+        return grad_x_RH, grad_weights_R, None, None, None, *found
 
 
-def _gate_and_up(x_RH: Tensor, gate_up: Tensor, rows: PaddedRows) -> tuple[Tensor, Tensor]:
-    h_QG = rows.gemm(rows.pad(x_RH), gate_up.flatten(1, 2).transpose(1, 2))
+def _gate_and_up(
+    x_RH: Tensor, experts: ExpertWeights, counts_EP: Tensor, rows: PaddedRows
+) -> tuple[Tensor, Tensor]:
+    h_QG = rows.gemm(rows.pad(x_RH), experts.gate_up.flatten(1, 2).transpose(1, 2))
+    if experts.gate_up_bias is not None:
+        h_QG += rows.pad(_of_rows(experts.gate_up_bias.flatten(1), counts_EP))
     gate_QF, up_QF = (half.contiguous() for half in h_QG.chunk(2, dim=1))
     return gate_QF, up_QF
+
+
+def _product(gate_QF: Tensor, up_QF: Tensor, form: SwigluForm) -> Tensor:
+    if form == PLAIN:
+        return F.silu(gate_QF) * up_QF
+    return form.product(torch.cat([gate_QF, up_QF], dim=1))
+
+
+def _middle_backward(
+    grad_QF: Tensor, gate_QF: Tensor, up_QF: Tensor, form: SwigluForm
+) -> tuple[Tensor, Tensor]:
+    """The product of gate and up once more, and the gradient of both from that of the product."""
+    if form != PLAIN:
+        return form.backward(grad_QF, torch.cat([gate_QF, up_QF], dim=1))
+    silu_QF = F.silu(gate_QF)
+    grad_gate_QF = torch.ops.aten.silu_backward(grad_QF * up_QF, gate_QF)
+    return silu_QF * up_QF, torch.cat([grad_gate_QF, grad_QF * silu_QF], dim=1)
+
+
+def _of_rows(bias_EO: Tensor, counts_EP: Tensor) -> Tensor:
+    """The bias of each row, [R, O]."""
+    return bias_EO.repeat_interleave(counts_EP.sum(1), dim=0)
 
 
 def exact_experts(
     x_RH: Tensor,
     weights_R: Tensor,
     counts_EP: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
+    experts: ExpertWeights,
     recomputes: bool = False,
 ) -> Tensor:
     """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
     `recomputes`: the backward computes gate and up once more instead of keeping them."""
-    return _ExactExperts.apply(x_RH, weights_R, counts_EP, gate_up_E2FH, down_EHF, recomputes)
+    kind = experts.form, experts.column
+    return _ExactExperts.apply(x_RH, weights_R, counts_EP, kind, recomputes, *experts.tensors)

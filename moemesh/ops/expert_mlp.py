@@ -6,8 +6,10 @@ B rows and D experts of one block.
     h = x W_gate_up^T          two products fused into one
     y = (silu(h_gate) * h_up * weight) W_down^T
 
-The router's weight multiplies before the down projection: there is no bias behind it, so this is
-the same function as weighting the output, on F instead of H numbers a row. The Function copies the
+The router's weight multiplies before the down projection: the same function as weighting the
+output, on F instead of H numbers a row. Biases (``h + b``, ``y + weight * b'``) are weights of an
+input of one channel, which is 1, or the router's weight: their gradients are products like the
+others. The Function copies the
 rows out of their source itself, forward and backward, so that neither the copied rows nor the
 product of gate and up are kept: it saves the source, h and nothing else of activation size.
 
@@ -22,6 +24,7 @@ sends, and when, must not depend on how many rows a rank has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,11 +34,38 @@ from torch import Tensor
 
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
 from moemesh.ops.permute import RowMap, sum_rows
-from moemesh.ops.swiglu import swiglu, swiglu_backward
+from moemesh.ops.swiglu import PLAIN, SwigluForm, swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferring, weight_gradient
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
 BLOCK_ROWS = 256
+
+
+class ExpertWeights(NamedTuple):
+    """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], biases ``gate_up_bias`` [E, 2, F] and
+    ``down_bias`` [E, part of H], which is that from channel `column` on; and the form of SwiGLU."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    form: SwigluForm = PLAIN
+    column: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The weights that are there, in order: without the biases, or with both."""
+        return tuple(tensor for tensor in self[:4] if tensor is not None)
+
+    def of(self, tensors: Sequence[Tensor]) -> ExpertWeights:
+        """Other experts of the same kind, from their :attr:`tensors`."""
+        return ExpertWeights(*tensors, form=self.form, column=self.column)
+
+    @property
+    def part(self) -> slice:
+        """The channels of the output that ``down_bias`` is added to."""
+        assert self.down_bias is not None
+        return slice(self.column, self.column + self.down_bias.shape[1])
 
 
 def expert_mlp_loop(
@@ -43,17 +73,24 @@ def expert_mlp_loop(
     rows: RowMap,
     weights_R: Tensor,
     counts_E: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
+    experts: ExpertWeights,
 ) -> Tensor:
     """The obvious form of :func:`expert_mlp`, by plain autograd."""
     x_RH = source_NH[rows.source_R]
     outputs, start = [x_RH[:0]], 0
+    limit, alpha, offset = experts.form
     for expert, count in enumerate(counts_E.tolist()):
         x = x_RH[start : start + count]
-        gate, up = (x @ matrix.t() for matrix in gate_up_E2FH[expert])
-        product = F.silu(gate) * up * weights_R[start : start + count, None].to(x.dtype)
-        outputs.append(product @ down_EHF[expert].t())
+        gate, up = (x @ matrix.t() for matrix in experts.gate_up[expert])
+        if experts.gate_up_bias is not None:
+            gate, up = gate + experts.gate_up_bias[expert, 0], up + experts.gate_up_bias[expert, 1]
+        if limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y = (gate * torch.sigmoid(alpha * gate) * (up + offset)) @ experts.down[expert].t()
+        if experts.down_bias is not None:
+            here = experts.down_bias[expert]
+            y = y + F.pad(here, (experts.column, y.shape[1] - experts.column - len(here)))
+        outputs.append(y * weights_R[start : start + count, None].to(x.dtype))
         start += count
     return torch.cat(outputs)
 
@@ -125,8 +162,11 @@ class _WeightGradient:
         *,
         is_deferred: bool,
         are_shared: bool = False,
+        is_bias: bool = False,
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
+        #: As a matrix of each expert: a bias has one input channel.
+        self._stack = weight.flatten(1)[..., None] if is_bias else weight.flatten(1, -2)
         self._is_deferred = is_deferred
         self._whole: _Whole | None = None
         self._last = weight
@@ -134,7 +174,7 @@ class _WeightGradient:
         self._total: Tensor | None = None
         if are_shared and needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
-            self._total = torch.zeros_like(weight.flatten(1, -2), dtype=wide)
+            self._total = torch.zeros_like(self._stack, dtype=wide)
 
     def add(
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
@@ -159,7 +199,7 @@ class _WeightGradient:
         if not self._needed:
             return None
         if self._whole is None and self._total is None:
-            self._whole = _Whole(self._blocks, self._weight, *self._weight.flatten(1, -2).shape)
+            self._whole = _Whole(self._blocks, self._weight, *self._stack.shape)
         for block, grad_BO, x_BI, source_B in self._pending:
             x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
             out = None if self._whole is None else self._whole[block.experts]
@@ -181,7 +221,7 @@ class _WeightGradient:
         if weight.device.type != "cpu":
             found = [call.compute() for call in calls]
             return torch.stack([one for one in found if one is not None]).sum(0)
-        total = torch.zeros_like(weight.flatten(1, -2))
+        total = torch.zeros_like(calls[0]._stack)
         rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in total]
         for call in calls:
             for block, grad_BO, x_BI, source_B in call._pending:
@@ -204,39 +244,33 @@ class Deferred(NamedTuple):
     which autograd reaches behind all nodes that were made after it."""
 
     anchor: Tensor
-    calls: list[tuple[_WeightGradient, _WeightGradient]]
+    calls: list[list[_WeightGradient]]
 
 
-def defer(gate_up_E2FH: Tensor, down_EHF: Tensor) -> Deferred:
+def defer(experts: ExpertWeights) -> Deferred:
     """Defer the weight gradients of all calls that are given the result.
 
     Made behind the start of a dispatch and before its end, they are computed while the gradients
     of its tokens are under way. Calls that share one also share the products: chunks of few rows
     cost no more than all rows at once.
     """
-    calls: list[tuple[_WeightGradient, _WeightGradient]] = []
-    return Deferred(_Anchor.apply(gate_up_E2FH, down_EHF, calls), calls)
+    calls: list[list[_WeightGradient]] = []
+    return Deferred(_Anchor.apply(calls, *experts.tensors), calls)
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate_up: Tensor,
-        down: Tensor,
-        calls: list[tuple[_WeightGradient, _WeightGradient]],
-    ) -> Tensor:
-        ctx.calls = calls
-        return gate_up.new_zeros(())
+    def forward(ctx: Any, calls: list[list[_WeightGradient]], *weights: Tensor) -> Tensor:
+        ctx.calls, ctx.num_weights = calls, len(weights)
+        return weights[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.calls:  # a queue has them
-            return None, None, None
-        gate_up, down = zip(*ctx.calls, strict=True)
+            return (None,) * (1 + ctx.num_weights)
+        by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
-        compute = _WeightGradient.compute_sum
-        return compute(list(gate_up)), compute(list(down)), None
+        return None, *map(_WeightGradient.compute_sum, by_weight)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -245,95 +279,132 @@ class _ExpertMLP(torch.autograd.Function):
         ctx: Any,
         source_NH: Tensor,
         weights_R: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        rows: RowMap,
-        counts_E: Tensor,
-        calls: list[tuple[_WeightGradient, _WeightGradient]] | None,
         anchor: Tensor | None,
-        max_rows: int | None,
-        recomputes: bool,
+        call: _Call,
+        *tensors: Tensor,
     ) -> Tensor:
-        blocks = expert_blocks(counts_E, rows.num_rows, max_rows)
-        is_bounded = max_rows is not None and rows.num_rows > max_rows
-        is_kept = not recomputes and not is_bounded
-        gate_up_EGH = gate_up.flatten(1, 2)
-        h = _Whole(blocks, source_NH, rows.num_rows if is_kept else 0, gate_up_EGH.shape[1])
-        y = _Whole(blocks, source_NH, rows.num_rows, gate_up_EGH.shape[2])
+        experts, rows = call.weights(tensors), call.rows
+        blocks = expert_blocks(call.counts_E, rows.num_rows, call.max_rows)
+        is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
+        is_kept = not call.recomputes and not is_bounded
+        num_numbers = 2 * experts.gate_up.shape[2]
+        h = _Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
+        y = _Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
         for block in blocks:
-            experts, part, ends_D = block
-            out = h[part] if is_kept else None
-            h_BG = _gate_and_up(source_NH, rows, gate_up_EGH, block, out)
-            product_BF = swiglu(h_BG, weights_R[part])
-            y_BH = grouped_gemm(product_BF, down[experts].transpose(1, 2), ends_D, y[part])
+            part = block.rows
+            h_BG = _gate_and_up(source_NH, rows, experts, block, h[part] if is_kept else None)
+            product_BF = swiglu(h_BG, weights_R[part], experts.form)
+            down = experts.down[block.experts].transpose(1, 2)
+            y_BH = grouped_gemm(product_BF, down, block.ends_D, y[part])
+            if experts.down_bias is not None:
+                bias = of_rows(experts.down_bias, block) * weights_R[part, None].to(y_BH.dtype)
+                y_BH[:, experts.part] += bias
         kept = [h.of(h_BG)] if is_kept else []
-        ctx.save_for_backward(source_NH, weights_R, gate_up, down, *kept)
+        ctx.save_for_backward(source_NH, weights_R, *tensors, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
-        ctx.rows, ctx.blocks, ctx.leaves, ctx.calls = rows, blocks, (gate_up, down), calls
-        ctx.is_bounded = is_bounded
+        ctx.call, ctx.blocks, ctx.leaves, ctx.is_bounded = call, blocks, tensors, is_bounded
         return y.of(y_BH)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        source_NH, weights_R, gate_up, down, *kept = ctx.saved_tensors
-        rows, blocks, is_bounded = ctx.rows, ctx.blocks, ctx.is_bounded
-        needs_source, _, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
-        gate_up_EGH, grad_RH = gate_up.flatten(1, 2), grad_RH.contiguous()
+        call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
+        source_NH, weights_R, *saved = ctx.saved_tensors
+        tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
+        experts, rows = call.weights(tensors), call.rows
+        needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        gate_up_EGH, grad_RH = experts.gate_up.flatten(1, 2), grad_RH.contiguous()
         grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
         # hold as many numbers as were not kept.
-        calls = None if is_bounded or deferring() else ctx.calls
+        calls = None if is_bounded or deferring() else call.calls
         # A weight that came from elsewhere has a gradient that must go on from here.
         is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
-        grad_gate_up, grad_down = (
-            _WeightGradient(leaf, blocks, needed, is_deferred=is_deferred, are_shared=is_bounded)
-            for leaf, needed in zip(ctx.leaves, (needs_gate_up, needs_down), strict=True)
-        )
+        gradients = [
+            _WeightGradient(
+                leaf,
+                blocks,
+                needed,
+                is_deferred=is_deferred,
+                are_shared=is_bounded,
+                is_bias=place > 1,
+            )
+            for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_weights, strict=True))
+        ]
         grad_weights: list[Tensor] = []
         for block in blocks:
-            experts, part, ends_D = block
-            if kept:
-                h_BG = kept[0][part]
-            else:
-                h_BG = _gate_and_up(source_NH, rows, gate_up_EGH, block)
-            grad_product_BF = grouped_gemm(grad_RH[part], down[experts], ends_D)
+            part, ends_D = block.rows, block.ends_D
+            h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, experts, block)
+            grad_product_BF = grouped_gemm(grad_RH[part], experts.down[block.experts], ends_D)
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
-                grad_product_BF, h_BG, weights_R[part]
+                grad_product_BF, h_BG, weights_R[part], experts.form
             )
+            gradients[0].add(block, grad_h_BG, source_NH, rows.source_R[part])
+            gradients[1].add(block, grad_RH[part], product_BF)
+            if experts.down_bias is not None:
+                scale_B1 = weights_R[part, None].to(grad_h_BG.dtype)
+                grad_BC = grad_RH[part, experts.part].contiguous()
+                gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
+                gradients[3].add(block, grad_BC, scale_B1)
+                bias_BC = of_rows(experts.down_bias, block)
+                grad_weights_B += torch.linalg.vecdot(grad_BC, bias_BC).to(grad_weights_B.dtype)
             grad_weights.append(grad_weights_B)
-            grad_down.add(block, grad_RH[part], product_BF)
-            grad_gate_up.add(block, grad_h_BG, source_NH, rows.source_R[part])
             if needs_source:
-                grad_x_BH = grouped_gemm(grad_h_BG, gate_up_EGH[experts], ends_D, grad_x[part])
-        gradients: tuple[Tensor | None, Tensor | None] = None, None
+                gate_up = gate_up_EGH[block.experts]
+                grad_x_BH = grouped_gemm(grad_h_BG, gate_up, ends_D, grad_x[part])
+        found: list[Tensor | None] = [None] * len(gradients)
         if calls is None:
-            gradients = grad_gate_up.result(), grad_down.result()
+            found = [gradient.result() for gradient in gradients]
         else:
-            calls.append((grad_gate_up, grad_down))
+            calls.append(gradients)
         return (
             sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
             torch.cat(grad_weights),
-            *gradients,
+            None if call.calls is None else grad_RH.new_zeros(()),
             None,
-            None,
-            None,
-            None if ctx.calls is None else grad_RH.new_zeros(()),
-            None,
-            None,
+            *found,
         )
+
+
+class _Call(NamedTuple):
+    """One call of :func:`expert_mlp`, without its tensors that may have a gradient: autograd, not
+    the call, decides how long they stay."""
+
+    form: SwigluForm
+    column: int
+    rows: RowMap
+    counts_E: Tensor
+    calls: list[list[_WeightGradient]] | None
+    max_rows: int | None
+    recomputes: bool
+
+    def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
+        """From :attr:`ExpertWeights.tensors`."""
+        return ExpertWeights(*tensors, form=self.form, column=self.column)
 
 
 def _gate_and_up(
     source_NH: Tensor,
     rows: RowMap,
-    gate_up_EGH: Tensor,
+    experts: ExpertWeights,
     block: Block,
     out: Tensor | None = None,
 ) -> Tensor:
     """The h of one block."""
     x_BH = source_NH.index_select(0, rows.source_R[block.rows])
-    return grouped_gemm(x_BH, gate_up_EGH[block.experts].transpose(1, 2), block.ends_D, out)
+    gate_up_DGH = experts.gate_up[block.experts].flatten(1, 2)
+    h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
+    if experts.gate_up_bias is not None:
+        h_BG += of_rows(experts.gate_up_bias.flatten(1), block)
+    return h_BG
+
+
+def of_rows(bias_EO: Tensor, block: Block) -> Tensor:
+    """The bias of each row of a block, [B, O]."""
+    ends_D = block.ends_D.long()
+    counts_D = torch.diff(ends_D, prepend=ends_D.new_zeros(1))
+    size = block.rows.stop - block.rows.start
+    return bias_EO[block.experts].repeat_interleave(counts_D, dim=0, output_size=size)
 
 
 def expert_mlp(
@@ -341,8 +412,7 @@ def expert_mlp(
     rows: RowMap,
     weights_R: Tensor,
     counts_E: Tensor,
-    gate_up_E2FH: Tensor,
-    down_EHF: Tensor,
+    experts: ExpertWeights,
     deferred: Deferred | None = None,
     max_rows: int | None = None,
     recomputes: bool = False,
@@ -357,15 +427,6 @@ def expert_mlp(
     any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)
-    return _ExpertMLP.apply(
-        source_NH,
-        weights_R,
-        gate_up_E2FH,
-        down_EHF,
-        rows,
-        counts_E,
-        calls,
-        anchor,
-        max_rows,
-        recomputes,
-    )
+    form, column = experts.form, experts.column
+    call = _Call(form, column, rows, counts_E, calls, max_rows, recomputes)
+    return _ExpertMLP.apply(source_NH, weights_R, anchor, call, *experts.tensors)

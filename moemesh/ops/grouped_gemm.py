@@ -39,6 +39,17 @@ def grouped_weight_gradient_loop(
     return grad_EOI
 
 
+def grouped_row_sums(grad_RO: Tensor, x_R1: Tensor, ends_E: Tensor) -> Tensor:
+    """:func:`grouped_weight_gradient` of one input channel, which no kernel of products takes."""
+    ends_E = ends_E.long()
+    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+    wide = torch.promote_types(grad_RO.dtype, torch.float32)
+    rows_RO = grad_RO.to(wide) * x_R1.to(wide)
+    # Lengths are known to add up: no wait for the device to check them.
+    sums_EO = torch.segment_reduce(rows_RO, "sum", lengths=counts_E, axis=0, unsafe=True)
+    return sums_EO.to(grad_RO.dtype)[..., None]
+
+
 def _has_fast_path(*tensors: Tensor) -> bool:
     # F.grouped_mm: no float64, and every row stride a multiple of 16 bytes.
     return all(
@@ -67,6 +78,9 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
     to `out` if given."""
+    if x_RI.shape[1] == 1:
+        gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
+        return gradient if out is None else out.copy_(gradient)
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
         return gradient if out is None else out.copy_(gradient)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import weight_gradient
 
 
@@ -19,6 +20,7 @@ class SwigluOf(NamedTuple):
     again in its backward instead of keeping it."""
 
     h_TG: Tensor
+    form: SwigluForm = PLAIN
 
 
 #: The other factor of a product with a weight.
@@ -49,14 +51,17 @@ class _SwigluLinear(torch.autograd.Function):
     """The products and their order are those of plain autograd: the same bits."""
 
     @staticmethod
-    def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor) -> Tensor:
+    def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor, form: SwigluForm) -> Tensor:
         ctx.save_for_backward(h_TG, weight_OF)
-        ctx.leaf = weight_OF
-        return swiglu(h_TG) @ weight_OF.t()
+        ctx.leaf, ctx.form = weight_OF, form
+        return swiglu(h_TG, form) @ weight_OF.t()
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None, None]:
         h_TG, weight_OF = ctx.saved_tensors
+        if ctx.form != PLAIN:
+            other_TF, grad_h_TG = ctx.form.backward(grad_TO @ weight_OF, h_TG)
+            return grad_h_TG, _weight_half(ctx, grad_TO, other_TF), None
         gate_TF, up_TF = h_TG.chunk(2, dim=1)
         silu_TF = F.silu(gate_TF)
         grad_TF = grad_TO @ weight_OF
@@ -64,12 +69,27 @@ class _SwigluLinear(torch.autograd.Function):
         grad_gate_TF, grad_up_TF = grad_h_TG.chunk(2, dim=1)
         torch.mul(grad_TF, silu_TF, out=grad_up_TF)
         torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=grad_gate_TF)
-        if not ctx.needs_input_grad[1]:
-            return grad_h_TG, None
-        product_TF = silu_TF * up_TF
-        return grad_h_TG, weight_gradient(
-            ctx.leaf, lambda: grad_TO.t() @ product_TF, (grad_TO, product_TF)
-        )
+        return grad_h_TG, _weight_half(ctx, grad_TO, silu_TF * up_TF), None
+
+
+def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    return weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF, (grad_TO, product_TF))
+
+
+class _Swiglu(torch.autograd.Function):
+    """A form of SwiGLU that keeps its input and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TG: Tensor, form: SwigluForm) -> Tensor:
+        ctx.save_for_backward(h_TG)
+        ctx.form = form
+        return form.product(h_TG)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None]:
+        return ctx.form.backward(grad_TF, *ctx.saved_tensors)[1], None
 
 
 def linear(x_TI: Operand, weight: Tensor) -> Tensor:
@@ -80,11 +100,13 @@ def linear(x_TI: Operand, weight: Tensor) -> Tensor:
     not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`).
     """
     if isinstance(x_TI, SwigluOf):
-        return _SwigluLinear.apply(x_TI.h_TG, weight)
+        return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
     return _Linear.apply(x_TI, weight)
 
 
-def swiglu(h_TG: Tensor) -> Tensor:
-    """``silu(gate) * up`` [T, F]."""
+def swiglu(h_TG: Tensor, form: SwigluForm = PLAIN) -> Tensor:
+    """``silu(gate) * up`` [T, F], or another form of it."""
+    if form != PLAIN:
+        return _Swiglu.apply(h_TG, form)
     gate_TF, up_TF = h_TG.chunk(2, dim=1)
     return F.silu(gate_TF) * up_TF

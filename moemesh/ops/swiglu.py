@@ -1,11 +1,11 @@
-"""The pointwise middle of an expert, ``silu(gate) * up * weight``, and its backward in one pass.
+"""The pointwise middle of an MLP, ``silu(gate) * up * weight``, and its backward in one pass.
 
 Legend: B rows, F expert width, G = 2 F (gate, then up).
 
 Written with torch it takes about ten passes over the numbers, each with its own conversions in
 bfloat16. On a CPU one pass, compiled by numba at the first use, does it all in fp32 and rounds
-once. It is taken where it pays: bfloat16 or float32, enough numbers to be worth loading the
-compiled code, and no more than :data:`MOST_THREADS` threads, since it runs in one.
+once. It is taken where it pays: the plain form, bfloat16 or float32, enough numbers to be worth
+loading the compiled code, and no more than :data:`MOST_THREADS` threads, since it runs in one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,44 @@ from torch import Tensor
 FEWEST_NUMBERS = 1 << 16
 #: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
 MOST_THREADS = 2
+
+
+class SwigluForm(NamedTuple):
+    """``gate * sigmoid(alpha * gate) * (up + offset)``; with a `limit` above 0 the gate is at most
+    the limit, and up lies within +- the limit. gpt-oss has 7, 1.702 and 1."""
+
+    limit: float = 0.0
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def clamped(self, h_BG: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate, and up with its offset; [B, F] each."""
+        gate_BF, up_BF = h_BG.chunk(2, dim=1)
+        if self.limit:
+            gate_BF, up_BF = gate_BF.clamp(max=self.limit), up_BF.clamp(-self.limit, self.limit)
+        return gate_BF, up_BF + self.offset
+
+    def product(self, h_BG: Tensor) -> Tensor:
+        """[B, F]."""
+        gate_BF, up_BF = self.clamped(h_BG)
+        return gate_BF * torch.sigmoid(self.alpha * gate_BF) * up_BF
+
+    def backward(self, grad_BF: Tensor, h_BG: Tensor) -> tuple[Tensor, Tensor]:
+        """The product once more, and the gradient of h from that of the product."""
+        gate_BF, up_BF = self.clamped(h_BG)
+        sigmoid_BF = torch.sigmoid(self.alpha * gate_BF)
+        act_BF = gate_BF * sigmoid_BF
+        slope_BF = sigmoid_BF + self.alpha * act_BF * (1 - sigmoid_BF)
+        grad_gate_BF, grad_up_BF = grad_BF * up_BF * slope_BF, grad_BF * act_BF
+        if self.limit:
+            own_gate_BF, own_up_BF = h_BG.chunk(2, dim=1)
+            grad_gate_BF = grad_gate_BF.masked_fill(own_gate_BF > self.limit, 0.0)
+            grad_up_BF = grad_up_BF.masked_fill(own_up_BF.abs() > self.limit, 0.0)
+        return act_BF * up_BF, torch.cat([grad_gate_BF, grad_up_BF], dim=1)
+
+
+#: ``silu(gate) * up``.
+PLAIN = SwigluForm()
 
 
 def swiglu_torch(h_BG: Tensor, weights_B: Tensor) -> Tensor:
@@ -48,8 +86,11 @@ def swiglu_backward_torch(
     return product_BF, grad_h_BG, grad_weights_B
 
 
-def swiglu(h_BG: Tensor, weights_B: Tensor) -> Tensor:
-    """``silu(gate) * up * weight`` [B, F]; weights are fp32 (fp64 in float64)."""
+def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
+    """``silu(gate) * up * weight`` [B, F], or of another form; weights are fp32 (fp64 in
+    float64)."""
+    if form != PLAIN:
+        return form.product(h_BG) * weights_B[:, None].to(h_BG.dtype)
     if not _is_fused(h_BG, weights_B):
         return swiglu_torch(h_BG, weights_B)
     product_BF = h_BG.new_empty(h_BG.shape[0], h_BG.shape[1] // 2)
@@ -58,9 +99,14 @@ def swiglu(h_BG: Tensor, weights_B: Tensor) -> Tensor:
 
 
 def swiglu_backward(
-    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
+    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
+    if form != PLAIN:
+        scale_B1 = weights_B[:, None].to(h_BG.dtype)
+        product_BF, grad_h_BG = form.backward(grad_BF * scale_B1, h_BG)
+        grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
+        return product_BF * scale_B1, grad_h_BG, grad_weights_B
     if not (_is_fused(h_BG, weights_B) and grad_BF.is_contiguous()):
         return swiglu_backward_torch(grad_BF, h_BG, weights_B)
     grad_h_BG, grad_weights_B = torch.empty_like(h_BG), torch.empty_like(weights_B)

@@ -109,6 +109,11 @@ def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:
             return {"ep": 0, "etp": 2}, "edp"
         case Experts(), "down":
             return {"ep": 0, "etp": 2}, "edp"
+        case Experts(), "gate_up_bias":
+            return {"ep": 0, "etp": 2}, "edp"
+        case Experts(), "down_bias":
+            # Added once: every rank of etp adds its own channels of it to its part of the sum.
+            return {"ep": 0, "etp": 1}, "edp"
         case Attention(), "qkv" | "qkv_bias" | "sinks":
             return {"tp": 0}, "dp_cp"
         case LatentAttention(), "query" | "query_up" | "key_value_up" | "sinks":

@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -70,7 +71,7 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
                     case Experts():
                         module.recomputes = plan.recompute_experts
                     case MLP():
-                        module.activate = SwigluOf
+                        module.activate = partial(SwigluOf, form=module.form)
                     case _:
                         pass
 

@@ -122,8 +122,8 @@ def _content_weights(shape: ModelShape, layout: PlannedLayout, content: StageCon
 
 
 def expert_share(weights: Weights, layout: PlannedLayout) -> float:
-    """Expert weights on one rank: biases behind the sum over etp are whole on each of its ranks."""
-    return weights.expert / (layout.ep * layout.etp) + weights.expert_rows / layout.ep
+    """Expert weights on one rank."""
+    return weights.expert / (layout.ep * layout.etp)
 
 
 def dense_share(weights: Weights, layout: PlannedLayout) -> float:

@@ -26,14 +26,12 @@ from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 class Weights(NamedTuple):
     """Numbers of parameters by the axes that divide them.
 
-    `sharded` is divided by tp, `replicated` by nothing, `expert` by ep x etp, `expert_rows` (biases
-    behind the sum over etp) by ep alone.
+    `sharded` is divided by tp, `replicated` by nothing, `expert` by ep x etp.
     """
 
     sharded: int = 0
     replicated: int = 0
     expert: int = 0
-    expert_rows: int = 0
 
     def plus(self, other: Weights) -> Weights:
         return Weights(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -102,9 +100,8 @@ def expert_weights(shape: ModelShape) -> Weights:
     inputs = 2 if shape.gated else 1
     width = shape.expert_intermediate_size
     matrices = (inputs + 1) * shape.hidden_size * width
-    if not shape.expert_bias:
-        return Weights(expert=matrices)
-    return Weights(expert=matrices + inputs * width, expert_rows=shape.hidden_size)
+    biases = inputs * width + shape.hidden_size if shape.expert_bias else 0
+    return Weights(expert=matrices + biases)
 
 
 def router_weights(shape: ModelShape) -> Weights:

@@ -1,5 +1,6 @@
 """The blocks of the expert MLP: any cut gives the loop's result, and nothing whole is kept."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,8 +9,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moemesh.ops import expert_mlp as module
-from moemesh.ops.expert_mlp import expert_blocks, expert_mlp, expert_mlp_loop
-from moemesh.ops.permute import group_by_expert
+from moemesh.ops.exact_experts import exact_experts
+from moemesh.ops.expert_mlp import ExpertWeights, expert_blocks, expert_mlp, expert_mlp_loop
+from moemesh.ops.linear import SwigluOf, linear, swiglu
+from moemesh.ops.permute import group_by_expert, identity
+from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import WeightGradientQueue
 
 HIDDEN, WIDTH, NUM_EXPERTS = 8, 12, 6
@@ -37,7 +41,7 @@ def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, qu
     """Output and gradients, those of the weights through `queue` if there is one."""
     rows, _, counts = group_by_expert(experts_TK, NUM_EXPERTS)
     source, weights, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
-    y = function(source, rows, weights, counts, gate_up, down)
+    y = function(source, rows, weights, counts, ExpertWeights(gate_up, down))
     if queue is None:
         y.backward(upstream)
     else:
@@ -120,13 +124,15 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: 
     source, _, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
 
     def outputs(cuts: list[int], *, together: bool) -> Tensor:
-        deferred = module.defer(gate_up, down) if together else None
+        deferred = module.defer(ExpertWeights(gate_up, down)) if together else None
         chunks = []
         for x, chosen in zip(source.split(cuts), experts.split(cuts), strict=True):
             rows, _, counts = group_by_expert(chosen, NUM_EXPERTS)
             weights = torch.full((rows.num_rows,), 0.5, dtype=torch.float64)
             weights.requires_grad_()
-            y = expert_mlp(x, rows, weights, counts, gate_up, down, deferred, max_rows)
+            y = expert_mlp(
+                x, rows, weights, counts, ExpertWeights(gate_up, down), deferred, max_rows
+            )
             chunks.append(y.square().sum())
         return torch.stack(chunks).sum()
 
@@ -145,3 +151,81 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: 
         for leaf, once in zip((source, gate_up, down), expected, strict=True):
             assert leaf.grad is not None and once is not None
             assert_close(leaf.grad, once * (1 + twice))
+
+
+GPT_OSS = SwigluForm(limit=0.7, alpha=1.702, offset=1.0)
+
+
+@pytest.mark.parametrize("form", [PLAIN, GPT_OSS, SwigluForm(limit=0.5)], ids=str)
+@pytest.mark.parametrize("how", ["kept", "bounded", "recomputed", "deferred", "queue", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_biases_and_other_forms_equal_autograd(
+    form: SwigluForm, how: str, dtype: torch.dtype
+) -> None:
+    """Forward and backward; the limit bites, and an expert has no row."""
+    generator = torch.Generator().manual_seed(5)
+    near = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+    leaves = drawn(11, 6), drawn(11), drawn(4, 2, 5, 6), drawn(4, 6, 5), drawn(4, 2, 5), drawn(4, 3)
+    counts = torch.tensor([3, 0, 6, 2])
+    source, weights, *tensors = leaves
+    # As of the second of two ranks that share the width: its bias is that of the last channels.
+    experts = ExpertWeights(*tensors, form=form, column=3)
+    rows, upstream = identity(11, source.device), drawn(11, 6).detach()
+    expected_y = expert_mlp_loop(source, rows, weights, counts, experts)
+    expected = torch.autograd.grad(expected_y, leaves, upstream)
+    if how == "exact":
+        owners = torch.tensor([[1, 2], [0, 0], [6, 0], [1, 1]])
+        y = exact_experts(source, weights, owners, experts)
+    else:
+        y = expert_mlp(
+            source,
+            rows,
+            weights,
+            counts,
+            experts,
+            deferred=module.defer(experts) if how == "deferred" else None,
+            max_rows=4 if how == "bounded" else None,
+            recomputes=how == "recomputed",
+        )
+    assert_close(y, expected_y, **near)
+    if how == "queue":
+        with WeightGradientQueue() as queue:
+            y.backward(upstream)
+        assert all(weight.grad is None for weight in tensors)
+        queue.run()
+    else:
+        y.backward(upstream)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        assert_close(leaf.grad, gradient, **near)
+
+
+@pytest.mark.parametrize("form", [PLAIN, GPT_OSS], ids=str)
+def test_a_dense_swiglu_of_any_form_equals_autograd(form: SwigluForm) -> None:
+    generator = torch.Generator().manual_seed(6)
+    h, weight = (
+        torch.randn(*s, dtype=torch.float64, generator=generator) for s in [(7, 10), (4, 5)]
+    )
+    upstream = torch.randn(7, 4, dtype=torch.float64, generator=generator)
+
+    def run(function: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        leaves = [leaf.clone().requires_grad_() for leaf in (h, weight)]
+        y = function(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, upstream)]
+
+    def by_definition(h: Tensor, weight: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=1)
+        if form.limit:
+            gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+        return gate * torch.sigmoid(form.alpha * gate) * (up + form.offset) @ weight.t()
+
+    expected = run(by_definition)
+    for function in (
+        lambda h, weight: linear(swiglu(h, form), weight),
+        lambda h, weight: linear(SwigluOf(h, form), weight),
+    ):
+        assert_close(run(function), expected, rtol=1e-10, atol=1e-12)

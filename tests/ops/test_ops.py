@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from moemesh.ops.cross_entropy import cross_entropy, cross_entropy_reference
-from moemesh.ops.expert_mlp import expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_mlp import ExpertWeights, expert_mlp, expert_mlp_loop
 from moemesh.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_loop,
@@ -72,7 +72,7 @@ def test_expert_mlp_equals_the_loop(dtype: torch.dtype) -> None:
     results = []
     for function in (expert_mlp, expert_mlp_loop):
         source, weights, gate_up, down = (leaf.detach().clone().requires_grad_() for leaf in leaves)
-        out = function(source, rows, weights, counts, gate_up, down)
+        out = function(source, rows, weights, counts, ExpertWeights(gate_up, down))
         grads = torch.autograd.grad(out, [source, weights, gate_up, down], upstream)
         results.append([out, *grads])
     for fast, slow in zip(*results, strict=True):
@@ -91,7 +91,9 @@ def test_deferred_weight_gradients_are_bitwise_those_of_a_fused_backward() -> No
     def loss() -> torch.Tensor:
         wide, gate_up, down, head = parameters
         hidden = linear(x, wide)
-        y = expert_mlp(hidden, rows, torch.ones(7, dtype=x.dtype), counts, gate_up, down)
+        y = expert_mlp(
+            hidden, rows, torch.ones(7, dtype=x.dtype), counts, ExpertWeights(gate_up, down)
+        )
         return cross_entropy(unpermute(y, rows), head, torch.arange(5), chunk=4).sum()
 
     loss().backward()
@@ -129,6 +131,6 @@ def test_no_tokens_is_legal() -> None:
     assert weight.grad.abs().max() == 0
     rows, _, counts = group_by_expert(torch.zeros(0, 2, dtype=torch.int64), 4)
     gate_up, down = torch.randn(4, 2, 8, 4, requires_grad=True), torch.randn(4, 4, 8)
-    y = expert_mlp(torch.randn(0, 4), rows, torch.zeros(0), counts, gate_up, down)
+    y = expert_mlp(torch.randn(0, 4), rows, torch.zeros(0), counts, ExpertWeights(gate_up, down))
     unpermute(y, rows).sum().backward()
     assert gate_up.grad.abs().max() == 0

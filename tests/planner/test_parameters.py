@@ -100,8 +100,8 @@ def test_the_router_of_a_bias_and_the_shared_gate() -> None:
     assert layer_weights(ModelShape(**sizes, router_logit_bias=True), True).total == plain + 4
     biased = layer_weights(ModelShape(**sizes, expert_bias=True), True)
     assert biased.total == plain + 4 * (2 * 6 + 8)
-    # The bias behind the sum over etp is held whole by every lane.
-    assert biased.expert_rows == 4 * 8
+    # Biases are cut as the matrices are: that behind the sum over etp by its channels.
+    assert biased.expert == layer_weights(ModelShape(**sizes), True).expert + 4 * (2 * 6 + 8)
 
 
 def test_what_tensor_parallelism_cuts() -> None:

@@ -42,7 +42,15 @@ DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
 TWO_NODES = {"dp": 4, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
 EXACT = {"dp": 4, "ep": 4, "combine": "exact", "ranks_per_node": 2}
 HALVES = {"pp": 2, "microbatches": 4}
+BIASES: dict[str, Any] = {"expert_bias": True, "router_logit_bias": True, "shared_gate": True}
+GATED: dict[str, Any] = {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 SLOW: list[Case] = [
+    ({"num_mtp_layers": 2}, {"tp": 2, "ep": 2}, "float32", 3),
+    ({"num_mtp_layers": 1, "tied_embeddings": True}, {"pp": 2, "microbatches": 2}, "bfloat16", 4),
+    (BIASES, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4),
+    (BIASES, {"dp": 4, "ep": 2, "combine": "exact"}, "float32", 4),
+    (GATED, {"tp": 2, "ep": 2}, "bfloat16", 3),
+    (GATED, {"dp": 2, "ep": 2}, "float64", 3),
     *(({}, TWO_NODES | {"dispatcher": name}, "float32", 9) for name in DISPATCHERS),
     *(({}, TWO_NODES | {"dispatcher": name}, "bfloat16", 9) for name in DISPATCHERS),
     *(({}, EXACT | {"dispatcher": name}, "float64", 5) for name in DISPATCHERS),
@@ -118,6 +126,8 @@ MORE_ENDS: list[Case] = [
     ({}, STREAM | FULL | {"tp": 2, "ep": 2}, "float32", 4),
     ({}, MESSAGES | {"pp": 4, "ampnet_backward": "live"}, "float32", 4),
     ({}, MESSAGES | FULL | {"dp": 2, "ep": 2}, "float32", 6),
+    (BIASES, SPARE, "float32", 6),
+    (BIASES, SPARE | {"ep": 2, "etp": 2, "spare_slots": 2}, "bfloat16", 6),
     (AHEAD | {"tied_embeddings": True}, FULL | HALVES | {"dp": 2, "ep": 2}, "float32", 4),
     ({"num_mtp_layers": 1}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
     ({"num_mtp_layers": 1}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),

@@ -6,6 +6,7 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.dispatchers import packed_bytes
+from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
@@ -58,6 +59,8 @@ def set_experts(
         if mesh.world_size > 1 or num_chunks > 1:
             moe.runner = overlapped(num_chunks, defers=defers)
         moe.experts.max_rows = most_rows(config, plan, tokens_per_rank)
+        etp = mesh["etp"]
+        moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
     if has_replicas:
         codec = codec_of(plan.payload)
         set_replicas(model, mesh, plan.spare_slots, policy=plan.spare_policy, codec=codec)

@@ -28,7 +28,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import Deferred, ExpertWeights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
@@ -61,16 +61,13 @@ class ExactRows(NamedTuple):
 
     def compute(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        experts: ExpertWeights,
         deferred: Deferred | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:
         """The sums run over all rows of an expert: nothing is deferred or cut into blocks."""
-        return exact_experts(
-            self.source_NH, self.weights_R, self.counts_LO, gate_up, down, recomputes
-        )
+        return exact_experts(self.source_NH, self.weights_R, self.counts_LO, experts, recomputes)
 
 
 @dataclass(frozen=True, kw_only=True)

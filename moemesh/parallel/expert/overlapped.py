@@ -62,7 +62,7 @@ class OverlappedExchange:
             if deferred is None and self.defers:
                 # Made here, behind starts of dispatches and before their ends, these gradients are
                 # computed while those of tokens are on their way back.
-                deferred = defer(experts.gate_up, experts.down)
+                deferred = defer(experts.weights)
             y_RH = experts(rows[chunk].wait(), deferred)
             sent = self.flow.start(
                 self.flow.unread, self.dispatcher.combine, y_RH, plan, self.sizes[chunk]

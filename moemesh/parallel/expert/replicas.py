@@ -42,7 +42,7 @@ from moemesh.model.dispatcher import Dispatcher, Rows
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import Deferred, ExpertWeights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
@@ -78,7 +78,7 @@ class ReplicaPlan:
 class ReplicatedRows(NamedTuple):
     """:class:`~moemesh.model.dispatcher.ExpertRows` with those of replicas behind the `counts_L` of
     own experts. ``home`` and ``spare`` split the map of all rows; the replicas have ``counts_S``
-    rows each, and ``weights`` fetches their gate_up [S, 2, F, H] and down [S, H, F]."""
+    rows each, and ``weights`` fetches theirs, gate_up [S, 2, F, H] first."""
 
     source_NH: Tensor
     map: RowMap
@@ -87,40 +87,39 @@ class ReplicatedRows(NamedTuple):
     home: RowMap
     spare: RowMap
     counts_S: Tensor
-    weights: Pending[tuple[Tensor, Tensor]]
+    weights: Pending[tuple[Tensor, ...]]
 
     def compute(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        experts: ExpertWeights,
         deferred: Deferred | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
         own = Rows(self.source_NH, self.home, home_R, self.counts_L)
-        y_RH = own.compute(gate_up, down, deferred, max_rows, recomputes)
+        y_RH = own.compute(experts, deferred, max_rows, recomputes)
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
         replicas = Rows(self.source_NH, self.spare, spare_R, self.counts_S)
-        return torch.cat([y_RH, replicas.compute(*fetched, None, max_rows, recomputes)])
+        others = experts.of(fetched)
+        return torch.cat([y_RH, replicas.compute(others, None, max_rows, recomputes)])
 
 
 class _NoRows(torch.autograd.Function):
     """No replica is here, but the exchange that brought none has a backward to take part in."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         # Saved so that a recomputation gets as far as waiting for the exchange.
-        ctx.save_for_backward(gate_up, down)
+        ctx.save_for_backward(gate_up, down, *biases)
         return gate_up.new_empty(0, down.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, down = ctx.saved_tensors
-        return torch.zeros_like(gate_up), torch.zeros_like(down)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(weight) for weight in ctx.saved_tensors)
 
 
 class ReplicaDispatcher(Dispatcher):
@@ -241,20 +240,23 @@ class ReplicaDispatcher(Dispatcher):
 
         return arriving.then(with_replicas)
 
-    def _fetch(self, plan: ReplicaPlan) -> Pending[tuple[Tensor, Tensor]]:
+    def _fetch(self, plan: ReplicaPlan) -> Pending[tuple[Tensor, ...]]:
         """Start to fetch the weights of the replicas here; backward: their gradients go home."""
-        gate_up, down = self.experts.gate_up, self.experts.down
+        weights = self.experts.weights.tensors
         started = all_to_all_start(
-            _Pack.apply(gate_up, down, plan.sent),
+            _Pack.apply(plan.sent, *weights),
             self.ep,
             plan.sent_splits,
             plan.received_splits,
             caller="moe.replicas",
         )
 
-        def unpack(flat_SW: Tensor) -> tuple[Tensor, Tensor]:
-            parts = flat_SW.split([gate_up[0].numel(), down[0].numel()], dim=1)
-            return parts[0].view(-1, *gate_up.shape[1:]), parts[1].view(-1, *down.shape[1:])
+        def unpack(flat_SW: Tensor) -> tuple[Tensor, ...]:
+            parts = flat_SW.split([weight[0].numel() for weight in weights], dim=1)
+            return tuple(
+                part.view(-1, *weight.shape[1:])
+                for part, weight in zip(parts, weights, strict=True)
+            )
 
         return started.then(unpack)
 
@@ -317,27 +319,27 @@ class _Pack(torch.autograd.Function):
     """Chosen experts as rows [chosen, W]; backward: all gradients of an expert are added up."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, down: Tensor, chosen: list[int]) -> Tensor:
-        ctx.chosen, ctx.shapes = chosen, (gate_up.shape, down.shape)
-        width = gate_up[0].numel()
-        packed = gate_up.new_empty(len(chosen), width + down[0].numel())
-        for row, expert in zip(packed, chosen, strict=True):
-            row[:width] = gate_up[expert].flatten()
-            row[width:] = down[expert].flatten()
+    def forward(ctx: Any, chosen: list[int], *weights: Tensor) -> Tensor:
+        ctx.chosen, ctx.shapes = chosen, [weight.shape for weight in weights]
+        widths = [weight[0].numel() for weight in weights]
+        packed = weights[0].new_empty(len(chosen), sum(widths))
+        for part, weight in zip(packed.split(widths, dim=1), weights, strict=True):
+            for row, expert in zip(part, chosen, strict=True):
+                row.copy_(weight[expert].flatten())
         return packed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_CW: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_CW: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.chosen:
-            return None, None, None
+            return None, *(None for _ in ctx.shapes)
         wide = torch.promote_types(grad_CW.dtype, torch.float32)
-        gate_up, down = (grad_CW.new_zeros(shape, dtype=wide) for shape in ctx.shapes)
-        width = gate_up[0].numel()
-        for row, expert in zip(grad_CW, ctx.chosen, strict=True):
-            gate_up[expert] += row[:width].view_as(gate_up[expert])
-            down[expert] += row[width:].view_as(down[expert])
-        return gate_up, down, None
+        found = [grad_CW.new_zeros(shape, dtype=wide) for shape in ctx.shapes]
+        widths = [gradient[0].numel() for gradient in found]
+        for part, gradient in zip(grad_CW.split(widths, dim=1), found, strict=True):
+            for row, expert in zip(part, ctx.chosen, strict=True):
+                gradient[expert] += row.view_as(gradient[expert])
+        return None, *found
 
 
 def set_replicas(

@@ -130,7 +130,10 @@ class LayerMemory:
         if self.is_selective:
             yield Saved("mlp", 2 * inner, gradient=inner + hidden)
         else:
-            yield Saved("mlp", 3 * inner)
+            # Other forms than the plain one compute what is beside gate and up once more.
+            model = self.model
+            form = model.swiglu_limit, model.swiglu_alpha, model.swiglu_offset
+            yield Saved("mlp", (3 if form == (0.0, 1.0, 0.0) else 2) * inner)
             yield Saved("mlp", inner, held=inner, gradient=hidden)
 
     def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
@@ -143,12 +146,15 @@ class LayerMemory:
         narrow = local * w * model.hidden_size
         # The stream behind the norm is the router's input in fp32 at least, and where they are the
         # same tensor that of the local experts and of the shared expert, too.
-        is_shared_input = bool(model.shared_width) and plan.tp == 1
+        is_shared_input = bool(model.shared_width) and (plan.tp == 1 or model.shared_gate)
         if w < wide and (alone or is_shared_input):
             kind = "mlp" if is_shared_input else "experts"
             yield Saved(kind, narrow, held=narrow)
         if model.shared_width:
             yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
+        if model.shared_gate:
+            # Both factors: the sigmoid, and what it multiplies.
+            yield Saved("mlp", local * w + narrow, gradient=local * w)
         is_copied = not alone or plan.combine == "exact"
         source = rows.source * w * model.hidden_size if is_copied else 0.0
         width = w * model.expert_intermediate_size / plan.etp

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
-from moemesh.config.layout import Layout
+from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines, members
@@ -70,7 +70,10 @@ class ReplicaTraffic:
         if self.is_uniform or not self.quotas.num_replicas:
             return
         width = model.expert_intermediate_size // plan.etp
-        size = 3 * width * model.hidden_size * self.element
+        numbers = 3 * width * model.hidden_size
+        if model.expert_bias:
+            numbers += 2 * width + shard_sizes(model.hidden_size, plan.etp)[lines.here["etp"]]
+        size = numbers * self.element
         here = lines.here["ep"]
         spare, home = self.quotas.spare_expert, self.quotas.home
         filled = spare >= 0

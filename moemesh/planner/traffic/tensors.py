@@ -83,6 +83,8 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
         yield from _mlp(prefix, hidden, model.intermediate_size)
         return
     experts, width = model.num_experts, model.expert_intermediate_size
+    if model.shared_gate:
+        yield ParameterTensor(name=f"{prefix}.shared_gate", shape=(1, hidden))
     yield ParameterTensor(name=f"{prefix}.router.weight", shape=(experts, hidden))
     if model.router_logit_bias:
         yield ParameterTensor(name=f"{prefix}.router.bias", shape=(experts,))
@@ -99,6 +101,17 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
         shards=shards,
         summed_over="edp",
     )
+    if model.expert_bias:
+        for leaf, shape, dim in (
+            ("gate_up_bias", (experts, 2, width), 2),
+            ("down_bias", (experts, hidden), 1),
+        ):
+            yield ParameterTensor(
+                name=f"{prefix}.experts.{leaf}",
+                shape=shape,
+                shards={"ep": 0, "etp": dim},
+                summed_over="edp",
+            )
     if model.shared_width:
         yield from _mlp(f"{prefix}.shared", hidden, model.shared_width)
 
