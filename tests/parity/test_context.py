@@ -9,10 +9,18 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.parallel.parallelize import parallelize
+from moemesh.train.step import evaluate
+from tests.parity.asynchronous import stream
 from tests.parity.test_attention import MODELS as KINDS
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
-from tests.parity.training import Shape, Trained, name_of, train
+from tests.parity.training import Shape, Trained, microbatches, name_of, train
+from tests.ranks import mesh_on_ranks
 
 LOSSES = {"z_loss_coefficient": 1e-2, "router_jitter": 0.2}
 DEEP: dict[str, dict[str, Any]] = (
@@ -141,3 +149,38 @@ def one_device(model: str, microbatches: int, shape: Shape) -> Trained:
 def test_context_parallel_equals_one_device(model: str, plan: dict[str, Any], shape: Shape) -> None:
     got = train(DEEP[model], plan, TRAIN, shape)
     assert_same(got, one_device(model, plan.get("microbatches", 1), shape))
+
+
+ASYNCHRONOUS: list[dict[str, Any]] = [
+    {"schedule": "pipedream", "context": "ring"},
+    {"schedule": "pipedream_2bw", "update_window": 2, "context": "all_gather", "ep": 2},
+    # One microbatch at a time: the order does not depend on who is faster.
+    {"schedule": "ampnet", "update_window": 2, "max_in_flight": 1, "context": "all_to_all"},
+]
+
+
+@pytest.mark.representative("schedule=pipedream_2bw-update_window=2-context=all_gather-ep=2")
+@pytest.mark.parametrize("plan", ASYNCHRONOUS, ids=name_of)
+def test_a_stream_is_spread_over_contexts(plan: dict[str, Any]) -> None:
+    keys = plan | {"pp": 2, "microbatches": 4}
+    one = stream(DEEP["sequence"], keys | {"ep": 1}, TRAIN, BOTH)
+    two = stream(DEEP["sequence"], keys | {"cp": 2}, TRAIN, BOTH)
+    assert two.losses == pytest.approx(one.losses, rel=1e-10)
+    assert two.aux == pytest.approx(one.aux, rel=1e-10)
+    for name, weight in one.weights.items():
+        assert (two.weights[name] - weight).abs().max() <= 1e-10 * weight.abs().max(), name
+
+
+def losses_on_rank(mesh: Mesh, plan_keys: dict[str, Any], shape: Shape) -> float:
+    config, plan = ModelConfig(**DEEP["sequence"]), Plan(**plan_keys)
+    tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
+    parallel = parallelize(config, plan, mesh, seed=1, dtype=torch.float64, tokens_per_rank=tokens)
+    return evaluate(parallel, microbatches(config, plan, shape, 1, mesh))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_evaluation_counts_every_token_once(context: str) -> None:
+    alone = losses_on_rank(Mesh.single("cpu"), {}, BOTH)
+    plan = {"dp": 2, "cp": 2, "context": context}
+    for loss in mesh_on_ranks(Plan(**plan).layout, losses_on_rank, plan, BOTH):
+        assert loss == pytest.approx(alone, rel=1e-12)
