@@ -150,9 +150,7 @@ def attention(
     if scale is None:
         scale = query_BNSD.shape[-1] ** -0.5
     value_size = value_BMCD.shape[-1]
-    if value_size < query_BNSD.shape[-1] and not query_BNSD.is_cuda:
-        # PyTorch's fused kernels for the CPU want one head size.
-        value_BMCD = F.pad(value_BMCD, (0, query_BNSD.shape[-1] - value_size))
+    value_BMCD = _padded(value_BMCD, query_BNSD)
     if visible.is_whole and sinks_N is None:
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD, value_BMCD, is_causal=True, scale=scale, enable_gqa=True
@@ -216,7 +214,9 @@ def attend_to(
     scale: float,
 ) -> Partial:
     """Attention over the keys given, without gradient; to be merged with that over others."""
-    found = nothing_seen(query_BNSD, value_BMCD.shape[-1])
+    value_size = value_BMCD.shape[-1]
+    found = nothing_seen(query_BNSD, value_size)
+    value_BMCD = _padded(value_BMCD, query_BNSD)
     fused = is_fused(query_BNSD, value_BMCD)
     for rows, tiles in _plan(visible, fused=fused):
         parts = [
@@ -234,7 +234,8 @@ def attend_to(
             whole = parts[0]
             for part in parts[1:]:
                 whole = merge(whole, part)
-            found.y_BNSD[:, :, rows], found.lse_BNS[:, :, rows] = whole
+            found.y_BNSD[:, :, rows] = whole.y_BNSD[..., :value_size]
+            found.lse_BNS[:, :, rows] = whole.lse_BNS
     return found
 
 
@@ -250,6 +251,10 @@ def gradients_of(
 ) -> Gradients:
     """What the keys given contribute to the gradients, in fp32 or fp64. `whole` is the attention
     over all keys (and sinks), `gradient` that of its output."""
+    value_size = value_BMCD.shape[-1]
+    value_BMCD = _padded(value_BMCD, query_BNSD)
+    gradient_BNSD = _padded(gradient_BNSD, query_BNSD)
+    whole = Partial(_padded(whole.y_BNSD, query_BNSD), whole.lse_BNS)
     inputs = (query_BNSD, key_BMCD, value_BMCD)
     total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in inputs))
     fused = is_fused(query_BNSD, value_BMCD)
@@ -270,7 +275,7 @@ def gradients_of(
             total.query_BNSD[:, :, rows] += found.query_BNSD
             total.key_BMCD[:, :, tile.keys] += found.key_BMCD
             total.value_BMCD[:, :, tile.keys] += found.value_BMCD
-    return total
+    return total._replace(value_BMCD=total.value_BMCD[..., :value_size])
 
 
 def with_sinks(partial: Partial, sinks_N: Tensor | None) -> Partial:
@@ -295,6 +300,13 @@ def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None)
 def output_of(whole: Partial, dtype: torch.dtype) -> Tensor:
     """The output in `dtype`, laid out by token: what comes next reads it so, without a copy."""
     return whole.y_BNSD.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
+
+
+def _padded(x: Tensor, query_BNSD: Tensor) -> Tensor:
+    """Values, outputs or their gradients with zeros up to the size of queries: PyTorch's fused
+    kernels for the CPU want one head size."""
+    missing = query_BNSD.shape[-1] - x.shape[-1]
+    return x if missing <= 0 or query_BNSD.is_cuda else F.pad(x, (0, missing))
 
 
 class _Tile(NamedTuple):

@@ -35,6 +35,7 @@ DEEP: dict[str, dict[str, Any]] = (
         # One key/value head for all query heads; groups of two of which a rank has one and a half.
         "one_kv_head": MODEL | {"num_kv_heads": 1},
         "across": MODEL | {"num_heads": 12, "num_kv_heads": 6},
+        "ahead": MODEL | {"num_mtp_layers": 2},
         "expert_choice": MODEL | {"router_selection": "expert_choice"},
         "sinkhorn": MODEL | {"router_selection": "sinkhorn", "capacity_factor": 1.0},
         "capacity": MODEL | {"capacity_factor": 0.8, "capacity_policy": "probability"},
@@ -109,6 +110,9 @@ CASES: list[Case] = [
     ),
     ("latent", {"cp": 4, "ep": 4, "data": "zero3", "reshard": "step"} | RING, PACKED),
     ("sequence", {"pp": 2, "cp": 2, "microbatches": 3, "data": "zero1"} | GATHER, ODD),
+    # Extra prediction layers look beyond the positions of a rank.
+    *(("ahead", {"cp": 4, "ep": 2, "context": name}, BOTH) for name in CONTEXTS),
+    ("ahead", {"pp": 2, "cp": 2, "tp": 2, "microbatches": 2, "schedule": "zb_h1"} | RING, PACKED),
     # Activations computed again.
     *(
         ("sequence", {"cp": 2, "ep": 2, "recompute": recompute, "context": name}, PACKED)
@@ -141,6 +145,7 @@ def one_device(model: str, microbatches: int, shape: Shape) -> Trained:
     "across-cp=4-context=all_to_all",
     "windows-cp=4-ep=2-context=all_gather-packed",
     "latent-cp=2-tp=2-ep=4-context=ring-padded-packed",
+    "ahead-cp=4-ep=2-context=ring-padded-packed",
     "sequence-cp=2-tp=2-ep=4-attention_exit=reduce_scatter-context=ring-padded-packed",
     "sequence-cp=2-ep=2-recompute=full-context=ring-packed",
     "sequence-pp=2-cp=2-microbatches=4-schedule=zb_h1-context=all_to_all-ep=2-padded-packed",
