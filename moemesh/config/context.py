@@ -39,6 +39,12 @@ class HeadShare(NamedTuple):
     queries: range
     keys: range
 
+    def is_even(self, group: int) -> bool:
+        """Whether each of these keys serves equally many of these queries, `group` in the whole."""
+        count = len(self.queries) // len(self.keys)
+        reads = [head // group - self.keys.start for head in self.queries]
+        return reads == [place // count for place in range(len(reads))]
+
 
 def head_share(num_heads: int, num_kv_heads: int, ranks: int, index: int) -> HeadShare:
     """The heads of rank `index` where attention is spread over `ranks` by heads.

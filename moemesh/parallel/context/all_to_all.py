@@ -54,9 +54,8 @@ class HeadShards:
         query, key, value = self._to_heads(parts, visible.length)
         # The query heads of a rank need not be whole groups of one key/value head each.
         group = num_heads // num_kv_heads
-        reads = [head // group - share.keys.start for head in share.queries]
-        even = len(reads) // len(share.keys)
-        if reads != [place // even for place in range(len(reads))]:
+        if not share.is_even(group):
+            reads = [head // group - share.keys.start for head in share.queries]
             key, value = key[:, reads], value[:, reads]
         if sinks_N is not None:
             sinks_N = sinks_N[share.queries.start : share.queries.stop]

@@ -18,22 +18,34 @@ values of d channels (of latent attention a of each, values of d_v):
 | computed again: the output once more | w d_v a | T |
 | values padded to the size of keys, and their output | w a (d + d) in place of d_n + d_v | T |
 | exit all_to_all | own rows of all heads | T/N |
+
+Where cp ranks swap heads for positions, each keeps queries, keys, values and output of its heads in
+whole sequences in place of its own projections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moemesh.config.context import head_share
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.saved import Saved
 
 
 def attention_saved(
-    model: ModelConfig, plan: Plan, tokens: tuple[int, int], length: int, element: int
+    model: ModelConfig,
+    plan: Plan,
+    tokens: tuple[int, int],
+    length: int,
+    element: int,
+    *,
+    cp_index: int = 0,
+    attended: int = 0,
 ) -> Iterator[Saved]:
     """One forward of a layer, without the norm in front of it; `tokens`: (all of the microbatch,
-    rows of the stream here), `length` of a sequence or slice."""
+    rows of the stream here), `length` of a sequence or slice. Where ranks of cp swap heads for
+    positions, `attended` are the tokens of whole sequences."""
     whole, local = tokens
     block = _Block(model, plan, element)
     again = block.is_again
@@ -48,7 +60,8 @@ def attention_saved(
             yield Saved("attention", 4 * tables, is_again=again)
         else:
             yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
-    yield Saved("attention", whole * block.core(), is_again=again)
+    core = attended * block.by_heads(cp_index) if block.swaps else whole * block.core()
+    yield Saved("attention", core, is_again=again)
     result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
     if plan.attention_exit == "all_to_all" and plan.tp > 1:
         own = local * element * model.num_heads * model.value_head_dim
@@ -72,6 +85,23 @@ class _Block:
         #: Whether what lies between the projections is computed again.
         self.is_again = plan.recompute == "selective" and plan.recompute_attention
 
+        #: Heads for positions: the projections are sent, and what arrives is kept in their place.
+        self.swaps = plan.cp > 1 and plan.context == "all_to_all"
+        self.cp = plan.cp
+
+    def by_heads(self, cp_index: int) -> float:
+        """A token's queries, keys, values and output of the heads that a rank of cp attends with,
+        and their log-sum-exp."""
+        model, w, heads = self.model, self.w, round(self.heads)
+        kv_heads = heads if model.attention == "mla" else round(self.keys)
+        share = head_share(heads, kv_heads, self.cp, cp_index)
+        queries, keys = len(share.queries), len(share.keys)
+        if not share.is_even(heads // kv_heads):
+            keys = queries
+        size = model.query_head_dim
+        values = size if self.is_padded else model.value_head_dim
+        return (queries + keys) * w * (size + values) + queries * self.wide
+
     def core(self) -> float:
         """A token's log-sum-exp, and outputs that are not the input of the last product."""
         model, w = self.model, self.w
@@ -90,7 +120,7 @@ class _Block:
         entered = whole * w * model.hidden_size
         projected = whole * w * size * (heads + 2 * keys)
         yield Saved("attention", entered, held=entered, gradient=projected)
-        channels = heads + keys
+        channels = 0.0 if self.swaps else heads + keys
         per_head = summed = 0.0
         # Query heads of several groups are copied side by side; those of one are a view.
         copied = heads if keys > 1 else 0.0
@@ -111,6 +141,10 @@ class _Block:
                 channels += heads + 2 * keys
         elif model.clip_qkv:
             channels += copied + keys
+        # A view of them keeps the projections: values, or keys in front of their norm.
+        is_read = model.clip_qkv > 0 or (model.qk_norm and w == self.wide)
+        if self.swaps and not (is_read or self.is_again):
+            projected = 0.0
         yield Saved("attention", projected + whole * summed)
         core = whole * (w * size * channels + per_head)
         yield Saved("attention", core, is_again=self.is_again)
@@ -136,4 +170,6 @@ class _Block:
         if self.is_again:
             yield Saved("attention", queries + expanded)
             values = values if self.is_padded else 0.0
+        if self.swaps:
+            return
         yield Saved("attention", 2 * queries + values, is_again=self.is_again)

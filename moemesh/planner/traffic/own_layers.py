@@ -92,7 +92,16 @@ class LayerMemory:
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> Layer:
-        attention = attention_saved(self.model, self.plan, (whole, local), length, self.w)
+        sequences = self._sequences(self.here["dp"], number)
+        attention = attention_saved(
+            self.model,
+            self.plan,
+            (whole, local),
+            length,
+            self.w,
+            cp_index=self.here["cp"],
+            attended=sequences * self.placement.seq_len,
+        )
         saved = [*self._norm(local), *attention, *self._norm(local)]
         if self.model.is_moe_layer(layer):
             saved += self._moe(number, layer, whole, local)
