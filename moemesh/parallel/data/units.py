@@ -65,10 +65,10 @@ class GatheredWeights:
         self.fetch(unit)
         if not torch.is_grad_enabled():
             return x
-        return _InBackward.apply(x, lambda: self._free(unit))
+        return _InBackward.apply(x, lambda: self._free(unit, keep=self._keeps))
 
     def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
-        self._free(unit)
+        self._free(unit, keep=self._keeps and torch.is_grad_enabled())
         if not read_again or not torch.is_grad_enabled():
             return x
         return _InBackward.apply(x, lambda: self._gather(unit, "backward"))
@@ -88,9 +88,9 @@ class GatheredWeights:
         held = sum(bucket.gathered_bytes for bucket in self._all)
         self.most_bytes = max(self.most_bytes, held)
 
-    def _free(self, unit: str) -> None:
+    def _free(self, unit: str, *, keep: bool) -> None:
         for bucket in self._buckets[unit]:
-            bucket.free(keep=self._keeps and torch.is_grad_enabled())
+            bucket.free(keep=keep)
 
 
 def units_of(part: Part) -> list[str]:

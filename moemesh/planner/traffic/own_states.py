@@ -1,6 +1,8 @@
 """The model states of one rank of a run of our own library, to the byte: weights to snapshots.
 
-Every parameter's local shard times its bytes:
+Every parameter's local shard times its bytes, or what the rank owns of it: of masters, moments and
+snapshots where `plan.data` is not replicate, of gradients under zero2 and zero3, of weights under
+zero3, which also gathers units of them.
 
 | state | bytes a number |
 |---|---|
@@ -22,6 +24,7 @@ from typing import Literal, NamedTuple
 from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
+from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.tensors import StagePlacement, data_buckets
 from moemesh.schedule.closed_forms import FORMS, Numbers, Times
@@ -58,15 +61,20 @@ def predict_states(
     gradients = masters = moments = updated = 0
     for bucket in data_buckets(placement, layout, rank, element):
         wide, own = bucket.gradient_bytes, owned(plan, layout, rank, bucket)
-        weights[bucket.axis == "edp"] += bucket.numbers * bucket.weight_bytes
-        gradients += bucket.numbers * wide
+        kept = own if plan.data == "zero3" else bucket.numbers
+        weights[bucket.axis == "edp"] += kept * bucket.weight_bytes
+        gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
         masters += own * wide if bucket.weight_bytes < wide else 0
         moments += kinds * own * wide
         # A weight that is its own master is copied as one.
         updated += own * wide
     biases = _bias_bytes(placement, pp_rank)
     is_undone = plan.optimizer_validation == "after" and placement.schedule.update is None
+    gathered = 0
+    if plan.data == "zero3":
+        gathered = GatheredUnits(placement, layout, rank, element).most_bytes
     return States(
+        gathered_weights=gathered,
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,

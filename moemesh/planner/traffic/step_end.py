@@ -9,14 +9,19 @@ logical tensor and one an expert of a stack):
 | validation behind it | one vector of 3 + D + loads + s over stage, then along pp and back |
 | a stream | s squares of its stage for every update; one report a step over the world |
 
-Buckets of gradients are the same in all, once an update. A step that is taken back (its norm was
-clipped behind an early update) runs its warm-up twice: that is not in it.
+Buckets of gradients are the same in all, once an update; under ZeRO 2 and 3 behind every backward.
+Where states are sharded, weights are gathered behind the update, or (ZeRO 3) before their use. A
+step that is taken back (its norm was clipped behind an early update) runs its warm-up twice: that
+is not in it.
 """
 
 from __future__ import annotations
 
-from moemesh.config.buckets import owned_sizes
+from collections import Counter
+
+from moemesh.config.buckets import Bucket, owned_sizes
 from moemesh.config.plan import Plan
+from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, data_buckets
 
@@ -63,21 +68,41 @@ class StepEnd:
     def _gradients(self, times: int = 1) -> None:
         """Sums of gradients and, where their owners alone update, the weights that they send."""
         lines, plan = self.lines, self.plan
+        backwards = self._backwards() if plan.data in ("zero2", "zero3") else None
         for bucket in data_buckets(self.placement, self.layout, lines.rank, self.element):
-            axis, size = bucket.axis, bucket.gradient_bytes
-            own = bucket.numbers
+            axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
             if plan.data == "replicate":
                 lines.all_reduce(axis, own, size, "backward", "gradients", times)
             else:
-                ranks = lines.size(axis)
-                sizes = owned_sizes(own, ranks, plan.owners(axis, ranks))
+                sizes = self._owned(bucket)
                 own = sizes[lines.index(axis)]
+                sums = times
+                if backwards is not None:
+                    sums = sum(backwards[stage] for stage in bucket.stages)
                 gradients = [float(numbers * size) for numbers in sizes]
-                weights = [float(numbers * bucket.weight_bytes) for numbers in sizes]
-                lines.reduce_scatter(axis, gradients, "backward", "gradients", times)
-                lines.all_gather(axis, weights, "optimizer", "weights", times)
+                lines.reduce_scatter(axis, gradients, "backward", "gradients", sums)
+                if plan.data != "zero3":
+                    self._weights(bucket, "optimizer", times)
             if bucket.mirrored:
                 lines.all_reduce("mirror", own, size, "backward", "gradients", times)
+        if plan.data == "zero3":
+            units = GatheredUnits(self.placement, self.layout, lines.rank, self.element)
+            for (bucket, phase), count in units.gathers.items():
+                self._weights(bucket, phase, count)
+
+    def _weights(self, bucket: Bucket, phase: str, times: int) -> None:
+        """Weights are gathered from those that own them."""
+        parts = [float(numbers * bucket.weight_bytes) for numbers in self._owned(bucket)]
+        self.lines.all_gather(bucket.axis, parts, phase, "weights", times)
+
+    def _owned(self, bucket: Bucket) -> tuple[int, ...]:
+        ranks = self.lines.size(bucket.axis)
+        return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
+
+    def _backwards(self) -> Counter[int]:
+        """Stage -> operations of a step behind which its gradients are summed over ranks."""
+        ops = self.placement.schedule.ops(self.at)
+        return Counter(op.stage for op in ops if op.kind in ("B", "W"))
 
     def _squares(self, tensors: list[ParameterTensor]) -> int:
         return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in tensors)

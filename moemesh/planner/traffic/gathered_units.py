@@ -1,0 +1,113 @@
+"""Gathers of ZeRO-3, by walking the operations of a rank: which weights come when, and how many
+are here at once.
+
+It follows `moemesh.parallel.data.units`: a unit is gathered before it is used, the next one with
+it, and freed behind its last use, unless `plan.reshard` keeps it for the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from moemesh.config.buckets import Bucket
+from moemesh.config.layout import Layout
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.planner.traffic.tensors import StagePlacement, data_buckets
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The weights of one bucket, shared by several ranks."""
+
+    bucket: Bucket
+    users: int = 0
+    is_here: bool = False
+
+
+class GatheredUnits:
+    """One step of one rank under ``plan.data = zero3``. ``gathers``: (bucket, phase) -> how often
+    its weights are gathered; ``most_bytes``: of weights that are here, or on their way, at once."""
+
+    def __init__(
+        self, placement: StagePlacement, layout: Layout, rank: int, element_bytes: int
+    ) -> None:
+        self._placement, self._model = placement, placement.model
+        self._keeps = placement.plan.reshard == "step"
+        self.gathers: Counter[tuple[Bucket, str]] = Counter()
+        self.most_bytes = 0
+        self._units: dict[str, list[_Weights]] = {}
+        self._all: list[_Weights] = []
+        for bucket in data_buckets(placement, layout, rank, element_bytes):
+            assert bucket.unit is not None
+            if len(members(layout, bucket.axis, rank)) > 1:
+                weights = _Weights(bucket)
+                self._all.append(weights)
+                self._units.setdefault(bucket.unit, []).append(weights)
+        if self._model.tied_embeddings:
+            both = [*self._units.get("head", ()), *self._units.get("embedding", ())]
+            self._units = self._units | {"head": both}
+        schedule, pp_rank = placement.schedule, layout.coordinates(rank)["pp"]
+        self._next: dict[tuple[str, str], str] = {}
+        for stage in placement.stages(pp_rank):
+            self._chain(stage)
+        for op in schedule.ops(pp_rank):
+            if op.kind == "F":
+                self._forward(op.stage)
+            elif op.kind == "B":
+                self._backward(op.stage)
+
+    def _chain(self, stage: int) -> None:
+        """Which unit is read behind which."""
+        for before, after in pairwise(self._plain(stage)):
+            self._next["forward", before] = after
+            if before != "embedding":
+                self._next["backward", after] = before
+
+    def _plain(self, stage: int) -> list[str]:
+        """The units of a stage, without extra prediction layers."""
+        layers = self._placement.layers[stage]
+        is_last = stage == self._placement.schedule.num_stages - 1
+        units = [f"layers.{index}" for index in layers]
+        return ["embedding"] * (stage == 0) + units + ["head"] * is_last
+
+    def _uses(self, stage: int) -> list[str]:
+        """The units that a forward reads, in their order."""
+        found = self._plain(stage)
+        if stage == self._placement.schedule.num_stages - 1:
+            for index in self._model.mtp_layers:
+                found += ["embedding", f"layers.{index}", "head"]
+        return found
+
+    def _forward(self, stage: int) -> None:
+        for unit in self._uses(stage):
+            self._gather(unit, "forward")
+            self._free(unit)
+
+    def _backward(self, stage: int) -> None:
+        for unit in reversed(self._uses(stage)):
+            if unit != "embedding":  # its backward reads no weights
+                self._gather(unit, "backward")
+                self._free(unit)
+
+    def _gather(self, unit: str, phase: str) -> None:
+        for weights in self._units.get(unit, ()):
+            self._start(weights, phase)
+            weights.users += 1
+        for weights in self._units.get(self._next.get((phase, unit), ""), ()):
+            self._start(weights, phase)
+        here = (one.bucket for one in self._all if one.is_here)
+        held = sum(bucket.numbers * bucket.weight_bytes for bucket in here)
+        self.most_bytes = max(self.most_bytes, held)
+
+    def _start(self, weights: _Weights, phase: str) -> None:
+        if not weights.is_here:
+            weights.is_here = True
+            self.gathers[weights.bucket, phase] += 1
+
+    def _free(self, unit: str) -> None:
+        for weights in self._units.get(unit, ()):
+            weights.users -= 1
+            if not self._keeps and not weights.users:
+                weights.is_here = False
