@@ -46,6 +46,10 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mirror": ("dense", ("pp",)),
     "world": ("dense", ("pp", "dp", "cp", "tp")),
 }
+#: Axes over which gradients are summed and states may be sharded. Each is cut in two: ranks that
+#: share one copy of the states (``_shard``), and those with the same share of it (``_copies``).
+SHARDED_AXES = ("dp_cp", "stage", "edp")
+AXES |= {f"{axis}_{part}": AXES[axis] for axis in SHARDED_AXES for part in ("shard", "copies")}
 
 
 def shard_sizes(size: int, parts: int) -> tuple[int, ...]:
@@ -75,6 +79,8 @@ class Layout:
     ep: int = 1
     etp: int = 1
     ranks_per_node: int = 0
+    #: Consecutive ranks of an axis that share one copy of sharded states; 0: all of the axis.
+    shard_group: int = 0
 
     def __post_init__(self) -> None:
         stage = self.dp * self.cp * self.tp
@@ -119,6 +125,9 @@ class Layout:
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`, each a tuple of ascending ranks; groups ordered by first rank."""
+        whole, _, part = axis.rpartition("_")
+        if part in ("shard", "copies") and whole in SHARDED_AXES:
+            return self._cut_groups(whole, part)
         view, spanned = AXES[axis]
         dimensions = self.dimensions(view)
         fixed = [name for name in dimensions if name not in spanned]
@@ -140,6 +149,22 @@ class Layout:
                 for end in range((len(group) + 1) // 2)
             ]
         return tuple(sorted(groups))
+
+    def _cut_groups(self, axis: str, part: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of one of the two axes into which a sharded `axis` is cut."""
+        found: list[tuple[int, ...]] = []
+        for group in self.groups(axis):
+            size = gcd(self.shard_group, len(group)) if self.shard_group else len(group)
+            if part == "shard":
+                found += [group[start : start + size] for start in range(0, len(group), size)]
+            else:
+                found += [group[start::size] for start in range(size)]
+        return tuple(sorted(found))
+
+    def sharding_axes(self, axis: str) -> tuple[str, str]:
+        """(ranks that share the states of `axis`, ranks with the same share): names of axes. The
+        first is `axis` itself where it is not cut."""
+        return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""

@@ -29,6 +29,7 @@ from moemesh.config.section import (
     as_tuple,
     divisors,
 )
+from moemesh.config.sharding import sharding_problems
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
@@ -122,6 +123,9 @@ class Plan(Section):
     data: DataStrategy = "replicate"
     #: zero3: gathered weights are freed behind every use, or kept until the step is over.
     reshard: Reshard = "always"
+    #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
+    #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
+    shard_group: int | None = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: int = 1
     recompute: Recompute = "none"
@@ -146,6 +150,7 @@ class Plan(Section):
         "max_in_flight": SIZE,
         "slices": SIZE,
         "servers": SIZE,
+        "shard_group": SIZE,
         "schedule_memory_cap": POSITIVE,
         "spare_slots": COUNT,
         "ranks_per_node": SIZE,
@@ -162,6 +167,7 @@ class Plan(Section):
             ep=self.ep,
             etp=self.etp,
             ranks_per_node=self.ranks_per_node or 0,
+            shard_group=self.shard_group or 0,
         )
 
     @property
@@ -220,6 +226,7 @@ class Plan(Section):
         rules += node_problems(self) + self._batch_rules(seq_len, global_batch)
         if self.data == "parameter_server":
             rules += server_problems(self)
+        rules += sharding_problems(self)
         rules += asynchronous_problems(self, model) + pipeline_problems(self, seq_len)
         return ranges + independent(rules, {problem.key for problem in ranges})
 

@@ -126,6 +126,7 @@ def parallelize(
         reducer.units = model.weights = GatheredWeights(
             (bucket for bucket in reducer.buckets if isinstance(bucket, GatheredBucket)),
             held.values(),
+            ahead=config.mtp_layers,
             tied=config.tied_embeddings,
             reshard=plan.reshard,
         )

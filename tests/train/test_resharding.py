@@ -35,6 +35,7 @@ CHAIN: list[dict[str, Any]] = [
     {"pp": 4, "schedule": "zb_h1", "microbatches": 4, "data": "zero1"},
     {"pp": 2, "dp": 2, "ep": 2, "data": "zero3", "microbatches": 2},
     {"tp": 4, "ep": 4, "data": "zero2"},
+    {"dp": 4, "data": "zero3", "shard_group": 2},
     {"dp": 4, "data": "zero1"},
     {"cp": 2, "dp": 2, "ep": 4, "context": "all_gather", "data": "zero2"},
     {"cp": 4, "ep": 2},

@@ -48,7 +48,9 @@ class ReplicatedBucket:
     ) -> None:
         """`owners`: of the ranks of the axis, the first so many own a part of sharded states."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
-        self.axis, self.owners = mesh[rule.axis], owners
+        #: Ranks that share the states of this bucket; ranks with the same share of them.
+        self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
+        self.owners = owners
         self.in_tree = exact and rule.axis == "edp"
         #: Members whose last gradient before the next sum over ranks has not come.
         self.waiting = 0
@@ -140,9 +142,11 @@ class ReplicatedBucket:
             self._work = None
 
     def finish(self) -> None:
-        """Wait, and add what the other holder of mirrored parameters has: two operands, so that
-        both get the same bits."""
+        """Wait, and add what other groups have that share the states, and what the other holder of
+        mirrored parameters has: two operands, so that both get the same bits."""
         self.wait()
+        reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
+        reduce(self.own_sums(), self.copies, caller="gradients", phase="backward")
         if self.rule.mirrored:
             mirror = self.mesh["mirror"]
             all_reduce_(self.own_sums(), mirror, caller="gradients", phase="backward")
@@ -196,7 +200,7 @@ class ShardedBucket(ReplicatedBucket):
 
     def owned(self) -> dict[str, OwnRange]:
         return {
-            name: OwnRange(numbers=numbers, is_first=True)
+            name: OwnRange(numbers=numbers, is_first=self.copies.index == 0)
             for name, numbers, _ in self.ranges(self.own)
         }
 
@@ -387,6 +391,9 @@ class GatheredBucket(ScatteredBucket):
 
     def free_unused(self) -> None:
         """Give the memory back if nobody uses the weights; a rank alone keeps them."""
+        if self.users == 0 and self._arriving is not None:
+            self._arriving()
+            self._arriving, self.is_here = None, True
         if self.users == 0 and self.is_here and self.axis.size > 1:
             self._release()
 

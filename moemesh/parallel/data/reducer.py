@@ -75,7 +75,7 @@ class GradientReducer:
                 rule,
                 [named[member.name] for member in rule.members],
                 mesh,
-                owners=owners(rule.axis, mesh[rule.axis].size),
+                owners=owners(rule.axis, mesh[mesh.layout.sharding_axes(rule.axis)[0]].size),
                 exact=exact,
             )
             for rule in buckets(members, data, bucket_bytes)

@@ -14,7 +14,7 @@ reads no weights: it is gathered for forwards only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,10 +34,12 @@ class GatheredWeights:
         buckets: Iterable[GatheredBucket],
         parts: Iterable[Part],
         *,
+        ahead: Sequence[int],
         tied: bool,
         reshard: Reshard,
     ) -> None:
-        """`parts`: those that this rank runs; `tied`: the head reads the embedding's weights."""
+        """`parts`: those that this rank runs; `ahead`: extra prediction layers, which come behind
+        the head; `tied`: the head reads the embedding's weights."""
         self._keeps = reshard == "step"
         #: The most bytes of weights that were here, or on their way, at once: of buckets that are
         #: shared by several ranks.
@@ -50,13 +52,15 @@ class GatheredWeights:
         self._buckets = by_unit
         if tied and "head" in by_unit:
             self._buckets = by_unit | {"head": by_unit["head"] + by_unit["embedding"]}
-        self._next: dict[tuple[str, str], str] = {}
+        following: dict[tuple[str, str], set[str]] = {}
         for part in parts:
-            units = units_of(part)
-            for before, after in pairwise(units):
-                self._next["forward", before] = after
-                if before != "embedding":
-                    self._next["backward", after] = before
+            for units in sequences_of(part, ahead):
+                for before, after in pairwise(units):
+                    following.setdefault(("forward", before), set()).add(after)
+                    if before != "embedding":
+                        following.setdefault(("backward", after), set()).add(before)
+        #: The unit to gather ahead, where it is always the same one.
+        self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
 
     def fetch(self, unit: str) -> None:
         self._gather(unit, "forward")
@@ -93,10 +97,14 @@ class GatheredWeights:
             bucket.free(keep=keep)
 
 
-def units_of(part: Part) -> list[str]:
-    """The units of a part, in the order of its forward."""
+def sequences_of(part: Part, ahead: Sequence[int]) -> list[list[str]]:
+    """The units of a part, in the order of its forward; extra prediction layers apart, which not
+    every forward runs."""
     units = [f"layers.{index}" for index in part.layers]
-    return ["embedding"] * part.first + units + ["head"] * part.last
+    found = [["embedding"] * part.first + units + ["head"] * part.last]
+    if part.last:
+        found += [["embedding", f"layers.{index}", "head"] for index in ahead]
+    return found
 
 
 class _InBackward(torch.autograd.Function):
