@@ -78,8 +78,10 @@ def load_run(
     chosen = merge(given)
     preset, path, broken, choice_problems = _choose_model(chosen)
     problems += choice_problems
-    is_folder = path is not None and PRESET_KEY not in broken
-    base = read_folder(Path(path)) if is_folder else read_preset(preset)
+    if path is None or PRESET_KEY in broken:
+        base = read_preset(preset)
+    else:
+        base = read_folder(Path(path))
     problems += base.problems
     leaves = merge([base, *given])
     if PRESET_KEY in broken or base.problems:

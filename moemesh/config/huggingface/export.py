@@ -48,10 +48,9 @@ def differences(
     try:
         values = model_values(config_json(model, kind)) if values is None else values
     except ConfigError as error:
-        return {problem.key: (None, problem.message) for problem in error.problems}
-    unknown = {key: (None, value) for key, value in values.items() if not hasattr(model, key)}
-    if unknown:
-        return unknown
+        return dict[str, tuple[object, object]](
+            (problem.key, (None, problem.message)) for problem in error.problems
+        )
     other = ModelConfig.model_validate(values)
     ours, theirs = _meaning(model), _meaning(other)
     return {
