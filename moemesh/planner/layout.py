@@ -109,6 +109,8 @@ class PlannedLayout:
     servers: int = 1
     #: Shards of ZeRO stay inside groups of so many ranks; 0: all ranks that hold the same weights.
     zero_group: int = 0
+    #: ZeRO-3 gathers weights for every forward and backward, or once a step.
+    reshard: Literal["always", "step"] = "always"
     #: One sum of gradients for each layer instead of one a step.
     bucket_per_layer: bool = False
     #: Gradients are summed for every microbatch, as ZeRO 2 and 3 do in any case.

@@ -22,7 +22,7 @@ from moemesh.schedule.build import step_problems
 #: Keys that a Plan and a layout share, values included.
 _SAME = (
     *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
-    "combine", "dispatch_chunks", "spare_slots", "servers",
+    "combine", "dispatch_chunks", "spare_slots", "servers", "reshard",
 )  # fmt: skip
 
 

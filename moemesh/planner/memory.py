@@ -254,7 +254,11 @@ def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) ->
             whole = dense_share(unit, layout) + expert_share(unit, layout)
             largest = maximum(largest, whole)
         # Two units gathered (one in use, one prefetched) and one unsharded gradient.
-        found = found + 3 * layout.element_bytes * largest
+        gathered = 2 * largest
+        if layout.reshard == "step":
+            weights = _content_weights(shape, layout, content)
+            gathered = dense_share(weights, layout) + expert_share(weights, layout)
+        found = found + layout.element_bytes * (gathered + largest)
     return found
 
 

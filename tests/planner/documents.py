@@ -28,6 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "`zero1`": {"data": "zero1"},
     "`zero2`": {"data": "zero2"},
     "`zero3`": {"data": "zero3"},
+    "`zero3`, `reshard = step`": {"data": "zero3", "reshard": "step"},
     "`parameter_server`, 1 server": {"data": "parameter_server"},
     "`parameter_server`, 2 servers": {"data": "parameter_server", "servers": 2},
 }

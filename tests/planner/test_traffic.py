@@ -168,6 +168,7 @@ def test_data_parallelism() -> None:
     assert sent() == 2 * 7 / 8 * 4 * psi
     assert sent(zero=1) == 7 / 8 * (4 + 2) * psi
     assert sent(zero=2) == 7 / 8 * (4 * 4 + 2) * psi
+    assert sent(zero=3, reshard="step") == 7 / 8 * (2 + 4 * 4) * psi
     assert sent(zero=3) == 7 / 8 * (2 + 2 + 4) * psi * 4
     grouped = 3 / 4 * (4 + 2) * psi + 2 * (2 - 1) / 2 * 4 * psi / 4
     assert sent(zero=1, zero_group=4) == grouped

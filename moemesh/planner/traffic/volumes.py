@@ -22,7 +22,7 @@ server's ranks it is a server, which receives (N-1)/S g Psi of gradients, too.
 | data, ZeRO 0 | all-reduce 2 (N-1)/N g Psi | 1 |
 | ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (ZeRO 2 scatters m times) |
 | server, S of them | (1 - 1/S) g Psi pushed, (N-1)/S w Psi pulled from it | 1 |
-| ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m |
+| ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m; kept: 1 gather a step |
 | norms and routers under SP | all-reduce 2 (t-1)/t g | 1 |
 | tied embedding | all-reduce g V h / t between first and last stage | 1 |
 
@@ -348,8 +348,9 @@ class _Volumes:
             return
         if layout.zero == 3:
             times = layout.microbatches
-            for phase in ("forward", "backward"):
-                count, size = buckets * times, weight / buckets
+            stays = layout.reshard == "step"
+            for phase in ("forward",) if stays else ("forward", "backward"):
+                count, size = buckets * (1 if stays else times), weight / buckets
                 self._enter(axis, "all_gather", phase, "weights", count, size, shards)
         else:
             size = weight / buckets
