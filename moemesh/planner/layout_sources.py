@@ -56,6 +56,7 @@ def from_plan(
         layers_per_stage=layers_per_stage,
         slices=plan.slices or 0,
         zero=DATA.index(plan.data) if plan.data in DATA else 0,
+        zero_group=plan.shard_group or 0,
         parameter_server=plan.data == "parameter_server",
         recompute=recomputed(plan),
         dtype=dtype,
@@ -92,6 +93,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         layers_per_stage=layout.layers_per_stage,
         slices=layout.slices or None,
         microbatches=layout.microbatches,
+        shard_group=layout.zero_group or None,
         data="parameter_server" if layout.parameter_server else DATA[layout.zero],
         **_recompute_keys(layout.recompute),
         # A single node is what a plan without node borders has.

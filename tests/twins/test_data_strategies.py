@@ -27,6 +27,9 @@ WIDE: list[Case] = [
     ({}, {"dp": 4}, "float32", 5),
     ({}, {"dp": 4, "ep": 2, "microbatches": 2}, "bfloat16", 8),
     ({}, {"dp": 3}, "bfloat16", 4),
+    ({}, {"dp": 4, "ep": 2, "shard_group": 2, "microbatches": 2}, "bfloat16", 8),
+    ({}, EXACT | {"ep": 2, "shard_group": 2}, "float32", 5),
+    ({"num_mtp_layers": 2}, {"dp": 4, "ep": 2}, "float32", 5),
     ({}, EXACT | {"ep": 2}, "float64", 5),
 ]
 NARROW: list[Case] = [
@@ -43,7 +46,8 @@ NARROW: list[Case] = [
 
 def trains(plan: dict[str, Any]) -> bool:
     """Whether no rule of plans refuses this mix."""
-    return not refusals(RunConfig(model=ModelConfig(), plan=Plan(**plan)))
+    config = RunConfig(model=ModelConfig(), plan=Plan(**plan))
+    return not config.plan.check() and not refusals(config)
 
 
 CASES: list[Case] = [

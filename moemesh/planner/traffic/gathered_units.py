@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from moemesh.config.buckets import Bucket
 from moemesh.config.layout import Layout
@@ -41,7 +41,7 @@ class GatheredUnits:
         self._all: list[_Weights] = []
         for bucket in data_buckets(placement, layout, rank, element_bytes):
             assert bucket.unit is not None
-            if len(members(layout, bucket.axis, rank)) > 1:
+            if len(members(layout, layout.sharding_axes(bucket.axis)[0], rank)) > 1:
                 weights = _Weights(bucket)
                 self._all.append(weights)
                 self._units.setdefault(bucket.unit, []).append(weights)
@@ -49,36 +49,30 @@ class GatheredUnits:
             both = [*self._units.get("head", ()), *self._units.get("embedding", ())]
             self._units = self._units | {"head": both}
         schedule, pp_rank = placement.schedule, layout.coordinates(rank)["pp"]
-        self._next: dict[tuple[str, str], str] = {}
+        following: dict[tuple[str, str], set[str]] = {}
         for stage in placement.stages(pp_rank):
-            self._chain(stage)
+            for before, after in chain.from_iterable(map(pairwise, self._sequences(stage))):
+                following.setdefault(("forward", before), set()).add(after)
+                if before != "embedding":
+                    following.setdefault(("backward", after), set()).add(before)
+        #: The unit to gather ahead, where it is always the same one.
+        self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
         for op in schedule.ops(pp_rank):
             if op.kind == "F":
                 self._forward(op.stage)
             elif op.kind == "B":
                 self._backward(op.stage)
 
-    def _chain(self, stage: int) -> None:
-        """Which unit is read behind which."""
-        for before, after in pairwise(self._plain(stage)):
-            self._next["forward", before] = after
-            if before != "embedding":
-                self._next["backward", after] = before
-
-    def _plain(self, stage: int) -> list[str]:
-        """The units of a stage, without extra prediction layers."""
-        layers = self._placement.layers[stage]
-        is_last = stage == self._placement.schedule.num_stages - 1
-        units = [f"layers.{index}" for index in layers]
-        return ["embedding"] * (stage == 0) + units + ["head"] * is_last
+    def _sequences(self, stage: int) -> list[list[str]]:
+        """The units that a forward reads, in their order; each extra prediction layer apart."""
+        layers = [f"layers.{index}" for index in self._placement.layers[stage]]
+        if stage < self._placement.schedule.num_stages - 1:
+            return [["embedding"] * (stage == 0) + layers]
+        ahead = [["embedding", f"layers.{index}", "head"] for index in self._model.mtp_layers]
+        return [["embedding"] * (stage == 0) + layers + ["head"], *ahead]
 
     def _uses(self, stage: int) -> list[str]:
-        """The units that a forward reads, in their order."""
-        found = self._plain(stage)
-        if stage == self._placement.schedule.num_stages - 1:
-            for index in self._model.mtp_layers:
-                found += ["embedding", f"layers.{index}", "head"]
-        return found
+        return list(chain.from_iterable(self._sequences(stage)))
 
     def _forward(self, stage: int) -> None:
         for unit in self._uses(stage):

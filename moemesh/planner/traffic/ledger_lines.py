@@ -138,7 +138,7 @@ class LedgerLines:
 def members(layout: Layout, axis: str, rank: int) -> tuple[int, ...]:
     """The ranks of `axis` around `rank`, ascending: as `Layout.group_of`, without listing the
     world."""
-    if axis == "mirror":
+    if axis == "mirror" or axis.endswith(("_shard", "_copies")):
         return layout.group_of(axis, rank)
     view, spanned = AXES[axis]
     dimensions, at = layout.dimensions(view), layout.coordinates(rank)

@@ -88,7 +88,7 @@ def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> int:
     """Numbers of `bucket` whose masters and moments `rank` keeps."""
     if plan.data == "replicate":
         return bucket.numbers
-    ranks = members(layout, bucket.axis, rank)
+    ranks = members(layout, layout.sharding_axes(bucket.axis)[0], rank)
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
     return sizes[ranks.index(rank)]
 

@@ -74,13 +74,15 @@ class StepEnd:
             if plan.data == "replicate":
                 lines.all_reduce(axis, own, size, "backward", "gradients", times)
             else:
+                shared, copies = self.layout.sharding_axes(axis)
                 sizes = self._owned(bucket)
-                own = sizes[lines.index(axis)]
+                own = sizes[lines.index(shared)]
                 sums = times
                 if backwards is not None:
                     sums = sum(backwards[stage] for stage in bucket.stages)
                 gradients = [float(numbers * size) for numbers in sizes]
-                lines.reduce_scatter(axis, gradients, "backward", "gradients", sums)
+                lines.reduce_scatter(shared, gradients, "backward", "gradients", sums)
+                lines.all_reduce(copies, own, size, "backward", "gradients", times)
                 if plan.data != "zero3":
                     self._weights(bucket, "optimizer", times)
             if bucket.mirrored:
@@ -93,10 +95,11 @@ class StepEnd:
     def _weights(self, bucket: Bucket, phase: str, times: int) -> None:
         """Weights are gathered from those that own them."""
         parts = [float(numbers * bucket.weight_bytes) for numbers in self._owned(bucket)]
-        self.lines.all_gather(bucket.axis, parts, phase, "weights", times)
+        shared, _ = self.layout.sharding_axes(bucket.axis)
+        self.lines.all_gather(shared, parts, phase, "weights", times)
 
     def _owned(self, bucket: Bucket) -> tuple[int, ...]:
-        ranks = self.lines.size(bucket.axis)
+        ranks = self.lines.size(self.layout.sharding_axes(bucket.axis)[0])
         return owned_sizes(bucket.numbers, ranks, self.plan.owners(bucket.axis, ranks))
 
     def _backwards(self) -> Counter[int]:
