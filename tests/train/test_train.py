@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,25 @@ def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(tmp_path: Pat
     rows = train(out, **keys)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert losses(rows) == whole  # bit by bit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_a_killed_run_with_sharded_states_goes_on_and_changes_its_plan(
+    tmp_path: Path, data: str
+) -> None:
+    keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12, "plan__data": data}
+    whole = losses(train(tmp_path / "whole", **keys))
+    out = tmp_path / "run"
+    process = start(*arguments(out, **keys), start_new_session=True)
+    wait_for_checkpoint(out, 4)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    time.sleep(1.0)
+    shutil.copytree(out, tmp_path / "other")
+    assert losses(train(out, **keys)) == whole  # bit by bit
+    other = losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"}))
+    assert_close(other, whole)
 
 
 def test_ctrl_c_saves_and_exits_and_the_same_command_goes_on(tmp_path: Path) -> None:
