@@ -138,6 +138,8 @@ def block_backward(
         # No dropout: the kernel reads neither seed nor offset.
         none = torch.zeros((), dtype=torch.uint64, device=query_BNSD.device)
         sizes = query_BNSD.shape[2], key_BMCD.shape[2]
+        # The kernel takes log-sum-exps as they lie in memory, whatever their strides say.
+        inputs = (*inputs[:-1], whole.lse_BNS.contiguous())
         return Gradients(
             *_CUDA_BACKWARD(*inputs, None, None, *sizes, 0.0, causal, none, none, scale=scale)
         )

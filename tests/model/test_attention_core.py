@@ -180,6 +180,27 @@ def test_other_precisions(dtype):
     torch.testing.assert_close(found.lse_BNS.double(), lse, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda(dtype, queries, window):
+    runs = QUERIES[queries], KEYS["chunks"]
+    visible = Visibility(*runs, window)
+    leaves = tensors(*runs, dtype=dtype)
+    wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
+    there = [x.detach().cuda().requires_grad_() for x in leaves]
+    found = attention_with_lse(*there, visible, scale=0.3)
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.lse_BNS.double().cpu(), lse, rtol=tolerance, atol=tolerance)
+    gradient = torch.randn_like(wanted)
+    ours = torch.autograd.grad(found.y_BNSD, there, gradient.to(found.y_BNSD))
+    theirs = torch.autograd.grad(wanted, leaves, gradient)
+    for one, other in zip((found.y_BNSD, *ours), (wanted, *theirs), strict=True):
+        one, other = one.double().cpu(), other.double()
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
 def test_no_sequences():
     query, key, value = (x[:0] for x in tensors(QUERIES["chunks"], WHOLE))
     visible = Visibility(QUERIES["chunks"], WHOLE, 4, documents("documents", 0))
