@@ -134,7 +134,8 @@ class Transformer(nn.Module):
         )
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """This rank's rows of the stream in front of the first layer."""
+        """This rank's rows of the stream in front of the first layer, or of what an extra
+        prediction layer knows."""
         assert self.embedding is not None
         self.weights.fetch("embedding")
         x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)

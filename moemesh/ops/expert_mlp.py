@@ -25,20 +25,17 @@ sends, and when, must not depend on how many rows a rank has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends
+from moemesh.ops.expert_blocks import Block, WeightGradient, Whole, expert_blocks, of_rows
+from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.permute import RowMap, sum_rows
 from moemesh.ops.swiglu import PLAIN, SwigluForm, swiglu, swiglu_backward
-from moemesh.ops.weight_gradient import deferring, weight_gradient
-
-#: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
-BLOCK_ROWS = 256
+from moemesh.ops.weight_gradient import deferring
 
 
 class ExpertWeights(NamedTuple):
@@ -95,156 +92,12 @@ def expert_mlp_loop(
     return torch.cat(outputs)
 
 
-class Block(NamedTuple):
-    """Consecutive experts, their rows, and the running total of the experts' rows in the block."""
-
-    experts: slice
-    rows: slice
-    ends_D: Tensor
-
-
-def expert_blocks(counts_E: Tensor, num_rows: int, max_rows: int | None = None) -> list[Block]:
-    """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
-    wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
-    """
-    if max_rows is None or num_rows <= max_rows:
-        return _blocks_of_whole_experts(counts_E, 0, num_rows)
-    ends_E, blocks = counts_E.cumsum(0), list[Block]()
-    for start in range(0, num_rows, max_rows):
-        stop = min(start + max_rows, num_rows)
-        within_E = torch.diff(ends_E.clamp(start, stop), prepend=ends_E.new_tensor([start]))
-        blocks += _blocks_of_whole_experts(within_E, start, stop)
-    return [block for block in blocks if block.rows.start < block.rows.stop]
-
-
-def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int) -> list[Block]:
-    """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
-    if counts_E.device.type != "cpu":
-        return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
-    blocks: list[Block] = []
-    expert, row, end = 0, start, start
-    for index, count in enumerate(counts_E.tolist(), start=1):
-        end += count
-        if end - row >= BLOCK_ROWS or index == len(counts_E):
-            ends_D = row_ends(counts_E[expert:index])
-            blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
-            expert, row = index, end
-    return blocks
-
-
-class _Whole:
-    """A tensor written block by block; the result of a lone block is taken without a copy."""
-
-    def __init__(self, blocks: list[Block], like: Tensor, *shape: int) -> None:
-        self._tensor = like.new_empty(shape) if len(blocks) > 1 else None
-
-    def __getitem__(self, part: slice) -> Tensor | None:
-        """Where a block shall write; None: in memory of its own."""
-        return None if self._tensor is None else self._tensor[part]
-
-    def of(self, last: Tensor) -> Tensor:
-        """The whole, given the result of the last block."""
-        return last if self._tensor is None else self._tensor
-
-
-class _WeightGradient:
-    """The gradient of stacked weights, block by block: at once, or when somebody asks for it.
-
-    `are_shared`: the rows of an expert may lie in several blocks; then each block is computed and
-    added at once, in fp32 at least.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        blocks: list[Block],
-        needed: bool,
-        *,
-        is_deferred: bool,
-        are_shared: bool = False,
-        is_bias: bool = False,
-    ) -> None:
-        self._weight, self._blocks, self._needed = weight, blocks, needed
-        #: As a matrix of each expert: a bias has one input channel.
-        self._stack = weight.flatten(1)[..., None] if is_bias else weight.flatten(1, -2)
-        self._is_deferred = is_deferred
-        self._whole: _Whole | None = None
-        self._last = weight
-        self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
-        self._total: Tensor | None = None
-        if are_shared and needed:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            self._total = torch.zeros_like(self._stack, dtype=wide)
-
-    def add(
-        self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
-    ) -> None:
-        """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
-        if self._needed:
-            self._pending.append((block, grad_BO, x_BI, source_B))
-            if not self._is_deferred:
-                self.compute()
-
-    def result(self) -> Tensor | None:
-        """The gradient; None when it is not needed, or when the queue will compute it."""
-        if not self._needed:
-            return None
-        if not self._weight.is_leaf:
-            return self.compute()
-        kept = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
-        return weight_gradient(self._weight, self.compute, kept)
-
-    def compute(self) -> Tensor | None:
-        """The gradient of all blocks that were added; None when it is not needed."""
-        if not self._needed:
-            return None
-        if self._whole is None and self._total is None:
-            self._whole = _Whole(self._blocks, self._weight, *self._stack.shape)
-        for block, grad_BO, x_BI, source_B in self._pending:
-            x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
-            out = None if self._whole is None else self._whole[block.experts]
-            self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
-            if self._total is not None:
-                self._total[block.experts] += self._last
-        self._pending.clear()
-        if self._total is not None:
-            return self._total.to(self._weight.dtype).view_as(self._weight)
-        assert self._whole is not None
-        return self._whole.of(self._last).view_as(self._weight)
-
-    @staticmethod
-    def compute_sum(calls: list[_WeightGradient]) -> Tensor | None:
-        """The sum over several calls; on a CPU one product an expert, over the rows of all."""
-        weight, needed = calls[0]._weight, calls[0]._needed
-        if not needed or len(calls) == 1:
-            return calls[0].compute()
-        if weight.device.type != "cpu":
-            found = [call.compute() for call in calls]
-            return torch.stack([one for one in found if one is not None]).sum(0)
-        total = torch.zeros_like(calls[0]._stack)
-        rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in total]
-        for call in calls:
-            for block, grad_BO, x_BI, source_B in call._pending:
-                ends = [0, *block.ends_D.tolist()]
-                for expert, (start, end) in enumerate(pairwise(ends), start=block.experts.start):
-                    part = slice(start, end)
-                    x = x_BI[part] if source_B is None else x_BI.index_select(0, source_B[part])
-                    if end > start:
-                        rows[expert].append((grad_BO[part], x))
-            call._pending.clear()
-        for out, parts in zip(total, rows, strict=True):
-            if parts:
-                grad_RO, x_RI = map(torch.cat, zip(*parts, strict=True))
-                torch.mm(grad_RO.t(), x_RI, out=out)
-        return total.view_as(weight)
-
-
 class Deferred(NamedTuple):
     """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
     which autograd reaches behind all nodes that were made after it."""
 
     anchor: Tensor
-    calls: list[list[_WeightGradient]]
+    calls: list[list[WeightGradient]]
 
 
 def defer(experts: ExpertWeights) -> Deferred:
@@ -254,13 +107,13 @@ def defer(experts: ExpertWeights) -> Deferred:
     of its tokens are under way. Calls that share one also share the products: chunks of few rows
     cost no more than all rows at once.
     """
-    calls: list[list[_WeightGradient]] = []
+    calls: list[list[WeightGradient]] = []
     return Deferred(_Anchor.apply(calls, *experts.tensors), calls)
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, calls: list[list[_WeightGradient]], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, calls: list[list[WeightGradient]], *weights: Tensor) -> Tensor:
         ctx.calls, ctx.num_weights = calls, len(weights)
         return weights[0].new_zeros(())
 
@@ -270,7 +123,7 @@ class _Anchor(torch.autograd.Function):
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
-        return None, *map(_WeightGradient.compute_sum, by_weight)
+        return None, *map(WeightGradient.compute_sum, by_weight)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -288,8 +141,8 @@ class _ExpertMLP(torch.autograd.Function):
         is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
         num_numbers = 2 * experts.gate_up.shape[2]
-        h = _Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
-        y = _Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
+        h = Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
+        y = Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
         for block in blocks:
             part = block.rows
             h_BG = _gate_and_up(source_NH, rows, experts, block, h[part] if is_kept else None)
@@ -313,7 +166,7 @@ class _ExpertMLP(torch.autograd.Function):
         experts, rows = call.weights(tensors), call.rows
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         gate_up_EGH, grad_RH = experts.gate_up.flatten(1, 2), grad_RH.contiguous()
-        grad_x, grad_x_BH = _Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
+        grad_x, grad_x_BH = Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
         # hold as many numbers as were not kept.
         calls = None if is_bounded or deferring() else call.calls
@@ -321,7 +174,7 @@ class _ExpertMLP(torch.autograd.Function):
         is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
         gradients = [
-            _WeightGradient(
+            WeightGradient(
                 leaf,
                 blocks,
                 needed,
@@ -374,7 +227,7 @@ class _Call(NamedTuple):
     column: int
     rows: RowMap
     counts_E: Tensor
-    calls: list[list[_WeightGradient]] | None
+    calls: list[list[WeightGradient]] | None
     max_rows: int | None
     recomputes: bool
 
@@ -397,14 +250,6 @@ def _gate_and_up(
     if experts.gate_up_bias is not None:
         h_BG += of_rows(experts.gate_up_bias.flatten(1), block)
     return h_BG
-
-
-def of_rows(bias_EO: Tensor, block: Block) -> Tensor:
-    """The bias of each row of a block, [B, O]."""
-    ends_D = block.ends_D.long()
-    counts_D = torch.diff(ends_D, prepend=ends_D.new_zeros(1))
-    size = block.rows.stop - block.rows.start
-    return bias_EO[block.experts].repeat_interleave(counts_D, dim=0, output_size=size)
 
 
 def expert_mlp(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.pieces import Piece, assemble, whole
+from moemesh.checkpoint.huggingface.weights import logical_tensors
+from moemesh.config.model import ModelConfig
 
 #: A stack of four experts whose gate and up lie one beside the other (interleaved), transposed.
 INTERLEAVED = [Piece("gate_up", (4, 5, 6), (4, 5, 3, 2), (0, 3, 2, 1), (0, 0, 0, 0))]
@@ -109,3 +111,14 @@ def test_an_empty_box_reads_nothing() -> None:
     store = Store(PACKED)
     found = assemble(PACKED, [range(1, 1), range(5), range(4), range(5)], store.read)
     assert (found.shape, store.num_read) == ((0, 5, 4, 5), 0)
+
+
+def test_extra_prediction_layers_have_the_names_of_deepseek() -> None:
+    config = ModelConfig(num_layers=3, num_mtp_layers=1)
+    found = logical_tensors(config, "deepseek_v3")
+    names = {name: piece.source for name, one in found.items() for piece in one.pieces}
+    assert names["layers.3.projection"] == "model.layers.3.eh_proj.weight"
+    assert names["layers.3.embedding_norm.weight"] == "model.layers.3.enorm.weight"
+    assert names["layers.3.stream_norm.weight"] == "model.layers.3.hnorm.weight"
+    assert names["ahead_norms.3.weight"] == "model.layers.3.shared_head.norm.weight"
+    assert found["layers.3.projection"].shape == (128, 256)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from moemesh.comm.overlap import exchange_start
 from moemesh.model.dispatcher import LocalDispatcher, LocalPlan, Rows
 from moemesh.model.moe import MoE
-from moemesh.ops import expert_mlp
+from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
 from moemesh.parallel.expert.overlapped import overlapped
 from tests.model.test_router import config_of, context_of
@@ -76,13 +76,13 @@ def test_weight_gradients_are_computed_while_those_of_tokens_travel(
 ) -> None:
     """All at once, behind the start of the last way back and before anybody waits for it."""
     log: list[str] = []
-    compute_sum = expert_mlp._WeightGradient.compute_sum
+    compute_sum = expert_blocks.WeightGradient.compute_sum
 
     def logged(calls: list[Any]) -> Tensor | None:
         log.append(f"gradients of {len(calls)}")
         return compute_sum(calls)
 
-    monkeypatch.setattr(expert_mlp._WeightGradient, "compute_sum", staticmethod(logged))
+    monkeypatch.setattr(expert_blocks.WeightGradient, "compute_sum", staticmethod(logged))
     config = config_of()
     gradients = []
     for is_local in (True, False):

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from moemesh.ops import expert_blocks as blocks_module
 from moemesh.ops import expert_mlp as module
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import ExpertWeights, expert_blocks, expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_blocks import expert_blocks
+from moemesh.ops.expert_mlp import ExpertWeights, expert_mlp, expert_mlp_loop
 from moemesh.ops.linear import SwigluOf, linear, swiglu
 from moemesh.ops.permute import group_by_expert, identity
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -63,7 +65,7 @@ def test_any_cut_into_blocks_gives_the_loops_result(
     max_rows: int | None,
     recomputes: bool,
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(blocks_module, "BLOCK_ROWS", block_rows)
     leaves, (experts, upstream) = make(dtype)
     slow = run(expert_mlp_loop, leaves, experts, upstream)
     mlp = partial(expert_mlp, max_rows=max_rows, recomputes=recomputes)
@@ -75,7 +77,7 @@ def test_any_cut_into_blocks_gives_the_loops_result(
 
 
 def test_blocks_cover_experts_and_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 4)
     blocks = expert_blocks(torch.tensor([1, 0, 9, 3, 2, 0]), 15)
     assert [(b.experts.start, b.experts.stop) for b in blocks] == [(0, 3), (3, 5), (5, 6)]
     assert [(b.rows.start, b.rows.stop) for b in blocks] == [(0, 10), (10, 15), (15, 15)]

@@ -38,6 +38,8 @@ NARROW: list[Case] = [
     ({"tied_embeddings": True, "qk_norm": True}, HALVES | {"dp": 2}, "bfloat16", 8),
     ({}, HALVES | {"dp": 2, "ep": 2, "schedule": "dualpipe"}, "float32", 9),
     ({}, HALVES | FULL | {"dp": 2, "tp": 2, "schedule": "zb_h1"}, "bfloat16", 4),
+    ({"num_mtp_layers": 2}, {"dp": 2, "ep": 2, "microbatches": 2}, "float32", 4),
+    ({"num_mtp_layers": 1, "expert_bias": True}, HALVES | {"dp": 2}, "bfloat16", 8),
     ({}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
     ({}, STREAM | {"dp": 2, "ep": 2}, "bfloat16", 5),
     ({"num_experts": 0, "num_shared_experts": 0}, {"dp": 2, "tp": 2}, "float32", 3),

@@ -137,9 +137,14 @@ def _extra(
 ) -> dict[str, Deferred]:
     """Tensors of further prediction layers that the model does not have, as they stand."""
     patterns = extra_layers(model)
+    # Layers that are trained share the model's tables: the copies beside them would be old.
+    trained = "|".join(map(str, model.mtp_layers))
+    own = rf"model\.layers\.({trained})\.(embed_tokens|shared_head\.head)\.weight"
     found: dict[str, Deferred] = {}
     for name, stored in folder.tensors.items():
         if name in tensors or not any(re.fullmatch(pattern, name) for pattern in patterns):
+            continue
+        if re.fullmatch(own, name):
             continue
         box = [range(size) for size in stored.shape]
         found[name] = Deferred(stored.dtype, stored.shape, partial(folder.read, name, box))

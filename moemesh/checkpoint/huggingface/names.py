@@ -87,6 +87,10 @@ _ENDS = {
 }
 
 
+#: Of DeepSeek's extra prediction layers, in front of the layer itself.
+_AHEAD = {"projection": "eh_proj", "embedding_norm": "enorm", "stream_norm": "hnorm"}
+
+
 def view_of(name: str, shape: Shape, model: ModelConfig) -> Shape:
     """The dims that :func:`pieces` speaks of: those of the tensor itself, but for a vector that
     stands for a table."""
@@ -101,10 +105,14 @@ def pieces(name: str, shape: Shape, kind: str) -> list[Piece]:
     of the family `kind`. Raises KeyError for a name that no family has."""
     if name in _ENDS:
         return [whole(_ENDS[name], shape)]
-    layers, index, module, *rest = name.split(".")
-    if layers != "layers":
-        raise KeyError(name)
+    owner, index, module, *rest = name.split(".")
     layer, leaf = f"model.layers.{index}", ".".join(rest)
+    if owner == "ahead_norms":
+        return [whole(f"{layer}.shared_head.norm.{module}", shape)]
+    if owner != "layers":
+        raise KeyError(name)
+    if module in _AHEAD:
+        return [whole(f"{layer}.{_AHEAD[module]}.weight", shape)]
     names = FAMILIES.get(kind, Names())
     if module in _NORMS:
         return [whole(f"{layer}.{_NORMS[module]}.{leaf}", shape)]
