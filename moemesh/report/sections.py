@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from moemesh.report import curves, loads, memory, svg, timeline, traffic
+from moemesh.report import beside, curves, loads, memory, svg, timeline, traffic
 from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.trace.memory import PARTS, format_bytes
 from moemesh.trace.run import Run
@@ -17,6 +17,8 @@ from moemesh.trace.timeline import MICROSECONDS, Timeline
 
 #: Longer tables are cut, so that the page keeps its size whatever the run.
 MAX_TABLE_ROWS = 64
+#: As long as those of the classes of as many ranks.
+MAX_COMPARED_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +131,26 @@ def _traffic(run: Run) -> Section:
         identity="traffic-section",
         title=title,
         figures=_figures([("Bytes sent in one step by the busiest rank", bars)]),
-        tables=[table],
+        tables=[table, *_traffic_beside(run)],
         note=f"From the ledgers of {len(run.ledgers)} ranks{covered}."
         + _left_out(len(rows), "rows"),
     )
+
+
+def _traffic_beside(run: Run) -> list[Table]:
+    rows = beside.traffic_beside(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
+    if not rows:
+        return []
+    names = ("Axis", "Operation", "Phase", "Predicted", "Measured", "Difference")
+    return [
+        Table(
+            caption="Bytes sent in one step by all ranks, predicted before it (for uniform "
+            "routing) and measured",
+            header=names,
+            rows=rows[:MAX_TABLE_ROWS],
+            num_names=3,
+        )
+    ]
 
 
 def _loads(run: Run) -> Section:
@@ -194,11 +212,19 @@ def _memory(run: Run) -> Section:
             for p in ranks[:MAX_TABLE_ROWS]
         ],
     )
+    rows = beside.memory_rows(run.memory.predicted, ranks)
+    tables = [table]
+    if rows:
+        caption = "Memory of each rank, predicted before the run (for uniform routing) and measured"
+        header = ("Rank", "Class", "Predicted", "Measured", "Difference")
+        tables.append(
+            Table(caption=caption, header=header, rows=rows[:MAX_COMPARED_ROWS], num_names=2)
+        )
     return Section(
         identity="memory-section",
         title="Memory",
         figures=_figures([("Memory by what it holds", memory.memory_bars(run.memory))]),
-        tables=[table],
+        tables=tables,
         note=f"Highest peak {format_bytes(run.memory.peak)}: on a CPU of the whole process, torch "
         "included; with CUDA of its tensors." + _left_out(len(ranks), "ranks"),
     )
@@ -237,9 +263,18 @@ def _timeline(run: Run) -> Section:
                 ("Simulated above measured", _beside(run.simulated, last)),
             ]
         ),
-        tables=[table, _time_by_name(last, factor, unit)],
+        tables=[table, _step_parts(run, last), _time_by_name(last, factor, unit)],
         note=f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
         + _left_out(len(ranks), "ranks"),
+    )
+
+
+def _step_parts(run: Run, last: Timeline) -> Table:
+    return Table(
+        caption="Parts of the step, mean rank, in milliseconds: the pipeline simulated with the "
+        "median time of each operation, and measured",
+        header=("Part", "Simulated", "Measured", "Difference"),
+        rows=beside.time_rows(run.simulated, last),
     )
 
 

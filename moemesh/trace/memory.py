@@ -104,16 +104,20 @@ class MemoryProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfiles:
-    """The profiles of all ranks, ordered by rank. Raises ValueError when a rank comes twice."""
+    """The profiles of all ranks, ordered by rank, and what was `predicted` for them. Raises
+    ValueError when a rank comes twice."""
 
     ranks: tuple[MemoryProfile, ...]
+    predicted: tuple[MemoryProfile, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = [profile.rank for profile in self.ranks]
-        if len(set(numbers)) != len(numbers):
-            raise ValueError(f"memory of ranks {sorted(numbers)}: a rank comes twice")
-        ordered = sorted(self.ranks, key=lambda profile: profile.rank)
-        object.__setattr__(self, "ranks", tuple(ordered))
+        for name in ("ranks", "predicted"):
+            profiles: tuple[MemoryProfile, ...] = getattr(self, name)
+            numbers = [profile.rank for profile in profiles]
+            if len(set(numbers)) != len(numbers):
+                raise ValueError(f"memory of ranks {sorted(numbers)}: a rank comes twice")
+            ordered = sorted(profiles, key=lambda profile: profile.rank)
+            object.__setattr__(self, name, tuple(ordered))
 
     @property
     def peak(self) -> int:
@@ -126,12 +130,19 @@ class MemoryProfiles:
         return sum(profile.total for profile in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return {"ranks": [profile.to_json() for profile in self.ranks]}
+        found = {"ranks": [profile.to_json() for profile in self.ranks]}
+        if self.predicted:
+            found["predicted"] = [profile.to_json() for profile in self.predicted]
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfiles:
         """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
-        return cls(ranks=tuple(MemoryProfile.from_json(profile) for profile in data["ranks"]))
+        ranks, predicted = (
+            tuple(MemoryProfile.from_json(profile) for profile in profiles)
+            for profiles in (data["ranks"], data.get("predicted", ()))
+        )
+        return cls(ranks=ranks, predicted=predicted)
 
 
 def format_bytes(size: float) -> str:

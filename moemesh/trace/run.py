@@ -28,6 +28,7 @@ FILES: tuple[str, ...] = (
     "plan.json",
     "metrics.jsonl",
     "ledger.json",
+    "ledger_predicted.json",
     "timeline.json",
     "timeline_simulated.json",
     "memory.json",
@@ -140,6 +141,7 @@ class Run:
     metrics: tuple[MetricsRow, ...] = ()
     ledgers: dict[int, Ledger] = field(default_factory=dict[int, Ledger])
     ledger_steps: int = 1
+    predicted_ledgers: dict[int, Ledger] = field(default_factory=dict[int, Ledger])
     timeline: Timeline | None = None
     simulated: Timeline | None = None
     memory: MemoryProfiles | None = None
@@ -166,6 +168,7 @@ class Run:
         newest = {row.step: row for row in metrics}
         newest_loads = {(load.step, load.layer): load for load in loads}
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
+        predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
         return cls(
             folder=folder,
             config_text=config_text,
@@ -174,6 +177,7 @@ class Run:
             metrics=tuple(newest[step] for step in sorted(newest)),
             ledgers=ledgers,
             ledger_steps=ledger_steps,
+            predicted_ledgers=predicted,
             timeline=reader.json("timeline.json", Timeline.from_json),
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),

@@ -14,7 +14,6 @@ import torch
 from moemesh.comm.collectives import gather_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
-from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report import page
@@ -26,7 +25,9 @@ from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.folder import RunFolder
+from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.prediction import predicted_for
 from moemesh.train.simulated_timeline import simulated
 from moemesh.train.states import state_bytes
 from moemesh.train.step import StepResult
@@ -62,7 +63,7 @@ class Artifacts:
         self._row: MetricsRow | None = None
         self._validation: float | None = None
         self._unigram = 0.0
-        self._activations = 0
+        self._activations: dict[str, int] = {}
         #: Most bytes of older weight versions, and of copies from which a step can be undone.
         self.weight_versions = self.snapshots = 0
 
@@ -126,9 +127,9 @@ class Artifacts:
             yield
             return
         self._measured = True
-        with SavedForBackward(self.parallel.model.parameters()) as saved:
+        with measure_saved(self.parallel.model) as saved:
             yield
-        self._activations = saved.peak_bytes
+        self._activations = {kind: size for kind, size in saved.peak_by_kind.items() if size}
 
     def finish(self) -> None:
         """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call."""
@@ -138,12 +139,20 @@ class Artifacts:
         assert self._last is not None
         own = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
         timelines = gather_json(own.to_json(), control)
+        predictions = gather_json(predicted_for(self.config, self.mesh.rank), control)
         if not self._writes:
             return
         entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
         self.folder.write_json("ledger.json", ledgers_to_json(entries, steps=self._steps))
-        profiles = MemoryProfiles(ranks=tuple(MemoryProfile.from_json(m) for m in memories))
+        foreseen = {rank: found for rank, found in enumerate(predictions) if found is not None}
+        profiles = MemoryProfiles(
+            ranks=tuple(map(MemoryProfile.from_json, memories)),
+            predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in foreseen.values()),
+        )
         self.folder.write_json("memory.json", profiles.to_json())
+        if foreseen:
+            expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in foreseen.items()}
+            self.folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
         timeline = Timeline.merge([Timeline.from_json(t) for t in timelines])
         self.folder.write_json("timeline.json", timeline.to_json())
         pipeline = self.parallel.pipeline
@@ -168,7 +177,8 @@ class Artifacts:
             **state_bytes(self.parallel, self.optimizer),
             weight_versions=self.weight_versions,
             snapshots=self.snapshots,
-            activations=self._activations,
+            activations=sum(self._activations.values()),
+            activation_kinds=self._activations,
             peak=_peak_bytes(self.mesh.device),
         )
 

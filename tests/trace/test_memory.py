@@ -30,7 +30,8 @@ def test_every_number_of_bytes_is_a_part_or_the_peak():
 
 def test_round_trip():
     before = MemoryProfiles(
-        ranks=(profile(0, activations=2**53 + 1, activation_kinds={"head": 3}), profile(1))
+        ranks=(profile(0, activations=2**53 + 1, activation_kinds={"head": 3}), profile(1)),
+        predicted=(profile(1), profile(0)),
     )
     assert MemoryProfiles.from_json(json.loads(json.dumps(before.to_json()))) == before
 

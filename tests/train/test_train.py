@@ -82,6 +82,19 @@ def test_memory_is_what_the_shapes_say(one_rank: Path) -> None:
     assert profile["activations"] > 0 and profile["peak"] > weights
 
 
+def test_memory_and_traffic_stand_beside_their_predictions(two_ranks: Path) -> None:
+    """The run's own routing is not uniform, so activations and exchanged rows are near."""
+    memory, run = json.loads((two_ranks / "memory.json").read_text()), Run.load(two_ranks)
+    for predicted, measured in zip(memory["predicted"], memory["ranks"], strict=True):
+        for part in ("dense_weights", "expert_weights", "gradients", "optimizer"):
+            assert predicted[part] == measured[part] > 0
+        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.1)
+        assert sum(measured["activation_kinds"].values()) == measured["activations"]
+    phase = {"axis": "dp_cp", "phase": "backward"}
+    for rank, ledger in run.predicted_ledgers.items():
+        assert ledger.total(**phase).wire_bytes * 4 == run.ledgers[rank].total(**phase).wire_bytes
+
+
 def test_resume_in_another_plan_goes_on_with_the_same_losses(
     tmp_path: Path, one_rank: Path
 ) -> None:

@@ -1,0 +1,29 @@
+"""The planner's prediction of one rank of a run: what the report sets beside the measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moemesh.config.run import RunConfig
+from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import predict_memory
+
+
+def predicted_for(config: RunConfig, rank: int) -> dict[str, Any] | None:
+    """Memory and the ledger of one step of `rank`, for uniform routing; None where a schedule comes
+    from a file of which the planner knows nothing."""
+    common: dict[str, Any] = {
+        "seq_len": config.data.seq_len,
+        "global_batch": config.data.global_batch,
+        "dtype": config.train.dtype,
+        "rank": rank,
+    }
+    model, plan, train = config.model, config.plan, config.train
+    try:
+        memory = predict_memory(
+            model, plan, **common, optimizer=train.optimizer, momentum=train.momentum
+        )
+        ledger = predict_ledger(model, plan, **common)
+    except ValueError:
+        return None
+    return {"memory": memory.to_json(), "ledger": ledger.rows()}

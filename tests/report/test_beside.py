@@ -1,0 +1,65 @@
+"""Tables of predictions beside measurements."""
+
+import pytest
+
+from moemesh.report import beside
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory import MemoryProfile
+from moemesh.trace.timeline import Record, Timeline
+
+
+def profile(rank: int, head: int, gradients: int = 512) -> MemoryProfile:
+    kinds = {"head": head} if head else {}
+    return MemoryProfile(rank=rank, gradients=gradients, activations=head, activation_kinds=kinds)
+
+
+def test_every_class_of_every_rank_that_is_not_empty() -> None:
+    predicted, measured = (profile(0, 100), profile(1, 0)), (profile(0, 80), profile(1, 0, 0))
+    assert beside.memory_rows(predicted, measured) == [
+        ("0", "gradients", "512 B", "512 B", "0 %"),
+        ("0", "activations", "100 B", "80 B", "+25.00 %"),
+        ("0", "· head", "100 B", "80 B", "+25.00 %"),
+        ("1", "gradients", "512 B", "0 B", "not measured"),
+    ]
+    assert beside.memory_rows((), measured) == []
+
+
+def ledger(count: int, sent: int) -> Ledger:
+    book = Ledger()
+    book.record(
+        axis="ep",
+        op="all_to_all",
+        phase="forward",
+        caller="moe.dispatch",
+        count=count,
+        payload_bytes=sent,
+        wire_bytes=sent,
+        received_bytes=sent,
+    )
+    return book
+
+
+def test_traffic_is_that_of_one_step() -> None:
+    rows = beside.traffic_beside({0: ledger(1, 1000)}, {0: ledger(4, 4000)}, steps=4)
+    assert rows == [("ep", "all_to_all", "forward", "1000 B", "1000 B", "0 %")]
+
+
+def test_parts_of_a_step_add_up_to_its_span() -> None:
+    records = (
+        Record(rank=0, start=0.0, end=1.0, name="data", step=1),
+        Record(rank=0, start=2.0, end=4.0, wait=1.0, name="0F0", kind="F", stage=0, step=1),
+        Record(rank=0, start=4.0, end=7.0, name="0B0", kind="B", stage=0, step=1),
+        Record(rank=0, start=7.0, end=7.5, name="reduce", step=1),
+        Record(rank=0, start=7.5, end=8.5, name="optimizer", step=1),
+    )
+    parts = beside.step_parts(Timeline(ranks=(0,), records=records, source="measured"))
+    assert parts == pytest.approx(
+        {
+            "data": 1.0,
+            "forward and backward": 5.0,
+            "waiting": 1.0,
+            "reduce": 0.5,
+            "optimizer": 1.0,
+            "rest": 0.0,
+        }
+    )
