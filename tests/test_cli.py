@@ -224,3 +224,60 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     )
     assert done.stdout.startswith("model.preset")
     assert "Traceback" not in done.stderr
+
+
+FIRST = """
+[plan]
+dp = 2
+ep = 2
+[train]
+dtype = "float32"
+[data]
+seq_len = 64
+global_batch = 8
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_estimate_of_a_configuration_has_its_dtype_and_optimizer(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+) -> None:
+    """fp32: gradients as large as the weights; AdamW has two moments, SGD here none."""
+    path = tmp_path / "config.toml"
+    path.write_text(FIRST.replace("[data]", f'optimizer = "{optimizer}"\n[data]'))
+    arguments = ["estimate", "--cluster", "laptop_cpu", "--json", "--config"]
+    code, out, _ = run(capsys, monkeypatch, *arguments, str(path))
+    memory = json.loads(out)["memory"]["first"]
+    weights = memory["dense_weights"] + memory["expert_weights"]
+    assert code == 0 and memory["gradients"] == weights
+    assert memory["optimizer"] == (2 * weights if optimizer == "adamw" else 0)
+    # A run's folder says the same as the file in it.
+    assert run(capsys, monkeypatch, *arguments, str(tmp_path))[1] == out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", "first.toml", "--seq-len", "64"],
+        ["--config", "first.toml", "--model", "tiny"],
+        ["--model", "tiny"],
+        [],
+    ],
+)
+def test_estimate_wants_a_layout_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    code, _, error = run(capsys, monkeypatch, "estimate", "--cluster", "laptop_cpu", *arguments)
+    assert code == 2 and "--config" in error
+
+
+def test_check_says_how_many_ranks_share_a_core(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    many = ["--set", "plan.dp=64", "--set", "data.global_batch=64", "--set", "train.device=cpu"]
+    code, out, _ = run(capsys, monkeypatch, "config", "check", *many)
+    assert code == 0 and "64 ranks share 2 core(s)" in out

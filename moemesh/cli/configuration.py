@@ -33,6 +33,7 @@ def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError
     from moemesh.train.preflight import untrainable
+    from moemesh.train.preflight_warnings import warnings_before_ranks
 
     resolved = load(config, overrides)
     if problems := untrainable(resolved):
@@ -41,6 +42,8 @@ def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     typer.echo(f"ok: {ranks} ({degrees}, ep={plan.ep} etp={plan.etp} edp={plan.edp})")
+    for warning in warnings_before_ranks(resolved.config):
+        typer.echo(f"note: {warning}")
 
 
 def _rows(resolved: "Resolved") -> list[tuple[str, str, str]]:

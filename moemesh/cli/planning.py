@@ -22,16 +22,25 @@ class Precision(StrEnum):
 
 @app.command(short_help="What one layout costs, without running it.")
 def estimate(
-    model: Annotated[
-        str, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
-    ],
     cluster: Annotated[
         str, typer.Option("--cluster", metavar="C", help="Cluster preset or TOML file.")
     ],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
+    ] = None,
     plan: Annotated[
-        str,
+        str | None,
         typer.Option("--plan", metavar="PLAN", help='"tp=8,pp=4,...", a preset or a TOML file.'),
-    ],
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="A run's TOML file or folder, in place of --model, --plan, --seq-len and "
+            "--global-batch: with its dtype and optimizer.",
+        ),
+    ] = None,
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", metavar="S", help="Tokens of a sequence.")
     ] = None,
@@ -46,16 +55,34 @@ def estimate(
 
         moemesh estimate --model qwen3-30b-a3b --cluster dgx_h100 \\
             --plan "tp=2,dp=4,ep=8,data=zero1,microbatch=1" --seq-len 4096 --global-batch 256
-    """
-    from moemesh.planner.estimate import estimate_named
 
-    found = estimate_named(model, cluster, plan, seq_len, global_batch)
+        moemesh estimate --config first.toml --cluster laptop_cpu
+    """
+    from moemesh.planner.estimate import estimate_named, estimate_run
+
+    if config is not None:
+        _refuse_beside_config(model, plan, seq_len, global_batch)
+        from moemesh.config.load import load_run
+
+        source = config / "config.toml" if config.is_dir() else config
+        found = estimate_run(load_run([source]).config, cluster)
+    elif model is None or plan is None:
+        raise typer.BadParameter("give --model and --plan, or --config")
+    else:
+        found = estimate_named(model, cluster, plan, seq_len, global_batch)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     from moemesh.cli.planning_text import estimate_text
 
     typer.echo(estimate_text(found))
+
+
+def _refuse_beside_config(*given: object) -> None:
+    """What a configuration says may not be said a second time."""
+    names = ("--model", "--plan", "--seq-len", "--global-batch")
+    if twice := [name for name, value in zip(names, given, strict=True) if value is not None]:
+        raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
 
 
 @app.command(short_help="The best layouts of a model on a cluster.")

@@ -11,9 +11,11 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
@@ -207,6 +209,28 @@ def _measured_models(
         "fits": memory.fits(cluster.memory_bytes, known.usable_share),
     }
     return peak, seconds
+
+
+def estimate_run(config: RunConfig, cluster: str | Path | Cluster) -> Estimate:
+    """Price what `moemesh train` would run: the configuration's model, plan, batch, dtype and
+    optimizer. Raises ConfigError with every problem found."""
+    problems: list[Problem] = []
+    known, machine = load_both(config.model, cluster, problems)
+    if known is None or machine is None:
+        raise ConfigError(problems)
+    train, data = config.train, config.data
+    layout = from_plan(
+        config.plan,
+        config.model,
+        seq_len=data.seq_len,
+        global_batch=data.global_batch,
+        dtype=train.dtype,
+    )
+    if train.optimizer == "sgd" and layout.optimizer_bytes:
+        moments = layout.gradient_bytes * (2 - (train.momentum > 0))
+        layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
+    found = estimate(known, layout, machine, config.plan)
+    return replace(found, text=layout.text)
 
 
 def estimate_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
@@ -68,6 +69,16 @@ def preflight_warnings(
     cores = os.cpu_count() or 1
     if ranks_on_cpu > RANKS_PER_CORE * cores:
         yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
+
+
+def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
+    """The same for ranks that would be started on this machine, before there are any."""
+    plan, device = config.plan, config.train.device
+    ranks = plan.ranks_per_node or plan.world_size
+    gpus = 0 if device == "cpu" else len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    yield from preflight_warnings(config, 0 if gpus else ranks)
+    if gpus and ranks > gpus:
+        yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
 
 
 def _idle_keys(plan: Plan) -> Iterator[str]:
