@@ -240,7 +240,6 @@ def test_precisions_train_and_resume(tmp_path: Path, keys: dict[str, object]) ->
         ({"data__path": "/no/such/file"}, ["/no/such/file"]),
         ({"plan__ep": 3}, ["ep*etp (3) must divide dp*cp*tp (1)"]),
         ({"plan__tp": 3}, ["num_heads (8)", "tp (3)"]),
-        ({"plan__cp": 2}, ["plan.cp", "cannot be trained by this version"]),
         ({"plan__dispatcher": "deepep"}, ["plan.dispatcher", "all_to_all"]),
         ({"model__vocab_size": 100}, ["vocab_size", "100", "256"]),
         ({"train__stepz": 3}, ["train.stepz", "train.steps"]),
