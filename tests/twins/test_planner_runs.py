@@ -36,6 +36,9 @@ CASES: list[Case] = [
     ({}, {"dp": 4, "ep": 2, "combine": "exact"}, "float32", 4),
     ({}, {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3}, "float32", 6),
     ({"num_experts": 0, "num_shared_experts": 0}, {"dp": 2, "tp": 2}, "float32", 3),
+    ({}, {"recompute": "full"}, "float32", 3),
+    ({"num_mtp_layers": 2}, {"recompute": "selective"}, "bfloat16", 3),
+    ({}, {"recompute": "selective", "dp": 2, "ep": 2}, "float32", 5),
 ]
 
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
@@ -65,6 +68,15 @@ SLOW: list[Case] = [
     ({}, HALVES | {"schedule": "dualpipe_v"}, "float32", 4),
     ({}, {"pp": 4, "schedule": "gpipe", "microbatches": 4}, "bfloat16", 5),
     ({"hidden_size": 256, "num_layers": 3}, {"tp": 4, "ep": 2, "etp": 2}, "bfloat16", 2),
+    ({}, {"recompute": "full", "dp": 2, "ep": 2, "dispatcher": "low_latency"}, "float32", 5),
+    ({}, {"recompute": "selective", "recompute_attention": False}, "float32", 3),
+    ({}, {"recompute": "selective", "recompute_experts": False}, "float64", 3),
+    ({}, {"cp": 2, "context": "all_gather", "recompute": "selective"}, "float32", 4),
+    ({}, {"cp": 2, "tp": 2, "ep": 4}, "float32", 4),
+    # What deferred weight gradients keep.
+    ({}, HALVES | {"schedule": "zb_h1", "recompute": "full"}, "bfloat16", 4),
+    ({}, HALVES | {"schedule": "zb_h2", "recompute": "selective"}, "float32", 4),
+    ({"router_score": "sigmoid", "z_loss_coefficient": 1e-3}, {}, "bfloat16", 3),
 ]
 #: Selections and schedules whose activations the planner does not count tensor by tensor (whole
 #: sequences that are compared; the weight gradients that a split backward still owes).
@@ -175,6 +187,8 @@ def check(case: Case, *, activations: bool = True, seq_len: int = SEQ_LEN) -> No
     "dp=2-tp=2-ep=4-dispatcher=low_latency-dtype=float32",
     "dp=2-ep=2-payload=fp8-dispatch_chunks=3-dtype=bfloat16",
     "dp=4-ep=2-combine=exact-dtype=float32",
+    "recompute=full-dtype=float32",
+    "num_mtp_layers=2-recompute=selective-dtype=bfloat16",
 )
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_predicted_is_measured(case: Case) -> None:
