@@ -35,7 +35,7 @@ CLUSTERS = ("dgx_h100", "dgx_a100", "gb200_nvl72", "laptop_cpu", "hgx_b300", "dg
 FEW = (
     ("llama3-8b", "dgx_h100", 8, 4096, 64, 20),
     ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 256, 20),
-    ("qwen3-30b-a3b", "dgx_h200", 1, 65536, 1, 10),
+    ("qwen3-30b-a3b", "dgx_h200", 1, 32768, 1, 10),
     ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 10),
     ("tiny", "laptop_cpu", 2, 128, 32, 10),
 )

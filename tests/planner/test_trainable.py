@@ -72,7 +72,6 @@ def test_train_accepts_every_command_of_every_preset() -> None:
 @pytest.mark.parametrize(
     ("model", "more", "words"),
     [
-        ("deepseek-v3", {}, ("model.num_mtp_layers", "multi-token prediction")),
         ("llama3-70b", {}, ("presets", "--trainable")),
         ("qwen3-30b-a3b", {"precision": "float8"}, ("plan.precision", "no key of [plan]")),
     ],
