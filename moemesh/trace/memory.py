@@ -70,8 +70,8 @@ class MemoryProfile:
     activation_kinds: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        numbers = {name: getattr(self, name) for name in (*PARTS, "peak")} | self.activation_kinds
-        for name, number in numbers.items():
+        numbers: dict[str, int] = {name: getattr(self, name) for name in (*PARTS, "peak")}
+        for name, number in {**numbers, **self.activation_kinds}.items():
             if number < 0:
                 raise ValueError(f"{name} is {number} < 0")
 

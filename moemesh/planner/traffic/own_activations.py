@@ -7,7 +7,7 @@ recomputation makes first comes on top, and an input half keeps what its weight 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 
@@ -59,12 +59,12 @@ class _Walk:
 
     def __init__(self, is_full: bool) -> None:
         self._is_full = is_full
-        self._kept: Counter[str] = Counter()
+        self._kept: defaultdict[str, float] = defaultdict(float)
         self._total = self._most = 0.0
         self.peak: dict[str, float] = {}
 
     def _add(self, kind: str, size: float) -> None:
-        self._kept[kind] += size  # type: ignore[assignment]
+        self._kept[kind] += size
         self._total += size
         if self._total > self._most:
             self._most, self.peak = self._total, dict(self._kept)
