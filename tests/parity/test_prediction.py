@@ -177,3 +177,25 @@ def test_the_objective_by_its_definition() -> None:
     expected = torch.autograd.grad(objective, list(parameters.values()))
     for name, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def test_what_is_known_and_predicted_ahead() -> None:
+    """Packed documents and slices: no token is looked for behind the end of its document."""
+    tokens = torch.arange(10, 17)[None]
+    batch = Batch(
+        tokens_BS=tokens[:, :-1],
+        targets_BS=tokens[:, 1:],
+        sequences_B=torch.arange(1),
+        documents_BS=torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    )
+    one, two = batch.ahead(1), batch.ahead(2)
+    assert one.tokens_BS.tolist() == [[11, 12, 13, 14, 15, 16]] and one.valid_BS is None
+    assert one.targets_BS.tolist() == [[12, 13, 14, 15, 16, 0]]
+    assert one.loss_BS.int().tolist() == [[1, 1, 0, 1, 1, 0]]
+    assert two.valid_BS is not None and two.valid_BS.int().tolist() == [[1, 1, 0, 1, 1, 0]]
+    assert two.tokens_BS.tolist() == [[12, 13, 14, 15, 16, 0]]
+    assert two.loss_BS.int().tolist() == [[1, 0, 0, 1, 0, 0]]
+    part = batch.take((range(1, 2), range(4, 6)))
+    for depth, whole in ((1, one), (2, two)):
+        for ours, theirs in zip(part.ahead(depth), whole, strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs[:, [1, 4, 5]])
