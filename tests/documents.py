@@ -45,6 +45,7 @@ DOCUMENTS = (
     "docs/planner.md",
     "docs/models.md",
     "docs/huggingface.md",
+    "docs/memory.md",
     "docs/balancing.md",
     "docs/log.md",
 )
