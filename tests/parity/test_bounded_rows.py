@@ -77,7 +77,7 @@ def test_pieces_on_one_rank_change_no_exchange_and_no_result(plan: dict[str, Any
     assert checked.check(ModelConfig(**MODEL)) == []
     alone = training.train(MODEL, {"microbatches": checked.microbatches}, TRAIN, SHAPE)
     ranks = mesh_on_ranks(checked.layout, bounded_on_rank, (1,), plan, timeout=60)
-    losses, aux, norms, loads = zip(*ranks[0]["steps"], strict=True)
+    losses, aux, norms, loads, mtp = zip(*ranks[0]["steps"], strict=True)
     got = Trained(
         losses=list(losses),
         aux=list(aux),
@@ -86,5 +86,6 @@ def test_pieces_on_one_rank_change_no_exchange_and_no_result(plan: dict[str, Any
         gradients=assemble([rank["gradients"] for rank in ranks]),
         weights=assemble([rank["weights"] for rank in ranks]),
         biases=[],
+        mtp=list(mtp),
     )
     assert_same(got, alone)

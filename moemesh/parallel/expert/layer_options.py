@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from moemesh.config import model as sizes
+from moemesh.config import experts as keys
 from moemesh.config.load import load_run
+from moemesh.config.model import ModelConfig
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_value
 from moemesh.parallel.expert.spread import LayerError
@@ -18,35 +19,35 @@ class RoutingOptions(TypedDict, total=False):
 
     num_shared_experts: int
     shared_intermediate_size: int
-    shared_combine: sizes.SharedCombine
+    shared_combine: keys.SharedCombine
     init_std: float
-    router_score: sizes.RouterScore
-    router_when: sizes.RouterWhen
-    router_selection: sizes.RouterSelection
+    router_score: keys.RouterScore
+    router_when: keys.RouterWhen
+    router_selection: keys.RouterSelection
     router_logit_bias: bool
-    router_dtype: sizes.RouterDtype
+    router_dtype: keys.RouterDtype
     router_jitter: float
     router_selection_bias: bool
     router_bias_rate: float
     router_groups: int
     router_groups_kept: int
-    router_group_score: sizes.GroupScore
+    router_group_score: keys.GroupScore
     router_normalize: bool
     router_normalize_eps: float
     router_normalize_min: float
     router_scale: float
-    router_scale_on: sizes.RouterScaleOn
+    router_scale_on: keys.RouterScaleOn
     capacity_factor: float
-    capacity_policy: sizes.CapacityPolicy
+    capacity_policy: keys.CapacityPolicy
     capacity_renormalize: bool
-    aux_loss_scope: sizes.AuxLossScope
+    aux_loss_scope: keys.AuxLossScope
     aux_loss_coefficient: float
     z_loss_coefficient: float
 
 
 def model_config(
     hidden_size: int, expert_size: int, num_experts: int, top_k: int, options: Mapping[str, Any]
-) -> sizes.ModelConfig:
+) -> ModelConfig:
     """The options as a checked ModelConfig."""
     known = RoutingOptions.__annotations__
     for name in options.keys() - known.keys():
