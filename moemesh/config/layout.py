@@ -49,7 +49,7 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
 #: Axes over which gradients are summed and states may be sharded. Each is cut in two: ranks that
 #: share one copy of the states (``_shard``), and those with the same share of it (``_copies``).
 SHARDED_AXES = ("dp_cp", "stage", "edp")
-AXES |= {f"{axis}_{part}": AXES[axis] for axis in SHARDED_AXES for part in ("shard", "copies")}
+AXES.update({f"{axis}_{part}": AXES[axis] for axis in SHARDED_AXES for part in ("shard", "copies")})
 
 
 def shard_sizes(size: int, parts: int) -> tuple[int, ...]:
