@@ -110,6 +110,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
     },
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"head_dim": 12},
+    "qwen3": {},
+    "granite": {
+        "head_dim": 12,
+        "embedding_multiplier": 1.5,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.25,
+    },
     "ernie4_5_moe": {
         "moe_k": 2,
         "moe_num_experts": 8,
@@ -121,6 +132,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_bias": False,
     },
 }
+
+#: Families without experts: plans with expert parallelism are not for them.
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "granite")
 
 
 @cache

@@ -58,7 +58,7 @@ def carry_along(source: Path, out: Path) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
     for path in sorted(source.iterdir()):
-        is_plain = path.is_file() and (not path.is_symlink() or path.resolve().is_file())
+        is_plain = path.is_file() and not path.is_symlink()
         if not is_plain or path.name.startswith(".") or path.name in ("config.json", INDEX):
             continue
         if path.suffix in _WEIGHTS or path.stat().st_size > CARRIED_BYTES:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import known_families
-from moemesh.config.huggingface.model import model_values, trained_families
+from moemesh.config.huggingface.model import ROPE_KEYS, model_values, trained_families
 from moemesh.config.model import ModelConfig
 from moemesh.config.toml import format_value
 
@@ -185,18 +185,7 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
     defaults = ModelConfig.model_fields
     if model.rope_type != "default":
-        for key, ours in (
-            ("factor", "rope_factor"),
-            ("original_max_position_embeddings", "original_max_position_embeddings"),
-            ("beta_fast", "rope_beta_fast"),
-            ("beta_slow", "rope_beta_slow"),
-            ("truncate", "rope_truncate"),
-            ("mscale", "rope_mscale"),
-            ("mscale_all_dim", "rope_mscale_all_dim"),
-            ("attention_factor", "rope_attention_factor"),
-            ("low_freq_factor", "rope_low_freq_factor"),
-            ("high_freq_factor", "rope_high_freq_factor"),
-        ):
+        for key, ours in ROPE_KEYS.items():
             value = getattr(model, ours)
             if value != defaults[ours].default or key in ("factor", "beta_fast", "beta_slow"):
                 table[key] = value

@@ -40,7 +40,7 @@ _SAME = (
 )  # fmt: skip
 #: Our names of the types of RoPE, and the keys of their tables with "rope_" or nothing in front.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_ROPE_KEYS = {
+ROPE_KEYS = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
     "beta_fast": "rope_beta_fast",
@@ -166,7 +166,7 @@ def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, obj
     if theta is not None:
         found["rope_theta"] = float(theta)
     if kind != "default":
-        known = {name: given[key] for key, name in _ROPE_KEYS.items() if key in given}
+        known = {name: given[key] for key, name in ROPE_KEYS.items() if key in given}
         found |= known
         if kind != "linear" and "original_max_position_embeddings" not in known:
             found["original_max_position_embeddings"] = values.get("max_position_embeddings")
