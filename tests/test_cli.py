@@ -200,7 +200,7 @@ def test_only_our_own_value_errors_are_the_users(
     monkeypatch.setattr(sys, "argv", ["moemesh", "train"])
     with pytest.raises(ValueError, match="a fault of ours"):
         cli.main()
-    SomethingWrongError.__module__ = "moemesh.train.data"
+    SomethingWrongError.__module__ = "moemesh.data.samples"
     error = SomethingWrongError("data.path names no file")
     code, _, err = run(capsys, monkeypatch, "train")
     assert (code, err) == (2, "moemesh: data.path names no file\n")

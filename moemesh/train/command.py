@@ -16,10 +16,10 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.data.corpus import Corpus
+from moemesh.data.samples import Samples
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_weights
-from moemesh.train.corpus import Corpus
-from moemesh.train.data import Samples
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable

@@ -12,10 +12,10 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moemesh.config.run import RunConfig
+from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.trace.run import MetricsRow
-from moemesh.train.data import Samples
 
 #: Plan keys of the first line of a plan; what else differs from its default fills a second one.
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")

@@ -13,8 +13,9 @@ import numpy as np
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
-from moemesh.train.corpus import Corpus
-from moemesh.train.data import Windows, own_batches
+from moemesh.data.corpus import Corpus
+from moemesh.data.samples import Windows
+from moemesh.train.batches import own_batches
 from moemesh.train.inference import config_of, load, on_ranks
 from moemesh.train.step import sum_losses
 

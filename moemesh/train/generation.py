@@ -17,11 +17,11 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import Plan
+from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
 from moemesh.train.inference import config_of, load, on_ranks
-from moemesh.train.tokenizer import Tokenizer
 
 #: Logits [V] -> the id of the next token.
 Choose = Callable[[Tensor], int]

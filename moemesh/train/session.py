@@ -11,15 +11,16 @@ import torch
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
+from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
+from moemesh.train.batches import own_batches
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_weights
-from moemesh.train.data import Samples, own_batches
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
+from moemesh.data.samples import Samples
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
-from moemesh.train.data import Samples
 from moemesh.train.folder import RunFolder
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preflight_warnings import preflight_warnings

@@ -16,16 +16,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 
-from moemesh.comm.mesh import Mesh
 from moemesh.config.data import Documents
-from moemesh.config.layout import shard_range
-from moemesh.model.batch import Batch
-from moemesh.train.corpus import Corpus
-from moemesh.train.tokenizer import DataError
-
-__all__ = ["Corpus", "DataError", "Samples", "Windows"]
+from moemesh.data.corpus import Corpus
+from moemesh.data.tokenizer import DataError
 
 #: Tokens handled at once where a whole stream is counted: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
@@ -42,30 +36,26 @@ class Windows:
         self.masks_documents = documents == "mask"
         self.num_samples = max(0, (len(corpus.tokens) - 1) // seq_len)
 
-    def batch(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
         windows = self._windows(ids).astype(np.int64)
-        tokens, targets = windows[:, :-1], windows[:, 1:]
-        return (
-            torch.from_numpy(np.ascontiguousarray(tokens)),
-            torch.from_numpy(np.ascontiguousarray(targets)),
-        )
+        return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
-    def documents(self, ids: np.ndarray) -> torch.Tensor | None:
+    def documents(self, ids: np.ndarray) -> np.ndarray | None:
         """Number of the document of each token of the samples `ids` [B], and of the last target:
         int64 [B, seq_len + 1]; None where documents are ignored."""
         if not self.masks_documents:
             return None
         positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return torch.from_numpy(np.searchsorted(self.corpus.starts, positions, side="right") - 1)
+        return np.searchsorted(self.corpus.starts, positions, side="right") - 1
 
-    def loss_mask(self, ids: np.ndarray) -> torch.Tensor | None:
+    def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
         """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all."""
         learned = self.corpus.learned
         if learned is None:
             return None
         positions = np.asarray(ids)[:, None] * self.seq_len + 1 + np.arange(self.seq_len)
-        return torch.from_numpy(learned[positions])
+        return learned[positions]
 
     def _windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
@@ -175,42 +165,6 @@ class Samples(Windows):
         train_V = counts_V - held_V
         log_probability_V = np.log(train_V + 1.0) - math.log(int(train_V.sum()) + len(train_V))
         return float(-(held_V * log_probability_V).sum() / held_V.sum())
-
-
-def own_batches(
-    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
-) -> list[Batch]:
-    """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
-
-    `seed` and `step` (from 1; 0 = none) key the random numbers of a training forward. Shares may
-    differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
-    """
-    dp = mesh["dp"]
-    found: list[Batch] = []
-    own = shard_range(len(ids), dp.size, dp.index)
-    for index in range(num_parts):
-        part = shard_range(len(own), num_parts, index)
-        rows = slice(own.start + part.start, own.start + part.stop)
-        tokens, targets = (t.to(mesh.device) for t in samples.batch(ids[rows]))
-        documents, mask = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
-        mask = None if mask is None else mask.to(mesh.device)
-        if documents is not None:
-            documents = documents.to(mesh.device)
-            # The first token of a document is not foretold by the document before.
-            inside = documents[:, 1:] == documents[:, :-1]
-            mask, documents = inside if mask is None else inside & mask, documents[:, :-1]
-        found.append(
-            Batch(
-                tokens_BS=tokens,
-                targets_BS=targets,
-                sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
-                loss_mask_BS=mask,
-                documents_BS=documents,
-                seed=seed,
-                step=step,
-            )
-        )
-    return found
 
 
 def _permutation(size: int, seed: int, purpose: int, epoch: int) -> np.ndarray:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from moemesh.comm.mesh import Mesh
-from moemesh.train.chat import ChatTemplate
-from moemesh.train.corpus import Corpus
-from moemesh.train.data import DataError, Samples, own_batches
-from moemesh.train.tokenizer import Tokenizer
+from moemesh.data.chat import ChatTemplate
+from moemesh.data.corpus import Corpus
+from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import DataError, Tokenizer
+from moemesh.train.batches import own_batches
 
 #: ChatML, as many published models have it.
 CHATML = """{% for message in messages %}

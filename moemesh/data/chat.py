@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moemesh.train.tokenizer import DataError, Tokenizer, read_whole
+from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 

@@ -2,7 +2,7 @@
 
 A document is a whole file (format "text"), or the "text" or the conversation ("messages") of one
 line ("jsonl"); format "auto" is jsonl where the path ends in .jsonl, or names a folder of nothing
-else. Of conversations only the assistant turns carry loss (:mod:`moemesh.train.chat`). Empty
+else. Of conversations only the assistant turns carry loss (:mod:`moemesh.data.chat`). Empty
 documents are dropped and the rest are joined by one newline: one newline byte, or the tokenizer's
 ids of it.
 
@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from moemesh.train.chat import ChatTemplate
-from moemesh.train.tokenizer import DataError, Tokenizer, nearest, read_whole
+from moemesh.data.chat import ChatTemplate
+from moemesh.data.tokenizer import DataError, Tokenizer, nearest, read_whole
 
 #: A single text file at least this large is memory-mapped instead of read.
 MAP_FROM_BYTES = 64 << 20

@@ -1,0 +1,52 @@
+"""The samples of a step as this rank's microbatches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.data.samples import Windows
+from moemesh.model.batch import Batch
+
+
+def own_batches(
+    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+) -> list[Batch]:
+    """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
+
+    `seed` and `step` (from 1; 0 = none) key the random numbers of a training forward. Shares may
+    differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    """
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(mesh.device)
+
+    dp = mesh["dp"]
+    found: list[Batch] = []
+    own = shard_range(len(ids), dp.size, dp.index)
+    for index in range(num_parts):
+        part = shard_range(len(own), num_parts, index)
+        rows = slice(own.start + part.start, own.start + part.stop)
+        tokens, targets = (on_device(array) for array in samples.batch(ids[rows]))
+        known, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
+        documents = None if known is None else on_device(known)
+        mask = None if learned is None else on_device(learned)
+        if documents is not None:
+            # The first token of a document is not foretold by the document before.
+            inside = documents[:, 1:] == documents[:, :-1]
+            mask, documents = inside if mask is None else inside & mask, documents[:, :-1]
+        found.append(
+            Batch(
+                tokens_BS=tokens,
+                targets_BS=targets,
+                sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
+                loss_mask_BS=mask,
+                documents_BS=documents,
+                seed=seed,
+                step=step,
+            )
+        )
+    return found
