@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections import Counter
 
 from moemesh.config.buckets import Bucket, owned_sizes
+from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.tensors import ParameterTensor, StagePlacement, data_buckets
+from moemesh.planner.traffic.tensors import StagePlacement, data_buckets
 
 _INT64, _FLOAT64 = 8, 8
 

@@ -1,183 +1,19 @@
-"""Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
-
-The order is that of the model's own list of parameters. It mirrors `moemesh.parallel.placement`
-without torch; tests hold the two together.
-
-| parameter | sharded over | gradient summed over |
-|---|---|---|
-| QKV, its bias, sinks, norms over all heads | tp | dp_cp |
-| latents up to heads (MLA), row-parallel W_o | tp | dp_cp |
-| dense and shared MLP, vocabulary rows | tp | dp_cp |
-| other norms, router, output bias | - | stage (dp, cp, tp) |
-| down to latents (MLA), whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
-| routed experts | ep, etp | edp |
-"""
+"""Which parameter tensors each rank holds, of which stages, and the buckets that they make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from moemesh.config.buckets import Bucket, Member, buckets
 from moemesh.config.context import context_sizes
-from moemesh.config.layout import Layout, shard_range, shard_sizes
+from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
+from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterTensor:
-    """One parameter. `shards`: axis -> sharded dim; `layer` -1 stands for the ends of the model."""
-
-    name: str
-    shape: tuple[int, ...]
-    shards: dict[str, int] = field(default_factory=dict[str, int])
-    summed_over: str = "stage"
-
-    @property
-    def is_expert(self) -> bool:
-        return self.summed_over == "edp"
-
-    def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
-        return max(element_bytes, 4) if ".router." in self.name else element_bytes
-
-    def local_elements(self, layout: Layout, rank: int) -> int:
-        """Numbers of this tensor that `rank` holds."""
-        at, sizes = layout.coordinates(rank), list(self.shape)
-        for axis, dim in self.shards.items():
-            degree = int(getattr(layout, axis))
-            sizes[dim] = shard_sizes(sizes[dim], degree)[at[axis]]
-        return prod(sizes)
-
-
-def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
-    """Every parameter of the whole model, in the order of the model's list."""
-    hidden, table = model.hidden_size, (model.vocab_size, model.hidden_size)
-    rows = {"shards": {"tp": 0}, "summed_over": "dp_cp"}
-    yield ParameterTensor(name="embedding.weight", shape=table, **rows)  # type: ignore[arg-type]
-    for index in range(model.num_layers):
-        yield from _layer(model, plan, index)
-    for index in model.mtp_layers:
-        yield from _layer_ahead(model, plan, index)
-    yield ParameterTensor(name="norm.weight", shape=(hidden,))
-    for index in model.mtp_layers:
-        yield ParameterTensor(name=f"ahead_norms.{index}.weight", shape=(hidden,))
-    if not model.tied_embeddings:
-        yield ParameterTensor(name="head.weight", shape=table, **rows)  # type: ignore[arg-type]
-
-
-def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
-    hidden, prefix = model.hidden_size, f"layers.{index}"
-    yield ParameterTensor(name=f"{prefix}.attention_norm.weight", shape=(hidden,))
-    yield from _attention(model, plan, f"{prefix}.attention")
-    yield ParameterTensor(name=f"{prefix}.feed_forward_norm.weight", shape=(hidden,))
-    prefix += ".feed_forward"
-    if not model.is_moe_layer(index):
-        yield from _mlp(prefix, hidden, model.intermediate_size)
-        return
-    experts, width = model.num_experts, model.expert_intermediate_size
-    if model.shared_gate:
-        yield ParameterTensor(name=f"{prefix}.shared_gate", shape=(1, hidden))
-    yield ParameterTensor(name=f"{prefix}.router.weight", shape=(experts, hidden))
-    if model.router_logit_bias:
-        yield ParameterTensor(name=f"{prefix}.router.bias", shape=(experts,))
-    shards = {"ep": 0, "etp": 2}
-    yield ParameterTensor(
-        name=f"{prefix}.experts.gate_up",
-        shape=(experts, 2, width, hidden),
-        shards=shards,
-        summed_over="edp",
-    )
-    yield ParameterTensor(
-        name=f"{prefix}.experts.down",
-        shape=(experts, hidden, width),
-        shards=shards,
-        summed_over="edp",
-    )
-    if model.expert_bias:
-        for leaf, shape, dim in (
-            ("gate_up_bias", (experts, 2, width), 2),
-            ("down_bias", (experts, hidden), 1),
-        ):
-            yield ParameterTensor(
-                name=f"{prefix}.experts.{leaf}",
-                shape=shape,
-                shards={"ep": 0, "etp": dim},
-                summed_over="edp",
-            )
-    if model.shared_width:
-        yield from _mlp(f"{prefix}.shared", hidden, model.shared_width)
-
-
-def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
-    def whole(leaf: str, *shape: int) -> ParameterTensor:
-        return ParameterTensor(name=f"{prefix}.{leaf}", shape=shape)
-
-    def cut(leaf: str, *shape: int, dim: int = 0) -> ParameterTensor:
-        name = f"{prefix}.{leaf}"
-        return ParameterTensor(name=name, shape=shape, shards={"tp": dim}, summed_over="dp_cp")
-
-    hidden, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
-    size, values = model.query_head_dim, model.value_head_dim
-    rank, latent = model.q_lora_rank, model.kv_lora_rank
-    is_latent = model.attention == "mla"
-    if is_latent:
-        down = latent + model.qk_rotary_head_dim
-        if rank:
-            yield whole("query_down", rank, hidden)
-            if model.qkv_bias:
-                yield whole("query_down_bias", rank)
-            yield cut("query_up", heads, size, rank)
-        else:
-            yield cut("query", heads, size, hidden)
-        yield whole("key_value_down", down, hidden)
-        if model.qkv_bias:
-            yield whole("key_value_down_bias", down)
-        yield cut("key_value_up", heads, model.qk_nope_head_dim + values, latent)
-    else:
-        rows = heads // keys + 2
-        yield cut("qkv", keys, rows, size, hidden)
-        if model.qkv_bias:
-            yield cut("qkv_bias", keys * rows * size)
-    if plan.attention_exit == "all_to_all":
-        yield whole("output", hidden, heads * values)
-    else:
-        yield cut("output", hidden, heads * values, dim=1)
-    if model.output_bias:
-        yield whole("output_bias", hidden)
-    if model.attention_sinks:
-        yield cut("sinks", heads)
-    if is_latent:
-        if rank:
-            yield whole("query_latent_norm.weight", rank)
-        yield whole("key_value_latent_norm.weight", latent)
-    elif model.qk_norm:
-        for leaf, number in (("query_norm.weight", heads), ("key_norm.weight", keys)):
-            over_head = model.qk_norm_over == "head"
-            yield whole(leaf, size) if over_head else cut(leaf, number * size)
-
-
-def _layer_ahead(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
-    """An extra prediction layer: a layer, and what it has besides."""
-    hidden, prefix = model.hidden_size, f"layers.{index}"
-    yield ParameterTensor(name=f"{prefix}.projection", shape=(hidden, 2 * hidden))
-    yield from _layer(model, plan, index)
-    for norm in ("embedding_norm", "stream_norm"):
-        yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
-
-
-def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:
-    for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width))):
-        yield ParameterTensor(
-            name=f"{prefix}.{leaf}", shape=shape, shards={"tp": 1}, summed_over="dp_cp"
-        )
 
 
 class StagePlacement:
