@@ -1,0 +1,222 @@
+"""The files that a path names, and the format of each: by its name, checked by its first bytes.
+
+Nothing is guessed in silence. Compressed or binary content is never read as text, and JSON is read
+as text only where ``data.format`` says "text".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from moemesh.data.streams import Compression, open_stream
+from moemesh.data.tokenizer import DataError, nearest
+
+#: Formats of one file. "dataset" is a folder that Hugging Face datasets has saved.
+FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
+
+#: Endings of names, after one of a compression is taken off.
+LINES = (".jsonl", ".ndjson")
+COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+#: Marks of a folder that `datasets.Dataset.save_to_disk` has written.
+SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
+#: First bytes of files that are no text -> their name in a message.
+MAGIC = (
+    (b"\x1f\x8b", "gzip data"),
+    (b"\x28\xb5\x2f\xfd", "zstd data"),
+    (b"BZh", "bzip2 data"),
+    (b"\xfd7zXZ\x00", "xz data"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"PAR1", "parquet data"),
+    (b"ARROW1", "Arrow data"),
+)
+#: Bytes at the beginning of a file that are looked at.
+HEAD = 1 << 16
+#: The standard library's own tests are 19 of its 31 MB and leave the default corpus.
+STANDARD_LIBRARY_SKIP = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+)
+
+
+class DataFile(NamedTuple):
+    """One file to read: a regular file, or a folder for the format "dataset". `named`: the format
+    was asked for, not taken from the file's name."""
+
+    path: Path
+    format: FileFormat
+    compression: Compression = "none"
+    named: bool = False
+
+
+def find(path: str | None, format: str = "auto") -> list[DataFile]:
+    """The files that `path` (file, folder or glob; None: the running Python's standard library
+    sources) names, in the order of their relative names, hidden ones left out.
+
+    "auto" takes the format of each file from its name: jsonl, parquet, else text. Of a folder or a
+    glob, "jsonl" and "parquet" take only the files with such a name. Raises DataError for a path
+    that names no file to read.
+    """
+    if path is None:
+        return [DataFile(file, "text") for file in _standard_library()]
+    root = Path(path).expanduser()
+    try:
+        mode = root.stat().st_mode
+    except (OSError, ValueError) as error:
+        if has_magic(path):
+            matches = sorted(Path(match) for match in glob(str(root), recursive=True))
+            found = [match for match in matches if match.is_file()]
+            if not found:
+                raise DataError(f"data.path {path}: the pattern matches no file") from error
+            return [_classified(file, format) for file in found]
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"data.path {path}: {reason} ({nearest(root)})") from error
+    if stat.S_ISREG(mode):
+        return [_classified(root, format)]
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"data.path {path} is neither a regular file nor a folder")
+    if is_saved_dataset(root):
+        if format not in ("auto", "dataset"):
+            raise DataError(
+                f'data.path {path} is a dataset that was saved to disk, and data.format is "'
+                f'{format}": data.format = "dataset"'
+            )
+        return [DataFile(root, "dataset")]
+    if format == "dataset":
+        raise DataError(
+            f"data.path {path} holds neither {SAVED_DATASET} nor {SAVED_DATASETS}: it is no "
+            "dataset that was saved to disk"
+        )
+    found = _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
+    if format in ("jsonl", "parquet"):
+        found = [file for file in found if _by_name(file).format == format]
+    if not found:
+        kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
+        raise DataError(f"data.path {path}: the folder holds no {kind} file")
+    return [_classified(file, format) for file in found]
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether Hugging Face datasets has written `folder`."""
+    return any((folder / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS))
+
+
+def check_head(file: DataFile) -> None:
+    """Raises DataError for a file whose first bytes are not of its format: compressed or binary
+    data under the name of a text; JSON, too, unless the format "text" was asked for."""
+    path, format, compression, named = file
+    if format in ("bytes", "dataset"):
+        return
+    with reading(path), path.open("rb") as plain:
+        start = plain.read(8)
+    if not start:
+        return
+    if format == "parquet":
+        if not start.startswith(b"PAR1"):
+            raise DataError(f"{path} is named as parquet, but does not begin as such a file")
+        return
+    with open_stream(path, compression) as stream:
+        head = stream.read(HEAD)
+    found = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    if found is None and b"\x00" in head:
+        found = f"binary data (a zero byte at {head.index(0)})"
+    if found is not None:
+        raise DataError(
+            f"{path} holds {found}, which is no {'text' if format == 'text' else 'JSON'}: "
+            f"{_advice(found)}"
+        )
+    if format == "text" and not named and _looks_like_json(path, head):
+        raise DataError(
+            f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '
+            'to "text" to train on the JSON as it stands'
+        )
+
+
+def _advice(found: str) -> str:
+    for name, ending in (("gzip", ".gz"), ("zstd", ".zst"), ("parquet", ".parquet")):
+        if found.startswith(name):
+            return f"let its name end in {ending}, or leave it out"
+    return (
+        "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes as they "
+        'are with data.format = "bytes"'
+    )
+
+
+def _looks_like_json(path: Path, head: bytes) -> bool:
+    """Whether a file is a JSON document by its name, or begins with a line that is an object."""
+    if Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json":
+        return True
+    line, newline, _ = head.partition(b"\n")
+    if not line.lstrip().startswith(b"{") or not (newline or len(head) < HEAD):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _classified(path: Path, format: str) -> DataFile:
+    """The file with the format that was asked for, or the one of its name."""
+    found = _by_name(path)
+    if format == "auto":
+        return found
+    if format == "bytes":
+        return DataFile(path, "bytes", named=True)
+    if format == "parquet":
+        return DataFile(path, "parquet", named=True)
+    if format == "dataset":
+        raise DataError(f"{path} is a file: a dataset that was saved to disk is a folder")
+    return found._replace(format="jsonl" if format == "jsonl" else "text", named=True)
+
+
+def _by_name(path: Path) -> DataFile:
+    name = path.name.lower()
+    compression: Compression = "none"
+    for ending, kind in COMPRESSED.items():
+        if name.endswith(ending):
+            name, compression = name.removesuffix(ending), kind
+            break
+    if name.endswith(LINES):
+        return DataFile(path, "jsonl", compression)
+    if name.endswith(".parquet"):
+        return DataFile(path, "parquet")
+    return DataFile(path, "text", compression)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an OSError into a DataError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _standard_library() -> list[Path]:
+    """The ``*.py`` sources of the running Python, without its tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [
+        file for file in _walk(root, STANDARD_LIBRARY_SKIP.__contains__) if file.suffix == ".py"
+    ]
+    if not found:
+        raise DataError(f"this Python has no library sources under {root}: set data.path")
+    return found
+
+
+def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
+    """Regular files under `root`, sorted by relative name with ``/``."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not skip(name)]
+        found += [Path(folder, name) for name in names if not skip(name)]
+    return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())

@@ -1,0 +1,280 @@
+"""Files into records: texts and conversations, one after the other, each with its place.
+
+A record is a text (bytes; of all formats but "text" and "bytes" they are UTF-8) or a conversation
+(a dict with a list under "messages"). One record, or one small batch of rows, is in memory at a
+time: a file may be larger than memory.
+
+    format    one record is                                   place
+    text      a file; above PIECE bytes in pieces             file, byte
+    bytes     the same, of any content and never decompressed file, byte
+    jsonl     a line that is not blank                        file, line, byte
+    parquet   a row                                           file, row
+    dataset   a row of a folder that datasets has saved       folder, row
+"""
+
+from __future__ import annotations
+
+import json
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
+
+from moemesh.data.files import SAVED_DATASETS, DataFile, check_head
+from moemesh.data.streams import open_stream
+from moemesh.data.tokenizer import DataError
+
+#: A larger text file is read in pieces of about so many bytes, cut at the ends of lines.
+PIECE = 1 << 26
+#: No line of JSON is longer; without a bound, a file of one endless line would fill the memory.
+LONGEST_LINE = 1 << 30
+#: Rows of a table that are decoded at once.
+ROWS = 256
+#: The key of a conversation.
+MESSAGES = "messages"
+
+Record: TypeAlias = bytes | dict[str, Any]
+
+
+class Where(NamedTuple):
+    """The place of a record: its number in the file, from 1, and the offset of its first byte in
+    the decompressed file (None where the format has no such thing)."""
+
+    file: str
+    unit: str
+    record: int
+    byte: int | None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the record goes on with the document of the one before: a piece of a text."""
+        return self.unit == "file" and bool(self.byte)
+
+    def __str__(self) -> str:
+        if self.unit == "file":
+            return f"{self.file}, from byte {self.byte} on" if self.byte else self.file
+        place = "" if self.byte is None else f", byte {self.byte}"
+        return f"{self.file}, {self.unit} {self.record}{place}"
+
+
+class BadRecordError(DataError):
+    """One record that cannot be used; the others of the file can."""
+
+    def __init__(self, where: Where, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason = where, reason
+
+
+def refuse(error: BadRecordError) -> None:
+    """Ends the reading at the first bad record."""
+    raise error
+
+
+def read(
+    file: DataFile,
+    text_key: str = "text",
+    *,
+    on_bad: Callable[[BadRecordError], None] = refuse,
+) -> Iterator[tuple[Where, Record]]:
+    """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
+    a conversation.
+
+    A bad record goes to `on_bad` and is left out when that returns. Raises DataError for a file
+    that cannot be read as its format at all: damaged, of another content, without such a column.
+    """
+    check_head(file)
+    match file.format:
+        case "text":
+            with open_stream(file.path, file.compression) as stream:
+                yield from _texts(stream, file.path)
+        case "bytes":
+            with open_stream(file.path) as stream:
+                yield from _texts(stream, file.path)
+        case "jsonl":
+            with open_stream(file.path, file.compression) as stream:
+                yield from _lines(stream, file.path, text_key, on_bad)
+        case "parquet":
+            yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
+        case "dataset":
+            yield from _rows(_dataset(file.path, text_key), file.path, text_key, on_bad)
+
+
+def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
+    """A whole file, or pieces of it: cut behind a newline that no blank follows, where tokenizers
+    cut, too."""
+    rest, place = b"", 0
+    while piece := stream.read(PIECE):
+        piece = rest + piece
+        cut = _last_cut(piece) if len(piece) >= PIECE else len(piece)
+        text, rest = piece[:cut], piece[cut:]
+        if text:
+            yield Where(str(path), "file", 1, place), text
+        place += len(text)
+    if rest:
+        yield Where(str(path), "file", 1, place), rest
+
+
+def _last_cut(piece: bytes) -> int:
+    """Behind the last newline before a character that is no blank; before the last character where
+    there is none, so that no UTF-8 sequence is cut in two."""
+    end = len(piece) - 1
+    while (newline := piece.rfind(b"\n", 0, end)) >= 0:
+        if piece[newline + 1] not in b" \t\r\n\f\v":
+            return newline + 1
+        end = newline
+    cut = len(piece) - 1
+    while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def _lines(
+    stream: BinaryIO, path: Path, text_key: str, on_bad: Callable[[BadRecordError], None]
+) -> Iterator[tuple[Where, Record]]:
+    number = place = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        where = Where(str(path), "line", number, place)
+        place += len(line)
+        if len(line) == LONGEST_LINE:
+            raise DataError(f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record")
+        if not line.strip():
+            continue
+        try:
+            yield where, _record(_parsed(line, where), text_key, where)
+        except BadRecordError as error:
+            on_bad(error)
+
+
+def _parsed(line: bytes, where: Where) -> object:
+    """The JSON of a line; an error is placed at the byte where it stands."""
+    assert where.byte is not None
+    start = where.byte
+    if start == 0 and line.startswith(BOM_UTF8):
+        line, start = line[len(BOM_UTF8) :], len(BOM_UTF8)
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        exact = where._replace(byte=start + error.start)
+        raise BadRecordError(exact, f"not valid UTF-8 ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        exact = where._replace(byte=start + len(error.doc[: error.pos].encode()))
+        raise BadRecordError(exact, f"not valid JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(where, f"not valid JSON ({error})") from error
+
+
+def _record(found: object, text_key: str, where: Where) -> Record:
+    """A conversation, or the UTF-8 bytes of a text."""
+    if isinstance(found, dict):
+        fields = cast("dict[str, Any]", found)
+        if fields.get(MESSAGES) is not None:
+            return fields
+        if isinstance(text := fields.get(text_key), str):
+            try:
+                return text.encode()
+            except UnicodeEncodeError as error:
+                reason = f"the text is not valid Unicode ({error.reason})"
+                raise BadRecordError(where, reason) from error
+        held = f"an object with the keys {_some(fields)}" if fields else "an empty object"
+        if text_key in fields:
+            held = f'"{text_key}" with {_kind(fields[text_key])}'
+    else:
+        held = _kind(found)
+    raise BadRecordError(
+        where,
+        f'expected an object with a text under the key "{text_key}", or a conversation under the '
+        f'key "{MESSAGES}"; found {held}',
+    )
+
+
+def _rows(
+    batches: Iterable[list[Mapping[str, Any]]],
+    path: Path,
+    text_key: str,
+    on_bad: Callable[[BadRecordError], None],
+) -> Iterator[tuple[Where, Record]]:
+    number = 0
+    for batch in batches:
+        for row in batch:
+            number += 1
+            where = Where(str(path), "row", number, None)
+            try:
+                yield where, _record(_without_nulls(row), text_key, where)
+            except BadRecordError as error:
+                on_bad(error)
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
+    """Rows in small batches; of a row group only the columns that are needed are read."""
+    try:
+        from pyarrow import ArrowException, parquet  # pyright: ignore  # optional
+    except ImportError as error:
+        raise DataError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            columns = _columns(file.schema_arrow.names, path, text_key)
+            for batch in file.iter_batches(batch_size=ROWS, columns=columns):
+                yield batch.to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: the parquet data cannot be read ({error})") from error
+
+
+def _dataset(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
+    """Rows of a saved dataset, memory-mapped; of several splits, those of "train"."""
+    try:
+        import datasets  # pyright: ignore  # optional
+    except ImportError as error:
+        raise DataError(f"{path} needs the package datasets: pip install datasets") from error
+    try:
+        found: Any = datasets.load_from_disk(str(path))
+        if (path / SAVED_DATASETS).is_file():
+            if "train" not in found:
+                raise DataError(
+                    f'{path} holds the splits {_some(found)}, but no "train": name the folder of '
+                    "one of them"
+                )
+            found = found["train"]
+        table = found.select_columns(_columns(found.column_names, path, text_key))
+        for batch in table.with_format("arrow").iter(ROWS):
+            yield batch.to_pylist()
+    except DataError:
+        raise
+    except Exception as error:  # the package raises many kinds for a damaged folder
+        raise DataError(f"{path}: the dataset cannot be read ({error})") from error
+
+
+def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
+    """The columns that make a record."""
+    held = list(names)
+    wanted = [name for name in (MESSAGES, text_key) if name in held]
+    if not wanted:
+        raise DataError(
+            f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(held)}: '
+            "data.text_key names the column of the text"
+        )
+    return [*wanted, *(["tools"] if MESSAGES in wanted and "tools" in held else [])]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Rows of a table have every key of their type; a null stands for one that is missing."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _some(names: Iterable[str]) -> str:
+    held = [f'"{name}"' for name in names]
+    return ", ".join(held[:6]) + (", ..." if len(held) > 6 else "")
+
+
+def _kind(value: object) -> str:
+    """The JSON name of a value's type."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "a boolean"
+    names = {str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,211 @@
+"""One file into records: every format, compression and kind of damage, with the place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from moemesh.data import records as records_module
+from moemesh.data.files import DataFile, find
+from moemesh.data.records import BadRecordError, Record, Where, read
+from moemesh.data.tokenizer import DataError
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def all_of(path: Path, format: str = "auto", text_key: str = "text") -> list[tuple[Where, Record]]:
+    return [one for file in find(str(path), format) for one in read(file, text_key)]
+
+
+def texts(path: Path, format: str = "auto") -> list[Record]:
+    return [record for _, record in all_of(path, format)]
+
+
+def packed(name: str, content: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(content)
+    # Two frames, as `cat a.zst b.zst` makes them.
+    half = len(content) // 2
+    return zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_files_read_as_plain_ones(tmp_path: Path, ending: str) -> None:
+    lines = b"".join(json.dumps({"text": f"zeile {i} ü"}).encode() + b"\n" for i in range(5000))
+    for name, content in (("a.jsonl", lines), ("b.txt", b"plain text\n" * 9000)):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / (name + ending)).write_bytes(packed(ending, content))
+        plain, decompressed = all_of(tmp_path / name), all_of(tmp_path / (name + ending))
+        assert [record for _, record in plain] == [record for _, record in decompressed]
+        assert [where[1:] for where, _ in plain] == [where[1:] for where, _ in decompressed]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["short", "changed"])
+def test_damaged_compressed_files_are_named(tmp_path: Path, ending: str, damage: str) -> None:
+    pytest.importorskip("zstandard")
+    good = bytearray(packed(ending, bytes(range(65, 90)) * 40_000))
+    file = tmp_path / ("a.txt" + ending)
+    if damage == "short":
+        good = good[:-5]
+    else:
+        good[8:40] = b"\xff" * 32
+    file.write_bytes(good)
+    with pytest.raises(DataError, match=rf"a\.txt\{ending}: the (gzip|zstd) data are damaged"):
+        texts(file)
+
+
+def test_names_that_lie_are_refused(tmp_path: Path) -> None:
+    refused = {
+        "a.txt": (gzip.compress(b"text"), "gzip data"),
+        "a.jsonl": (zstandard.compress(b"{}"), "zstd data"),
+        "a.txt.gz": (b"plain", "does not begin as such"),
+        "b.txt.gz": (gzip.compress(gzip.compress(b"twice")), "gzip data"),
+        "a.parquet": (b'{"text": "x"}', "does not begin as such"),
+        "b.txt": (b"PAR1....", "parquet data"),
+        "a.safetensors": (b"\x40\0\0\0\0\0\0\0{}", "binary data"),
+        "tokenizer.json": (b'{\n "a": 1}', "holds JSON"),
+        "b": (b'{"text": "one"}\n{"text": "two"}\n', "holds JSON"),
+        "c": (b'{"messages": []}', "holds JSON"),
+    }
+    for name, (content, reason) in refused.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}.*{reason}"):
+            texts(tmp_path / name)
+    # What was asked for by name is done.
+    assert texts(tmp_path / "b", "jsonl") == [b"one", b"two"]
+    assert texts(tmp_path / "c", "text") == [b'{"messages": []}']
+    assert texts(tmp_path / "a.safetensors", "bytes") == [b"\x40\0\0\0\0\0\0\0{}"]
+    with pytest.raises(DataError, match="gzip data"):
+        texts(tmp_path / "a.txt", "text")
+
+
+def test_text_that_begins_with_a_brace_is_text(tmp_path: Path) -> None:
+    for content in (b"{% if x %}\nhello\n", b"{\n  not json\n", b"[1, 2]\n", b"{"):
+        (tmp_path / "a.txt").write_bytes(content)
+        assert texts(tmp_path / "a.txt") == [content]
+
+
+def test_a_folder_of_mixed_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    (tmp_path / "c.txt").write_text("three")
+    pq.write_table(pa.table({"text": ["four", "five"]}), tmp_path / "d.parquet")
+    assert texts(tmp_path) == [b"one", b"two", b"three", b"four", b"five"]
+    assert texts(tmp_path, "jsonl") == [b"one", b"two"]
+    assert texts(tmp_path, "parquet") == [b"four", b"five"]
+
+
+def test_places_of_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "\xc3\xa9"}\n\n{"text": "b"}\r\n' + b'{"text": "c"')
+    found: list[tuple[Where, Record]] = []
+    with pytest.raises(BadRecordError) as caught:
+        for one in read(DataFile(file, "jsonl")):
+            found.append(one)
+    assert [(w.record, w.byte, r) for w, r in found] == [(1, 0, "é".encode()), (3, 19, b"b")]
+    assert caught.value.where == Where(str(file), "line", 4, 34 + 12)
+    assert f"{file}, line 4, byte 46: not valid JSON" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"[1]", "found a list"),
+        (b"3", "found a number"),
+        (b"{}", "found an empty object"),
+        (b'{"tekst": "x"}', 'found an object with the keys "tekst"'),
+        (b'{"text": 3}', 'found "text" with a number'),
+        (b'{"text": null}', 'found "text" with null'),
+        (b'{"text": "\\ud800"}', "not valid Unicode"),
+        (b'{"text": "\xff"}', "not valid UTF-8"),
+        (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_bad_records_are_named_or_left_out(tmp_path: Path, line: bytes, reason: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "ok"}\n' + line + b'\n{"text": "last"}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2, byte \d+: .*{reason}"):
+        texts(file)
+    bad: list[BadRecordError] = []
+    assert [r for _, r in read(DataFile(file, "jsonl"), on_bad=bad.append)] == [b"ok", b"last"]
+    assert [error.where.record for error in bad] == [2]
+
+
+def test_another_key(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"content": "x", "text": 1}\n' + json.dumps(CHAT))
+    assert [record for _, record in all_of(file, text_key="content")] == [b"x", CHAT]
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
+    assert [record for _, record in all_of(tmp_path / "a.parquet", text_key="content")] == [b"x"]
+    with pytest.raises(DataError, match=r'neither a column "text" nor "messages", but "content"'):
+        texts(tmp_path / "a.parquet")
+
+
+def test_conversations_of_tables(tmp_path: Path) -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"name": "f"}]},
+    ]
+    table = pa.table({"messages": [CHAT["messages"], turns], "id": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    found = all_of(tmp_path / "a.parquet")
+    assert [record for _, record in found] == [CHAT, {"messages": turns}]
+    assert str(found[1][0]) == f"{tmp_path / 'a.parquet'}, row 2"
+
+
+def test_nulls_of_tables_are_bad_records(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: "):
+        texts(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"b\.parquet: the parquet data cannot be read"):
+        texts(tmp_path / "b.parquet")
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"t{i}" for i in range(1000)], "n": range(1000)})
+    rows.shuffle(seed=1).save_to_disk(tmp_path / "one")
+    found = all_of(tmp_path / "one")
+    assert [r for _, r in found] == [t.encode() for t in rows.shuffle(seed=1)["text"]]
+    assert str(found[9][0]) == f"{tmp_path / 'one'}, row 10"
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(
+        tmp_path / "splits"
+    )
+    assert len(texts(tmp_path / "splits")) == 1000
+    assert len(texts(tmp_path / "splits" / "test")) == 3
+    datasets.DatasetDict({"a": rows}).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataError, match='splits "a", but no "train"'):
+        texts(tmp_path / "other")
+    for part in (tmp_path / "one").glob("*.arrow"):
+        part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(DataError, match="the dataset cannot be read"):
+        texts(tmp_path / "one")
+    with pytest.raises(DataError, match="no dataset that was saved"):
+        texts(tmp_path, "dataset")
+
+
+def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "PIECE", 80)
+    content = "".join(f"line {i}\n" + "  indented ü\n\n" * (i % 4) for i in range(60)).encode()
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    found = all_of(tmp_path / "a.txt.gz")
+    pieces = [record for _, record in found]
+    assert b"".join(p for p in pieces if isinstance(p, bytes)) == content and len(pieces) > 20
+    for where, piece in found:
+        assert isinstance(piece, bytes) and where.byte is not None
+        assert content[where.byte :].startswith(piece)
+        assert piece[:1] not in b" \n" and where.continues == (where.byte > 0)
+    # Without a newline: between two characters.
+    (tmp_path / "b.txt").write_text("äöü" * 100)
+    for piece in texts(tmp_path / "b.txt"):
+        assert isinstance(piece, bytes) and piece.decode()
+    assert len(texts(tmp_path / "b.txt")) > 5
