@@ -89,6 +89,11 @@ def read_plan(
     return planned
 
 
+def smallest_batch(source: str | Mapping[str, Any]) -> int:
+    """The smallest global batch that the plan `source` can divide, in sequences."""
+    return _legal_batch(None, _table(source))
+
+
 def _legal_batch(given: int | None, table: Mapping[str, Any]) -> int:
     """The batch, or (None) the smallest that the plan can divide."""
     if given is not None:

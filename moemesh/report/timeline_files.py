@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moemesh.config.errors import UserError
+from moemesh.report.files import write_texts
 from moemesh.report.timeline import timeline_rows
 from moemesh.trace.perfetto import to_perfetto
 from moemesh.trace.pipeline import activations
@@ -26,13 +26,4 @@ def write(
         contents.append((svg, timeline_rows(timeline, memory=memory, title=title) + "\n"))
     if trace is not None:
         contents.append((trace, json.dumps(to_perfetto(timeline, held=held)) + "\n"))
-    for path, _ in contents:
-        if not path.parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-        if path.is_dir():
-            raise UserError(f"{path} cannot be written: it is a folder")
-    for path, content in contents:
-        try:
-            path.write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    write_texts(contents)

@@ -1,0 +1,190 @@
+"""The verb layout: who holds what under a plan."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
+from moemesh.cli.table import table
+
+if TYPE_CHECKING:
+    from moemesh.planner.holdings import Holdings, RankShare
+
+#: A column of the table: its name, whether the plan cuts what it tells, and its cell of a rank.
+_Column: TypeAlias = "tuple[str, bool, Callable[[RankShare], str]]"
+#: Rows of ranks, and groups of an axis, that are printed unless ranks are asked for.
+MOST_ROWS, MOST_GROUPS = 32, 8
+
+
+@app.command("layout", short_help="Who holds what under a plan: groups, layers, experts, tokens.")
+def show_layout(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help='Such as "tp=2,dp=4,ep=8", a packaged plan or a TOML file.'),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Preset, folder of transformers, config.json or TOML file.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step.")] = None,
+    rank: Annotated[
+        list[int] | None, typer.Option("--rank", min=0, help="Only this rank. May be repeated.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the two meshes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the groups of every axis, and what each rank holds of the model and of a batch.
+
+    Either of a configuration, as for train, or of --plan and --model, as for estimate; without a
+    model only the groups. Everything is counted from 0. Examples:
+
+        moemesh layout --plan dp=4,tp=4,ep=4,etp=4 --model tiny --svg meshes.svg
+
+        moemesh layout --set plan.pp=4 --set plan.dp=2 --rank 5
+    """
+    from moemesh.planner.holdings import Holdings
+
+    if plan is None:
+        if given := [
+            name
+            for name, value in (
+                ("--model", model),
+                ("--seq-len", seq_len),
+                ("--global-batch", global_batch),
+            )
+            if value is not None
+        ]:
+            raise typer.BadParameter(f"{', '.join(given)} goes with --plan")
+        from moemesh.config.load import load_run
+
+        run = load_run([] if config is None else [config], overrides or []).config
+        held = Holdings(
+            run.plan, run.model, seq_len=run.data.seq_len, global_batch=run.data.global_batch
+        )
+    else:
+        if config is not None or overrides:
+            raise typer.BadParameter("give --plan, or a configuration (CONFIG.toml, --set)")
+        held = Holdings.named(plan, model, seq_len=seq_len, global_batch=global_batch)
+    ranks = sorted(set(rank or ()))
+    if ranks and ranks[-1] >= held.world_size:
+        raise typer.BadParameter(
+            f"there is no rank {ranks[-1]}: the plan has {held.world_size}, from 0"
+        )
+    if svg is not None:
+        from moemesh.report.files import write_texts
+        from moemesh.report.meshes import draw
+
+        num_experts = 0 if held.model is None else held.model.num_experts
+        write_texts([(svg, draw(held.layout, num_experts) + "\n")])
+    if as_json:
+        typer.echo(json.dumps(held.to_json(ranks or None)))
+    else:
+        typer.echo(layout_text(held, ranks))
+
+
+def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
+    """The answer for a person: axes, then a row a rank (some of them, where there are many)."""
+    shown = ranks or range(min(held.world_size, MOST_ROWS))
+    left = held.world_size - len(shown) if not ranks else 0
+    nodes = f" on {held.num_nodes} nodes of {held.ranks_per_node}" if held.num_nodes > 1 else ""
+    lines = [f"{held.world_size} ranks{nodes}", "", _axes_table(held), ""]
+    if held.model is None:
+        header = ("rank", "node", *(axis.axis for axis in held.axes))
+        rows = [
+            (str(rank), str(held.node_of(rank)), *map(str, held.coordinates(rank).values()))
+            for rank in shown
+        ]
+        lines.append(table(header, rows, left=0))
+    else:
+        lines.append(_shares_table(held, shown))
+    if left:
+        lines.append(f"... {left} more: --rank NUMBER shows one, --json all of them")
+    if held.model is not None:
+        lines += ["", *_notes(held)]
+    return "\n".join(lines)
+
+
+def _axes_table(held: "Holdings") -> str:
+    rows: list[tuple[str, ...]] = []
+    for axis in held.axes:
+        groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
+        groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
+        where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
+        text = " | ".join(groups) if axis.size > 1 else "each rank by itself"
+        rows.append((axis.axis, str(axis.size), str(len(axis.groups)), where, text))
+    lines = table(("axis", "size", "groups", "a group is on"), [row[:4] for row in rows]).split(
+        "\n"
+    )
+    texts = ["ranks of each group", *(row[4] for row in rows)]
+    width = max(map(len, lines))
+    return "\n".join(f"{line:{width}}  {text}" for line, text in zip(lines, texts, strict=True))
+
+
+def _shares_table(held: "Holdings", ranks: Sequence[int]) -> str:
+    """A row a rank, of what the plan cuts; below, in one line, what every rank holds whole."""
+    shares = [held.share(rank) for rank in ranks]
+    layout = held.layout
+    columns: list[_Column] = [
+        ("rank", True, lambda one: str(one.rank)),
+        ("node", held.num_nodes > 1, lambda one: str(one.node)),
+        ("layers", layout.pp > 1, lambda one: " + ".join(map(spans, one.layers))),
+        ("vocabulary", layout.pp * layout.tp > 1, lambda one: interval(one.vocabulary)),
+        ("heads", layout.tp > 1, lambda one: interval(one.heads)),
+        ("kv heads", layout.tp > 1, lambda one: interval(one.kv_heads)),
+        ("experts", layout.ep > 1, lambda one: interval(one.experts)),
+        ("columns of each", layout.etp > 1, lambda one: interval(one.expert_columns)),
+        ("sequences", layout.dp > 1, lambda one: interval(one.sequences)),
+        ("positions", layout.cp > 1, lambda one: " + ".join(map(interval, one.positions))),
+        ("tokens", True, lambda one: f"{one.tokens:,}"),
+        ("parameters", True, lambda one: f"{one.parameters:,}"),
+    ]
+    # A rank without MoE layers has no experts: then the others' are no word for every rank.
+    cut = [column for column in columns if column[1] or len({column[2](one) for one in shares}) > 1]
+    rows = [[cell(one) for _, _, cell in cut] for one in shares]
+    found = table([name for name, _, _ in cut], rows, left=0)
+    whole = [
+        f"{name} {cell(shares[0])}"
+        for name, is_cut, cell in columns
+        if (name, is_cut, cell) not in cut and name != "node" and cell(shares[0]) != "-"
+    ]
+    return found + (f"\nevery rank: {', '.join(whole)}" if whole else "")
+
+
+def _notes(held: "Holdings") -> list[str]:
+    """The words of the table that are not those of the configuration."""
+    notes = [
+        f"sequences: of the {held.global_batch} of a step, each of {held.seq_len} positions.",
+        "tokens: of the rank's first microbatch, outside of attention and MLP.",
+    ]
+    if held.plan.spare_slots:
+        notes.append(
+            f"spare_slots: {held.plan.spare_slots} replicas of experts more on every rank; the "
+            "loads of a step decide which."
+        )
+    return notes
+
+
+def interval(numbers: range) -> str:
+    """Consecutive numbers: ``0-3``, ``5``, or ``-`` for none."""
+    if not numbers:
+        return "-"
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in few words: ``0-3``, ``0 4 8 12``, ``0 8 ... 504``."""
+    if not numbers:
+        return "-"
+    steps = {later - number for number, later in pairwise(numbers)}
+    if steps <= {1}:
+        return interval(range(numbers[0], numbers[-1] + 1))
+    if len(numbers) > 6 and len(steps) == 1:
+        return f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
+    return " ".join(map(str, numbers))

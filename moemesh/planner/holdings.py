@@ -1,0 +1,238 @@
+"""Who holds what under a plan: groups of every axis; layers, heads, experts and tokens of a rank.
+
+Everything here is asked of the functions that place parameters and cut batches in a run
+(:mod:`moemesh.config.layout`, :mod:`moemesh.config.context`,
+:mod:`moemesh.planner.traffic.tensors`), so that the answer is what `moemesh train` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from moemesh.config.context import context_runs
+from moemesh.config.data import DataConfig
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.layout import shard_range
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.planner.plan_text import read_plan, smallest_batch
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.traffic.tensors import StagePlacement
+
+#: The axes of the two meshes, outermost first; the ones that both have come once.
+AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisGroups:
+    """All groups of an axis, each of ascending ranks, and how many nodes the widest one spans."""
+
+    axis: str
+    groups: tuple[tuple[int, ...], ...]
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        return len(self.groups[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """The part of a model and of a step's batch that one rank holds; all numbers from 0.
+
+    ``stages`` of the pipeline and the ``layers`` of each; rows of the ``vocabulary`` on ranks with
+    one of its two tables, else none. Of every layer of this rank: query ``heads`` and
+    ``kv_heads`` (of latent attention, the heads), routed ``experts`` and the ``expert_columns`` of
+    each one's width. Of every step: ``sequences`` of the global batch and the ``positions`` of
+    each, as runs; ``tokens`` of the first microbatch, which is as large as they get, in the
+    residual stream (where tp cuts them). ``parameters``: how many numbers.
+    """
+
+    rank: int
+    node: int
+    at: dict[str, int]
+    stages: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
+    vocabulary: range
+    heads: range
+    kv_heads: range
+    experts: range
+    expert_columns: range
+    sequences: range
+    positions: tuple[range, ...]
+    tokens: int
+    parameters: int
+
+
+class Holdings:
+    """Which rank of a plan holds what. Without a model only nodes, groups and coordinates."""
+
+    def __init__(
+        self, plan: Plan, model: ModelConfig | None, *, seq_len: int, global_batch: int
+    ) -> None:
+        """Raises ConfigError for a model or a schedule that the plan cannot run."""
+        self.plan, self.model, self.layout = plan, model, plan.layout
+        self.seq_len, self.global_batch = seq_len, global_batch
+        self._placement = None if model is None else _placement(model, plan, seq_len)
+
+    @classmethod
+    def named(
+        cls,
+        plan: str,
+        model: str | None = None,
+        *,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+    ) -> Holdings:
+        """Of a plan and a model by whatever names them (as for `moemesh estimate`).
+
+        `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
+        divides. Raises ConfigError with every problem found.
+        """
+        known = None if model is None else load_model(model)
+        planned = read_plan(
+            plan,
+            seq_len=seq_len or DataConfig().seq_len,
+            global_batch=global_batch or smallest_batch(plan),
+            model=known,
+        )
+        problems: list[Problem] = []
+        if planned.plan is None:
+            message = "this layout has keys that no [plan] of a run has, so no rank holds it"
+            fix = "keys of [plan] only: pp, dp, cp, tp, ep, etp, schedule, microbatches, ..."
+            problems.append(_problem("not-a-plan", "plan", plan, message, fix))
+        if known is not None and known.config is None:
+            message = "only the sizes of this model are known, not the layers that a run builds"
+            fix = "a preset or a folder that `moemesh train` trains, or no --model"
+            problems.append(_problem("shape-only", "model", str(model), message, fix))
+        if problems:
+            raise ConfigError(problems)
+        assert planned.plan is not None
+        layout = planned.layout
+        return cls(
+            planned.plan,
+            None if known is None else known.config,
+            seq_len=layout.seq_len,
+            global_batch=layout.global_batch,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.layout.ranks_per_node or self.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    @cached_property
+    def axes(self) -> tuple[AxisGroups, ...]:
+        """The groups of every axis of both meshes."""
+        return tuple(self._axis(name) for name in AXES)
+
+    def _axis(self, name: str) -> AxisGroups:
+        groups = self.layout.groups(name)
+        spans = (len({self.node_of(rank) for rank in group}) for group in groups)
+        return AxisGroups(axis=name, groups=groups, nodes=max(spans))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on both meshes."""
+        at = self.layout.coordinates(rank)
+        return {name: at[name] for name in AXES}
+
+    def share(self, rank: int) -> RankShare:
+        """What one rank holds; there must be a model, and the rank must be one of the plan."""
+        model, placement, plan = self.model, self._placement, self.plan
+        assert model is not None and placement is not None and 0 <= rank < self.world_size
+        at = self.coordinates(rank)
+        held = placement.held(at["pp"])
+        stages = placement.stages(at["pp"])
+        has_table = any(tensor.name in ("embedding.weight", "head.weight") for tensor in held)
+        has_experts = any(tensor.is_expert for tensor in held)
+        kv_heads = shard_range(_head_groups(model), plan.tp, at["tp"])
+        each = model.num_heads // _head_groups(model)
+        return RankShare(
+            rank=rank,
+            node=self.node_of(rank),
+            at=at,
+            stages=tuple(stages),
+            layers=tuple(tuple(placement.layers_of(stage)) for stage in stages),
+            vocabulary=shard_range(model.vocab_size if has_table else 0, plan.tp, at["tp"]),
+            heads=range(kv_heads.start * each, kv_heads.stop * each),
+            kv_heads=kv_heads,
+            experts=shard_range(model.num_experts if has_experts else 0, plan.ep, at["ep"]),
+            expert_columns=shard_range(
+                model.expert_intermediate_size if has_experts else 0, plan.etp, at["etp"]
+            ),
+            sequences=shard_range(self.global_batch, plan.dp, at["dp"]),
+            positions=context_runs(self.seq_len, plan.cp, at["cp"])
+            if plan.cp > 1
+            else (range(self.seq_len),),
+            tokens=self._tokens(placement, at),
+            parameters=sum(tensor.local_elements(self.layout, rank) for tensor in held),
+        )
+
+    def _tokens(self, placement: StagePlacement, at: dict[str, int]) -> int:
+        sequences = placement.sequences(self.global_batch, at["dp"], 0)
+        positions = max(
+            placement.positions(at["cp"], part) for part in range(placement.schedule.num_slices)
+        )
+        return len(shard_range(sequences * positions, self.plan.tp, at["tp"]))
+
+    def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+        """The answer as plain values; `ranks` None: all of them."""
+        rows: list[dict[str, Any]] = []
+        for rank in range(self.world_size) if ranks is None else ranks:
+            if self.model is None:
+                rows.append(
+                    {"rank": rank, "node": self.node_of(rank), "at": self.coordinates(rank)}
+                )
+            else:
+                rows.append({name: _plain(part) for name, part in asdict(self.share(rank)).items()})
+        return {
+            "world_size": self.world_size,
+            "nodes": self.num_nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "seq_len": self.seq_len,
+            "global_batch": self.global_batch,
+            "groups": {axis.axis: axis.groups for axis in self.axes},
+            "nodes_of_a_group": {axis.axis: axis.nodes for axis in self.axes},
+            "ranks": rows,
+        }
+
+
+def _placement(model: ModelConfig, plan: Plan, seq_len: int) -> StagePlacement:
+    if problems := plan.check(model, seq_len=seq_len):
+        raise ConfigError(problems)
+    try:
+        return StagePlacement(model, plan, seq_len)
+    except ValueError as error:
+        problem = _problem("schedule", "plan.schedule", plan.schedule, str(error))
+        raise ConfigError([problem]) from None
+
+
+def _head_groups(model: ModelConfig) -> int:
+    """Heads that tensor parallelism cuts: with grouped queries, those of keys and values."""
+    return model.num_heads if model.attention == "mla" else model.num_kv_heads
+
+
+def _plain(value: object) -> object:
+    """Ranges as [first, behind the last], for JSON."""
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, tuple):
+        return [_plain(part) for part in cast("tuple[object, ...]", value)]
+    return value
+
+
+def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
+    return Problem(code=code, key=key, value=value, message=message, fix=fix)

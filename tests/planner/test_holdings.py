@@ -1,0 +1,110 @@
+"""Who holds what: the worked examples of the seed texts, and shares that cover model and batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.planner.holdings import Holdings
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
+
+
+def groups(held: Holdings, axis: str) -> list[list[int]]:
+    return [list(group) for found in held.axes if found.axis == axis for group in found.groups]
+
+
+def test_sixteen_cards_with_four_groups_of_experts() -> None:
+    held = Holdings.named("dp=4,tp=4,ep=4,etp=4", "tiny")  # tiny has 8 experts
+    assert groups(held, "etp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    for rank in range(16):
+        assert list(held.share(rank).experts) == [rank // 4 * 2, rank // 4 * 2 + 1]
+
+
+def test_groups_of_eight_ranks() -> None:
+    example = GOLDEN["expert_groups"]
+    held = Holdings.named(f"dp={example['world']},ep={example['ep']}")
+    assert groups(held, "ep") == example["ep_groups"]
+    assert groups(held, "edp") == example["edp_groups"]
+
+
+def test_interleaved_stages() -> None:
+    example = GOLDEN["interleaved_stages"]
+    plan = Plan(
+        pp=example["ranks"],
+        stages_per_rank=example["chunks_per_rank"],
+        schedule="interleaved_1f1b",
+        microbatches=8,
+        layers_per_stage=(2,) * 8,
+    )
+    held = Holdings(plan, ModelConfig(num_layers=example["layers"]), seq_len=8, global_batch=8)
+    for rank, wanted in enumerate(example["layers_of_rank_1_based"]):
+        layers = held.share(rank).layers
+        assert [[layer + 1 for layer in chunk] for chunk in layers] == wanted
+
+
+@given(
+    pp=st.sampled_from([1, 2, 3]),
+    dp=st.sampled_from([1, 2, 3]),
+    cp=st.sampled_from([1, 2]),
+    tp=st.sampled_from([1, 2, 4]),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2]),
+    seq_len=st.integers(4, 33),
+    global_batch=st.integers(1, 7),
+)
+@settings(max_examples=40, deadline=None)
+def test_shares_cover_model_and_batch(
+    pp: int, dp: int, cp: int, tp: int, ep: int, etp: int, seq_len: int, global_batch: int
+) -> None:
+    plan = Plan(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+    model = ModelConfig()
+    if plan.check(model, seq_len=seq_len, global_batch=global_batch):
+        return
+    held = Holdings(plan, model, seq_len=seq_len, global_batch=global_batch)
+    shares = [held.share(rank) for rank in range(held.world_size)]
+    for stage in range(pp):
+        ranks = [one for one in shares if one.at["pp"] == stage]
+        columns = [(expert, column) for one in ranks for expert in one.experts
+                   for column in one.expert_columns]  # fmt: skip
+        assert len(columns) == len(set(columns)) * held.layout.edp
+        assert len(set(columns)) == model.num_experts * model.expert_intermediate_size
+        # Of one rank of every tp group the sequences and positions make up the batch.
+        tokens = [(sequence, position) for one in ranks if one.at["tp"] == 0
+                  for sequence in one.sequences for run in one.positions
+                  for position in run]  # fmt: skip
+        assert sorted(tokens) == [(s, p) for s in range(global_batch) for p in range(seq_len)]
+        assert sum(one.tokens for one in ranks) == global_batch * seq_len
+        heads = [head for one in ranks if one.at["dp"] == one.at["cp"] == 0 for head in one.heads]
+        assert heads == list(range(model.num_heads))
+    layers = [layer for one in shares if one.rank % (held.world_size // pp) == 0
+              for chunk in one.layers for layer in chunk]  # fmt: skip
+    assert sorted(layers) == list(range(model.num_layers))
+
+
+def test_a_group_that_spans_nodes() -> None:
+    held = Holdings.named("dp=4,tp=4,ranks_per_node=8")
+    assert held.num_nodes == 2
+    assert {axis.axis: axis.nodes for axis in held.axes}["dp"] == 2
+    assert {axis.axis: axis.nodes for axis in held.axes}["tp"] == 1
+    assert [held.node_of(rank) for rank in (7, 8)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "code"),
+    [
+        ("tp=3", "tiny", "not-divisible"),
+        ("pp=9", "tiny", "too-large"),
+        ("tp=2,zero=1", "tiny", "not-a-plan"),
+        ("tp=2", "gpt3-175b", "shape-only"),
+    ],
+)
+def test_refusals(plan: str, model: str, code: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Holdings.named(plan, model)
+    assert code in {problem.code for problem in error.value.problems}
