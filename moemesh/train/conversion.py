@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from moemesh.checkpoint.huggingface.convert import newest, write_checkpoint, write_huggingface
+from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
@@ -22,6 +24,7 @@ from moemesh.config.huggingface.export import (
 )
 from moemesh.config.huggingface.folder import CONFIG, read_config
 from moemesh.config.huggingface.model import family_of, model_values
+from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.train.folder import CHECKPOINTS, RunFolder
@@ -29,12 +32,16 @@ from moemesh.train.folder import CHECKPOINTS, RunFolder
 Target = Literal["huggingface", "moemesh"]
 
 
-def open_weights(config: RunConfig) -> HuggingFaceWeights:
+def open_weights(
+    config: RunConfig, say: Callable[[str], None] = lambda note: None
+) -> HuggingFaceWeights:
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
-    tensors of the run's model and no others."""
+    tensors of the run's model and no others. `say` gets what is to be known before it is read."""
     assert config.model_path is not None
-    path = Path(config.model_path)
-    return HuggingFaceWeights(path, config.model, family_of(read_config(path)))
+    weights = HuggingFaceWeights.open(Path(config.model_path), config.model)
+    if weights.note is not None:
+        say(weights.note)
+    return weights
 
 
 def convert(
@@ -65,7 +72,7 @@ def convert(
 
 def _to_run(source: Path, out: Path, dtype: str) -> None:
     config = load_run([], [f"model.path={source.resolve()}", f"train.dtype={dtype}"], {}).config
-    weights = open_weights(config)
+    weights = open_weights(config, _to_stderr)
     folder = RunFolder.open(out, "never")
     # As before the first step: no sample was read, and the optimizer has no state.
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
@@ -90,7 +97,9 @@ def _to_huggingface(
         origin = None
     wanted = dtype or config.train.dtype
     kind, values = _family(config, origin, wanted)
-    weights_origin = origin if origin is not None and any(origin.glob("*.safetensors")) else None
+    weights: WeightFolder | None = None
+    if origin is not None and any(origin.glob("*.safetensors")):
+        weights = WeightFolder(origin, quantization_of(read_config(origin)))
     if origin is not None:
         carry_along(origin, out)
     write_huggingface(
@@ -100,7 +109,7 @@ def _to_huggingface(
         out,
         values,
         dtype=getattr(torch, wanted),
-        origin=weights_origin,
+        origin=weights,
         on_file=on_file,
     )
 
@@ -132,6 +141,10 @@ def _opened(source: Path) -> tuple[Path, Checkpoint]:
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
         raise _refused("IN", str(source), message)
     return source, newest(source / CHECKPOINTS)
+
+
+def _to_stderr(note: str) -> None:
+    print(note, file=sys.stderr, flush=True)
 
 
 def _refused(key: str, value: str, message: str, fix: str = "") -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
     # Masters, so that weights are rounded once; an optimizer without state beside them.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():
-        saving.load_weights(open_weights(config), parallel, optimizer)
+        say = _to_stderr if mesh.rank == 0 else _nothing
+        saving.load_weights(open_weights(config, say), parallel, optimizer)
         return parallel
     checkpoint, skipped = together.open_together(source / CHECKPOINTS, mesh.control)
     if checkpoint is None:
@@ -81,3 +83,11 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
         raise CheckpointError(f"{source / CHECKPOINTS}: holds no readable checkpoint{why}")
     saving.load_weights(checkpoint, parallel, optimizer)
     return parallel
+
+
+def _to_stderr(note: str) -> None:
+    print(note, file=sys.stderr, flush=True)
+
+
+def _nothing(note: str) -> None:
+    pass

@@ -100,7 +100,7 @@ class Session:
             saving.load(checkpoint, parallel, optimizer)
             done, position = checkpoint.step, int(checkpoint.state["position"])
         elif config.model_path is not None:
-            saving.load_weights(open_weights(config), parallel, optimizer)
+            saving.load_weights(open_weights(config, console.say), parallel, optimizer)
         return Session(
             config=config,
             mesh=mesh,

@@ -10,7 +10,7 @@ from torch import Tensor
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
-from moemesh.config.huggingface.model import family_of, model_values
+from moemesh.config.huggingface.model import model_values
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
@@ -29,7 +29,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
     model = Transformer(config)
     initialize(model, seed=0, dtype=dtype)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    HuggingFaceWeights(folder, config, family_of(read_config(folder))).load_into(
+    HuggingFaceWeights.open(folder, config).load_into(
         [
             Shard(
                 name=f"model.{name}",

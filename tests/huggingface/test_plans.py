@@ -59,7 +59,7 @@ def _evaluate(rank: int, folder: Path, text: Path, plan: list[str]) -> Evaluatio
     return run(config, mesh, folder)
 
 
-def _all_plans(folder: Path, text: Path, name: str) -> list[Evaluation]:
+def all_plans(folder: Path, text: Path, name: str) -> list[Evaluation]:
     plan = PLANS[name]
     sizes = dict(part.split("=") for part in plan if not part.endswith("zero1"))
     ranks = math.prod(int(sizes.get(f"plan.{axis}", 1)) for axis in ("pp", "dp", "cp", "tp"))
@@ -75,7 +75,7 @@ REPRESENTATIVE = ("deepseek_v3-tp=2", "qwen3_moe-ep=4", "gpt_oss-pp=2", "glm4_mo
 @pytest.mark.parametrize("name", PLANS)
 def test_the_loss_of_a_folder_under_a_plan(folder: Path, text: Path, name: str) -> None:
     reference = expected(folder.name, text)
-    for found in _all_plans(folder, text, name):
+    for found in all_plans(folder, text, name):
         assert found.tokens == 10 * SEQ_LEN
         assert found.loss == pytest.approx(reference, abs=2e-6)
         assert found.perplexity == pytest.approx(math.exp(found.loss))

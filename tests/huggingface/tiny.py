@@ -139,11 +139,17 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "granite")
 
 @cache
 def build(kind: str) -> Any:
-    """A model of the family `kind`: weights from a fixed seed, matrices three times as large, so
-    that routing is spread; biases and buffers are not zero. Float32, eager, in evaluation mode."""
+    """The model of the family `kind` that most tests share: do not change its weights."""
+    return make(kind)
+
+
+def make(kind: str, **changes: Any) -> Any:
+    """A model of the family `kind`, with `changes` of its configuration: weights from a fixed seed,
+    matrices three times as large, so that routing is spread; biases and buffers are not zero.
+    Float32, eager, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {**COMMON, **FAMILIES[kind]}
+    values = {**COMMON, **FAMILIES[kind], **changes}
     config = AutoConfig.for_model(kind, **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

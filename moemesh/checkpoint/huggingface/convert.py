@@ -39,7 +39,7 @@ def write_huggingface(
     config: Mapping[str, object],
     *,
     dtype: torch.dtype,
-    origin: Path | None = None,
+    origin: WeightFolder | None = None,
     on_file: OnFile = lambda done, total: None,
 ) -> None:
     """Write the weights of `checkpoint` as a folder of the family `kind` with this `config`.
@@ -54,7 +54,7 @@ def write_huggingface(
             make = partial(_stored, checkpoint, name, tensor, piece, kept)
             tensors[piece.source] = Deferred(kept, piece.stored, make)
     if origin is not None:
-        tensors |= _extra(WeightFolder(origin), tensors, model)
+        tensors |= _extra(origin, tensors, model, dtype)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -133,9 +133,13 @@ def _read(checkpoint: Checkpoint, name: str, box: Sequence[range]) -> Tensor:
 
 
 def _extra(
-    folder: WeightFolder, tensors: Mapping[str, Deferred], model: ModelConfig
+    folder: WeightFolder,
+    tensors: Mapping[str, Deferred],
+    model: ModelConfig,
+    dtype: torch.dtype,
 ) -> dict[str, Deferred]:
-    """Tensors of further prediction layers that the model does not have, as they stand."""
+    """Tensors of further prediction layers that the model does not have, as they stand; of a
+    quantized folder in `dtype`."""
     patterns = extra_layers(model)
     # Layers that are trained share the model's tables: the copies beside them would be old.
     trained = "|".join(map(str, model.mtp_layers))
@@ -147,8 +151,13 @@ def _extra(
         if re.fullmatch(own, name):
             continue
         box = [range(size) for size in stored.shape]
-        found[name] = Deferred(stored.dtype, stored.shape, partial(folder.read, name, box))
+        kept = dtype if folder.is_quantized else stored.dtype
+        found[name] = Deferred(kept, stored.shape, partial(_copied, folder, name, box, kept))
     return found
+
+
+def _copied(folder: WeightFolder, name: str, box: Sequence[range], dtype: torch.dtype) -> Tensor:
+    return folder.read(name, box).to(dtype)
 
 
 def newest(folder: Path) -> Checkpoint:

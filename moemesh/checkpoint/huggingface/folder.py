@@ -23,13 +23,17 @@ from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
 from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.huggingface.quantized import Quantized, quantized_tensors
 from moemesh.checkpoint.manifest import DTYPES
+from moemesh.config.huggingface.quantization import Quantization
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+#: Numbers that a weight can be stored as.
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TORCH_DTYPES = {name: cast("torch.dtype", getattr(torch, key)) for key, name in DTYPES.items()}
 
 
@@ -43,11 +47,17 @@ class Stored(NamedTuple):
 
 class WeightFolder:
     """The tensors of a folder. Raises CheckpointError naming file and tensor for anything that is
-    missing, damaged, or would lead out of the folder."""
+    missing, damaged, or would lead out of the folder.
 
-    def __init__(self, path: Path) -> None:
+    With `quantization`, `tensors` are those that stored ones of fewer bits stand for, and all are
+    read as float32.
+    """
+
+    def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
         check_folder(path)
         self.path = path
+        #: Bytes of tensors that were read so far.
+        self.bytes_read = 0
         self._open: dict[str, Any] = {}
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [SINGLE]
@@ -59,6 +69,27 @@ class WeightFolder:
                 f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "
                 f"there ({len(missing)} such tensors)"
             )
+        self._stored = dict(self.tensors)
+        self._quantized: dict[str, Quantized] = {}
+        if quantization is not None:
+            self._dequantize(quantization)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether tensors are stored in fewer bits than they are read as."""
+        return bool(self._quantized)
+
+    def _dequantize(self, quantization: Quantization) -> None:
+        """Put the tensors that others stand for in their place."""
+        self._quantized, problems = quantized_tensors(self._stored, quantization)
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise CheckpointError(f"{self.path}: {problems[0]}{more}")
+        for name, tensor in self._quantized.items():
+            file = self._stored[tensor.sources[0]].file
+            for source in tensor.sources:
+                self.tensors.pop(source, None)
+            self.tensors[name] = Stored(file, torch.float32, tensor.shape)
 
     def _add(self, file: str, index: dict[str, str] | None) -> None:
         path = self.path / file
@@ -77,10 +108,19 @@ class WeightFolder:
             self.tensors[name] = Stored(file, dtype, entry.shape)
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a tensor, in its stored dtype, on the CPU."""
-        stored = self._stored(name)
-        whole = [range(size) for size in stored.shape]
-        if list(box) == whole:
+        """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
+        tensors in float32)."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: holds no tensor named {name}")
+        if (quantized := self._quantized.get(name)) is not None:
+            return quantized.read(box, self._read)
+        found = self._read(name, box)
+        return found.float() if self._quantized else found
+
+    def _read(self, name: str, box: Sequence[range]) -> Tensor:
+        stored = self._stored[name]
+        self.bytes_read += prod(len(part) for part in box) * stored.dtype.itemsize
+        if list(box) == [range(size) for size in stored.shape]:
             return cast("Tensor", self._file(stored.file).get_tensor(name))
         part = self._file(stored.file).get_slice(name)
         return cast("Tensor", part[tuple(slice(one.start, one.stop) for one in box)])
@@ -99,6 +139,10 @@ class WeightFolder:
             if name in self.tensors and self.tensors[name].shape != shape:
                 found = list(self.tensors[name].shape)
                 lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
+            elif name in self.tensors and self.tensors[name].dtype not in _WEIGHT_DTYPES:
+                dtype = str(self.tensors[name].dtype).removeprefix("torch.")
+                why = "and config.json names no quantization" if "float8" in dtype else ""
+                lines.append(f"{name} is stored as {dtype} {why}".rstrip())
         if lines:
             more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
             raise CheckpointError(
@@ -110,12 +154,6 @@ class WeightFolder:
     def close(self) -> None:
         """Let go of the files; a later read opens them again."""
         self._open.clear()
-
-    def _stored(self, name: str) -> Stored:
-        try:
-            return self.tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

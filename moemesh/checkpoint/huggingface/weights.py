@@ -19,6 +19,9 @@ from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.names import pieces, view_of
 from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble
 from moemesh.checkpoint.store import Shard
+from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.model import family_of
+from moemesh.config.huggingface.quantization import Quantization, quantization_of
 from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
 
@@ -69,8 +72,15 @@ class HuggingFaceWeights:
     """An opened folder. Raises CheckpointError unless it holds the tensors of the model `config`
     and no others, before any is read."""
 
-    def __init__(self, path: Path, config: ModelConfig, kind: str) -> None:
-        self.folder = WeightFolder(path)
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        kind: str,
+        quantization: Quantization | None = None,
+    ) -> None:
+        self.folder = WeightFolder(path, quantization)
+        self.quantization = quantization
         self.tensors = logical_tensors(config, kind)
         expected = {
             piece.source: piece.stored for one in self.tensors.values() for piece in one.pieces
@@ -80,6 +90,22 @@ class HuggingFaceWeights:
         if config.tied_embeddings:
             known.append(r"lm_head\.weight")
         self.folder.check(expected, known)
+
+    @staticmethod
+    def open(path: Path, config: ModelConfig) -> HuggingFaceWeights:
+        """A folder whose family and format of weights its ``config.json`` names."""
+        given = read_config(path)
+        return HuggingFaceWeights(path, config, family_of(given), quantization_of(given))
+
+    @property
+    def note(self) -> str | None:
+        """What is to be known before the weights are read; None where they are stored as usual."""
+        if self.quantization is None:
+            return None
+        return (
+            f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "
+            "while they are read, and are not quantized again"
+        )
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a

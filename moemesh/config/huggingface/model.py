@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from moemesh.config.huggingface.keys import Config, first, known_families, table, wrong
+from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.huggingface.sizes import Sizes, read_sizes
 
 #: Fields of a planner's shape that say nothing new to a trained model, with the value that it has.
@@ -78,10 +79,7 @@ def model_values(config: Config) -> dict[str, object]:
 
     Raises ConfigError naming what is missing, wrong, or beyond our model.
     """
-    if config.get("quantization_config"):
-        method = table(config, "quantization_config").get("quant_method")
-        message = f"weights in the format {method} cannot be read; convert them to bfloat16"
-        raise wrong("not-available", "quantization_config", method, message)
+    quantization_of(config)
     sizes = read_sizes(config)
     row = trained_families()["family"][family_of(config)]
     fields = sizes.fields
