@@ -45,6 +45,7 @@ def quantization_of(config: Config) -> Quantization | None:
     sizes = cast("Sequence[object]", block) if isinstance(block, (list, tuple)) else ()
     numbers = [one for one in sizes if isinstance(one, int) and not isinstance(one, bool)]
     if len(sizes) != 2 or len(numbers) != 2 or min(numbers) < 1:
+        key, given_block = f"{_KEY}.weight_block_size", cast("object", block)
         message = "fp8 weights are read with a scale for each block of [rows, columns] only"
-        raise wrong("not-available", f"{_KEY}.weight_block_size", cast("object", block), message, "[128, 128]")
+        raise wrong("not-available", key, given_block, message, "[128, 128]")
     return Quantization("fp8", (numbers[0], numbers[1]))
