@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,33 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
+from moemesh.data.records import BadRecordError, Where
+from moemesh.data.tokenizer import (
+    SETTINGS,
+    DataError,
+    Tokenizer,
+    read_whole,
+    settings_of,
+    special_tokens,
+)
 
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+#: Characters of a message of a template that go into an error.
+LONGEST_REASON = 300
+
+
+class Rendered(NamedTuple):
+    """The text of a conversation, and which of its characters carry loss."""
+
+    text: str
+    learned: tuple[range, ...]
+
+    def mask(self, offsets: np.ndarray) -> np.ndarray:
+        """Which tokens carry loss, bool [n]; `offsets` [n, 2] are the characters of each."""
+        found = np.zeros(len(offsets), dtype=bool)
+        for span in self.learned:
+            found |= (offsets[:, 0] >= span.start) & (offsets[:, 1] <= span.stop)
+        return found
 
 
 class Encoded(NamedTuple):
@@ -51,16 +74,12 @@ class ChatTemplate:
             raise DataError(f"{origin}: the chat template is broken: {error}") from error
 
     @classmethod
-    def open(cls, tokenizer: str) -> ChatTemplate:
-        """The template of the tokenizer in a folder. Raises DataError without one."""
-        folder = Path(tokenizer).expanduser()
-        settings = _settings(folder / SETTINGS) if tokenizer != "bytes" else {}
-        tokens = {
-            key: value["content"] if isinstance(value, dict) else str(value)
-            for key, value in settings.items()
-            if key.endswith("_token") and value is not None
-        }
-        if tokenizer != "bytes" and (folder / TEMPLATE).is_file():
+    def open(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template beside a tokenizer. Raises DataError without one."""
+        folder = tokenizer.folder
+        settings = {} if folder is None else settings_of(folder / SETTINGS)
+        tokens = {} if folder is None else special_tokens(folder / SETTINGS)
+        if folder is not None and (folder / TEMPLATE).is_file():
             source = read_whole(folder / TEMPLATE).decode(errors="replace")
             return cls(source, tokens, str(folder / TEMPLATE))
         source = settings.get("chat_template")
@@ -69,16 +88,23 @@ class ChatTemplate:
             source = named.get("default")
         if not isinstance(source, str):
             raise DataError(
-                f'data.tokenizer is "{tokenizer}", which has no chat template, and the data has '
-                f'conversations ("messages"): name the folder of a tokenizer with {TEMPLATE}'
+                f'data.tokenizer is "{folder or "bytes"}", which has no chat template, and the '
+                'data has conversations ("messages"): name the folder of a tokenizer with '
+                f"{TEMPLATE}"
             )
-        return cls(source, tokens, str(folder / SETTINGS))
+        return cls(source, tokens, f"{folder}/{SETTINGS}")
 
-    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Encoded:
-        """The conversation under "messages" (and "tools"), rendered and tokenized.
+    def encode(self, record: Mapping[str, Any], tokenizer: Tokenizer, where: Where) -> Encoded:
+        """:meth:`render`, and the ids of the text."""
+        rendered = self.render(record, where)
+        ((ids, offsets),) = tokenizer.encode_with_offsets([rendered.text])
+        return Encoded(ids, rendered.mask(offsets))
 
-        Raises DataError naming the record for what is no conversation, has no assistant turn, or
-        makes the template fail.
+    def render(self, record: Mapping[str, Any], where: Where) -> Rendered:
+        """The text of the conversation under "messages" (and "tools").
+
+        Raises BadRecordError for what is no conversation, has no assistant turn, or makes the
+        template fail.
         """
         messages = _messages(record, where)
         text = self._render(messages, record, where)
@@ -91,35 +117,35 @@ class ChatTemplate:
             before = self._render(earlier, record, where, answers=True) if earlier else ""
             after = self._render(messages[: turn + 1], record, where)
             if not after.startswith(before) or not text.startswith(after):
-                raise DataError(
-                    f"{where}: the chat template ({self._origin}) writes turn {turn + 1} otherwise "
-                    "when others follow, so that its part of the text cannot be told: give each "
-                    "answer a record of its own"
+                raise BadRecordError(
+                    where,
+                    f"the chat template ({self._origin}) writes turn {turn + 1} otherwise when "
+                    "others follow, so that its part of the text cannot be told: give each answer "
+                    "a record of its own",
                 )
             spans.append(range(len(before), len(after)))
-        ids, offsets = tokenizer.encode_with_offsets(text)
-        learned = np.zeros(len(ids), dtype=bool)
-        for span in spans:
-            learned |= (offsets[:, 0] >= span.start) & (offsets[:, 1] <= span.stop)
-        return Encoded(ids, learned)
+        return Rendered(text, tuple(spans))
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         record: Mapping[str, Any],
-        where: str,
+        where: Where,
         *,
         answers: bool = False,
     ) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=record.get("tools"),
                 add_generation_prompt=answers,
                 **self._tokens,
             )
+            text.encode()  # of escapes in JSON, a text may hold half of a character
         except Exception as error:  # a template may raise anything
-            raise DataError(f"{where}: the chat template ({self._origin}) fails: {error}") from None
+            reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
+            raise BadRecordError(where, reason) from None
+        return text
 
 
 class _Generation(Extension):
@@ -132,28 +158,18 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _messages(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _messages(record: Mapping[str, Any], where: Where) -> list[dict[str, Any]]:
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where}: "messages" must be a list of at least one message')
+        raise BadRecordError(where, '"messages" must be a list of at least one message')
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f'{where}: message {number} has no "role"')
+            raise BadRecordError(where, f'message {number} has no "role"')
         if "content" not in message and "tool_calls" not in message:
-            raise DataError(f'{where}: message {number} has no "content"')
+            raise BadRecordError(where, f'message {number} has no "content"')
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{where}: the conversation has no assistant turn to learn from")
+        raise BadRecordError(where, "the conversation has no assistant turn to learn from")
     return messages
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(read_whole(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({error})") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:

@@ -148,7 +148,7 @@ def _encoded(
             where = f"{file}, line {number}"
             record = _record(line, where)
             if "messages" in record:
-                template = template or ChatTemplate.open(tokenizer)
+                template = template or ChatTemplate.open(reader)
                 yield where, *template.encode(record, reader, where)
             else:
                 yield where, reader.encode(_text_of(record, where), where), None

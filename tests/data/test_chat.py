@@ -12,6 +12,7 @@ import pytest
 from moemesh.comm.mesh import Mesh
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.corpus import Corpus
+from moemesh.data.records import Where
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.train.batches import own_batches
@@ -25,6 +26,7 @@ CHATML = """{% for message in messages %}
 <|im_start|>assistant
 {% endif %}
 """
+HERE = Where("chat.jsonl", "line", 7, 90)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Grüße?"},
@@ -59,7 +61,9 @@ def jsonl(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_the_assistant_turns_carry_loss(folder: Path) -> None:
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(str(folder)).encode({"messages": TALK}, tokenizer, "here")
+    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
+        {"messages": TALK}, tokenizer, HERE
+    )
     learned = [int(one) for one, is_learned in zip(*found, strict=True) if is_learned]
     start, end = (tokenizer.encode(text, "") for text in (b"<|im_start|>", b"<|im_end|>"))
     assert len(start) == len(end) == 1
@@ -71,7 +75,7 @@ def test_the_assistant_turns_carry_loss(folder: Path) -> None:
 
 def test_bytes_of_characters_are_learned_whole() -> None:
     template = ChatTemplate(CHATML, {}, "test")
-    found = template.encode({"messages": TALK}, Tokenizer.open("bytes"), "here")
+    found = template.encode({"messages": TALK}, Tokenizer.open("bytes"), HERE)
     text = bytes(int(one) for one, is_learned in zip(*found, strict=True) if is_learned).decode()
     assert text == "Hallo, schön!<|im_end|>\nBye.<|im_end|>\n"
 
@@ -81,8 +85,10 @@ def test_the_rendering_is_that_of_transformers(folder: Path) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     expected = theirs.apply_chat_template(TALK, chat_template=CHATML, tokenize=False)
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(str(folder)).encode({"messages": TALK}, tokenizer, "here")
-    assert np.array_equal(found.ids, tokenizer.encode(expected.encode(), "there"))
+    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
+        {"messages": TALK}, tokenizer, HERE
+    )
+    assert np.array_equal(found.ids, tokenizer.encode(expected.encode(), HERE))
 
 
 def test_batches_have_the_mask(folder: Path, tmp_path: Path) -> None:
@@ -153,14 +159,14 @@ def test_a_template_that_rewrites_earlier_turns(folder: Path) -> None:
         "{% for m in messages %}{{ m.content if loop.last else '' }};{% endfor %}", {}, "test"
     )
     with pytest.raises(DataError, match="turn 3 otherwise"):
-        template.encode({"messages": TALK}, Tokenizer.open(str(folder)), "here")
+        template.encode({"messages": TALK}, Tokenizer.open(str(folder)), HERE)
 
 
 def test_generation_blocks_are_their_body() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     talk = [{"role": "assistant", "content": "ab"}]
     found = ChatTemplate(source, {}, "test").encode(
-        {"messages": talk}, Tokenizer.open("bytes"), "here"
+        {"messages": talk}, Tokenizer.open("bytes"), HERE
     )
     assert bytes(found.ids).decode() == "ab"
 
@@ -176,5 +182,7 @@ def test_special_tokens_of_the_settings(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     talk = [{"role": "assistant", "content": "e"}]
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(str(folder)).encode({"messages": talk}, tokenizer, "here")
+    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
+        {"messages": talk}, tokenizer, HERE
+    )
     assert tokenizer.decode([int(one) for one in found.ids]) == "Be"
