@@ -104,8 +104,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
 def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
     """What of a layout `moemesh train` refuses or has no key for; empty where it carries it out."""
     if model.config is None:
-        message = "`moemesh train` has the models of its presets and of [model] tables only"
-        return [Problem(code="not-available", key="model", message=message)]
+        return [Problem(code="not-available", key="model", message=model.why_not)]
     plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch
     config = RunConfig(
         model=model.config,

@@ -17,12 +17,13 @@ from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.export import (
+    AHEAD_KEY,
     VERSION_KEYS,
     config_json,
     differences,
     family_or_refusal,
 )
-from moemesh.config.huggingface.folder import CONFIG, read_config
+from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values
 from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.load import load_recorded, load_run, resolved_toml
@@ -98,7 +99,7 @@ def _to_huggingface(
     wanted = dtype or config.train.dtype
     kind, values = _family(config, origin, wanted)
     weights: WeightFolder | None = None
-    if origin is not None and any(origin.glob("*.safetensors")):
+    if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
     if origin is not None:
         carry_along(origin, out)
@@ -122,7 +123,10 @@ def _family(config: RunConfig, origin: Path | None, dtype: str) -> tuple[str, di
     given = read_config(origin)
     kind = family_of(given)
     ours = config_json(config.model, kind, dtype)
-    stored = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
+    stored: dict[str, object] = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
+    if ahead := config.model.num_mtp_layers:
+        # Layers that are not trained are copied: the folder has at least those of `origin`.
+        stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
     added = {key: ours[key] for key in VERSION_KEYS if key in ours}
     for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
         values = {key: value for key, value in values.items() if value is not None}

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import Deferred
-from moemesh.checkpoint.huggingface.folder import INDEX, SINGLE, WeightFolder
+from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
 from moemesh.checkpoint.huggingface.write import carry_along, write_folder
+from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)

@@ -141,14 +141,17 @@ def _extra(
     """Tensors of further prediction layers that the model does not have, as they stand; of a
     quantized folder in `dtype`."""
     patterns = extra_layers(model)
-    # Layers that are trained share the model's tables: the copies beside them would be old.
+    # Layers that are trained share the model's tables: copies beside them follow.
     trained = "|".join(map(str, model.mtp_layers))
-    own = rf"model\.layers\.({trained})\.(embed_tokens|shared_head\.head)\.weight"
+    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    shared = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": head}
     found: dict[str, Deferred] = {}
     for name, stored in folder.tensors.items():
         if name in tensors or not any(re.fullmatch(pattern, name) for pattern in patterns):
             continue
-        if re.fullmatch(own, name):
+        copy = re.fullmatch(rf"model\.layers\.({trained})\.({'|'.join(shared)})\.weight", name)
+        if copy is not None:
+            found[name] = tensors[shared[copy[2]]]
             continue
         box = [range(size) for size in stored.shape]
         kept = dtype if folder.is_quantized else stored.dtype

@@ -25,10 +25,9 @@ from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, r
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.quantized import Quantized, quantized_tensors
 from moemesh.checkpoint.manifest import DTYPES
+from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.huggingface.quantization import Quantization
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")

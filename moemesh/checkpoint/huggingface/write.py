@@ -13,8 +13,8 @@ from pathlib import Path
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.header import Deferred, HeaderEntry, read_header, safetensors_bytes
-from moemesh.checkpoint.huggingface.folder import INDEX, SINGLE
 from moemesh.checkpoint.manifest import DTYPES
+from moemesh.config.huggingface.folder import INDEX, SINGLE
 
 #: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.
 FILE_BYTES = 4 << 30

@@ -31,6 +31,8 @@ _CLASSES = {
 }  # fmt: skip
 #: Keys that some version of transformers reads and another does not write.
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
+#: The number of extra prediction layers behind the last.
+AHEAD_KEY = "num_nextn_predict_layers"
 #: Positions that a configuration names when the model has no limit.
 _NO_LIMIT = 1 << 17
 
@@ -53,6 +55,9 @@ def differences(
         )
     other = ModelConfig.model_validate(values)
     ours, theirs = _meaning(model), _meaning(other)
+    if trained_families()["family"][kind].get("predicts_ahead"):
+        # How many of the layers behind the last are trained is ours to say.
+        theirs["num_mtp_layers"] = ours["num_mtp_layers"]
     return {
         key: (ours.get(key), theirs.get(key))
         for key in {**ours, **theirs}
@@ -146,7 +151,7 @@ def _sizes(model: ModelConfig, kind: str) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
     }
     if model.num_mtp_layers:
-        values["num_nextn_predict_layers"] = model.num_mtp_layers
+        values[AHEAD_KEY] = model.num_mtp_layers
     return values
 
 

@@ -13,6 +13,8 @@ from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import Leaf, Source
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+#: All tensors in one file, or the index of the files that hold them.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
 
@@ -39,6 +41,11 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
     return cast("dict[str, Any]", found)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds weights as transformers stores them."""
+    return (path / SINGLE).exists() or (path / INDEX).exists()
 
 
 def read_folder(path: Path) -> Source:

@@ -190,7 +190,9 @@ def train_command(layout: PlannedLayout, model: Model) -> str:
     assert model.config is not None, "only a model with a configuration is trained"
     plan, defaults = plan_of(layout), Plan()
     name = model.shape.name
-    if name in preset_names() and load_model(name).config == model.config:
+    if model.path is not None:
+        words = [f"model.path={model.path}"]
+    elif name in preset_names() and load_model(name).config == model.config:
         words = [f"model.preset={name}"]
     else:
         words = _set("model", model.config, ModelConfig())

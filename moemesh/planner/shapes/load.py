@@ -1,4 +1,4 @@
-"""A model by whatever names it: a preset, a Hugging Face config.json, or a TOML file."""
+"""A model by whatever names it: a preset, a folder of transformers, a config.json, a TOML file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
+from moemesh.config.huggingface.model import model_values
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import Leaf, preset_names, read_preset_table
@@ -23,10 +24,15 @@ SHAPES = "shapes"
 
 class Model(NamedTuple):
     """A shape, and the configuration with which our own library would train it (None: it cannot
-    say all of the shape)."""
+    say all of the shape, `why_not` says why).
+
+    `path`: the folder of weights that training starts from.
+    """
 
     shape: ModelShape
     config: ModelConfig | None
+    path: str | None = None
+    why_not: str = "`moemesh train` has the models of its presets and of [model] tables only"
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
@@ -47,17 +53,36 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         return _from_table(read_preset_table(source, SHAPES), source, f"preset {source}")
     path = Path(source)
     if path.is_dir():
-        path = path / "config.json"
+        if has_weights(path):
+            return _of_folder(source)
+        path = path / CONFIG
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         known = (*preset_names(), *preset_names(SHAPES))
         message = "neither a model preset nor a readable config.json or TOML file"
         raise _refused("no-file", source, message, nearest_choice(source, known)) from None
-    name = path.parent.name if path.name == "config.json" else path.stem
+    name = path.parent.name if path.name == CONFIG else path.stem
     if path.suffix == ".json":
         return Model(from_huggingface(read_config(path, "model"), name), None)
     return _from_table(_toml(text, source), name, source)
+
+
+def _of_folder(source: str) -> Model:
+    """A folder with weights, as `moemesh train` starts from it: without extra prediction layers,
+    which are trained on demand only."""
+    path = Path(source)
+    given = read_config(path, "model")
+    shape = from_huggingface(given, path.resolve().name)
+    try:
+        config = _config(model_values(given))
+    except ConfigError as error:
+        problem = error.problems[0]
+        return Model(shape, None, why_not=f"{problem.key}: {problem.message}")
+    if ahead := shape.num_mtp_layers:
+        note = f"extra prediction layers ({ahead}) are trained with model.num_mtp_layers only"
+        shape = shape.changed(num_mtp_layers=0, notes=(*shape.notes, note))
+    return Model(shape, config, path=source)
 
 
 def load_both(
