@@ -1,4 +1,4 @@
-"""Expected token counts per expert and rank, from which routing-dependent traffic follows.
+"""Token counts per expert and rank, expected or chosen: traffic that depends on them follows.
 
 Uniform routing chooses k of E experts with equal probability. A token then has an expert in a given
 part of n of them with probability 1 - C(E - n, k) / C(E, k), so it visits N times that of N nodes,
@@ -7,7 +7,7 @@ n = E/N.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moemesh.config.dispatchers import visit_probability
@@ -31,6 +31,36 @@ class Sent:
     visits: tuple[float, ...]
     node_visits: tuple[float, ...]
     slots: int
+
+
+#: Expert ids of each slot of each token (-1: none).
+Choices = Sequence[Sequence[int]]
+
+
+def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> Sent:
+    """What tokens with these `choices` ask for; `slots` where there is no token."""
+    per_rank = num_experts // layout.ep
+    by_expert = [0] * num_experts
+    visits, nodes = [0] * layout.ep, [0] * layout.ep_rail
+    for token in choices:
+        chosen = [expert for expert in token if expert >= 0]
+        for expert in chosen:
+            by_expert[expert] += 1
+        ranks = {expert // per_rank for expert in chosen}
+        for index in ranks:
+            visits[index] += 1
+        for index in {place // layout.ep_node for place in ranks}:
+            nodes[index] += 1
+    return Sent(
+        tokens=len(choices),
+        by_expert=tuple(by_expert),
+        rows=tuple(
+            sum(by_expert[index * per_rank : (index + 1) * per_rank]) for index in range(layout.ep)
+        ),
+        visits=tuple(visits),
+        node_visits=tuple(nodes),
+        slots=len(choices[0]) if choices else slots,
+    )
 
 
 #: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are

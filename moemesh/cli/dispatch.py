@@ -1,0 +1,147 @@
+"""The verb dispatch: who sends which rows to whom, under each dispatcher."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+from moemesh.cli.table import table
+
+if TYPE_CHECKING:
+    from moemesh.planner.dispatches import RoutingExample
+    from moemesh.planner.traffic.exchanges import DispatchExchanges, Exchange
+
+#: Ranks whose matrices are printed.
+MOST_RANKS = 16
+
+
+@app.command("dispatch", short_help="Who sends which rows to whom, under each dispatcher.")
+def show_dispatch(
+    routing: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ROUTING",
+            help="A packaged routing, or a JSON or TOML file; without it tokens choose at random.",
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help='Such as "dp=4,ep=4"; by default that of the routing.')
+    ] = None,
+    dispatcher: Annotated[
+        list[str] | None, typer.Option(help="Show this one. May be repeated.")
+    ] = None,
+    experts: Annotated[int, typer.Option(min=1, help="Experts (random routing).")] = 8,
+    experts_per_token: Annotated[int, typer.Option(min=1, help="Of each token.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 8,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Channels of a row.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="Of a row.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Of the random routing.")] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one dispatch and combine of an MoE layer for a small routing, with bytes.
+
+    Packaged routings: even-all-to-all, uneven-all-to-all, uneven-reduce-scatter. A file has the
+    keys plan, num_experts and experts (a list of ranks, of tokens, of expert ids; -1 is none).
+    Examples:
+
+        moemesh dispatch uneven-reduce-scatter
+
+        moemesh dispatch --plan dp=8,ep=8,ranks_per_node=4 --tokens 16 --svg dispatch.svg
+    """
+    from moemesh.planner.dispatches import random_example, read_example, to_json
+
+    if routing is None:
+        example = random_example(
+            plan or "dp=4,ep=4",
+            num_experts=experts,
+            experts_per_token=experts_per_token,
+            tokens=tokens,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            seed=seed,
+            dispatchers=dispatcher or (),
+        )
+    else:
+        example = read_example(routing, plan=plan, dispatchers=dispatcher or ())
+    if svg is not None:
+        from moemesh.report.files import write_texts
+        from moemesh.report.pairs import draw
+
+        panels = [
+            (name, _title(found, one), _rows(found, one))
+            for name in example.dispatchers
+            for found in [example.exchanges(name)]
+            for one in found.of_rows()
+        ]
+        write_texts([(svg, draw(panels) + "\n")])
+    if as_json:
+        typer.echo(json.dumps(to_json(example)))
+    else:
+        typer.echo(dispatch_text(example))
+
+
+def dispatch_text(example: "RoutingExample") -> str:
+    """The matrices of every dispatcher, in rows, then the bytes of each."""
+    counts = sorted({len(own) for own in example.choices})
+    each = "-".join(map(str, (counts[0], counts[-1]))) if len(counts) > 1 else str(counts[0])
+    lines = [
+        *([example.about] if example.about else []),
+        f"{len(example.choices)} ranks, {example.num_experts} experts, {each} tokens a rank, "
+        f"up to {example.slots} experts a token, {example.hidden_size} channels of {example.dtype}",
+    ]
+    summary: list[tuple[str, ...]] = []
+    for name in example.dispatchers:
+        found = example.exchanges(name)
+        note = ": more rows for a rank than it has slots, so they go by all_to_all"
+        lines += ["", name + (note if found.overflows else "")]
+        for one in found.of_rows():
+            lines.append(f"  {_title(found, one)}")
+            if len(example.choices) <= MOST_RANKS:
+                lines.append(_matrix(_rows(found, one)))
+        summary.append((name, *_totals(found)))
+    header = ("forward", "sent, all ranks", "most of a rank", "received, most of a rank", "counts")
+    lines += ["", table(header, summary)]
+    lines.append("Bytes over wires; counts are ids and sizes that go before the rows.")
+    if len(example.choices) > MOST_RANKS:
+        lines.append(f"Pairs of more than {MOST_RANKS} ranks: --svg draws them, --json lists them.")
+    return "\n".join(lines)
+
+
+def _title(found: "DispatchExchanges", one: "Exchange") -> str:
+    what = "rows to the experts" if one.caller == "moe.dispatch" else "results back"
+    return f"{what}: {one.op} over {one.axis}, rows of {_row_bytes(found, one):,.0f} B"
+
+
+def _row_bytes(found: "DispatchExchanges", one: "Exchange") -> float:
+    return found.row_out if one.caller == "moe.dispatch" else found.row_back
+
+
+def _rows(found: "DispatchExchanges", one: "Exchange") -> list[list[int]]:
+    """Rows by (from, to)."""
+    size = _row_bytes(found, one)
+    return [[round(sent / size) for sent in line] for line in one.sent]
+
+
+def _matrix(rows: list[list[int]]) -> str:
+    """Rows by pair of ranks, what a rank keeps in brackets, with what crosses a wire."""
+    lines: list[tuple[str, ...]] = []
+    for sender, line in enumerate(rows):
+        cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]
+        lines.append((f"    from {sender}", *cells, str(sum(line) - line[sender])))
+    totals = [sum(line[to] for line in rows) - rows[to][to] for to in range(len(rows))]
+    lines.append(("    received", *map(str, totals), str(sum(totals))))
+    return table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), lines)
+
+
+def _totals(found: "DispatchExchanges") -> tuple[str, ...]:
+    ranks = range(len(found.ledgers))
+    forward = [one for one in found.exchanges if one.phase == "forward"]
+    sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
+    received = [sum(one.wire_received(rank) for one in forward) for rank in ranks]
+    counts = [one for one in forward if one.caller in ("moe.counts", "moe.headers")]
+    before = sum(one.wire_sent(rank) for one in counts for rank in ranks)
+    return tuple(f"{round(n):,}" for n in (sum(sent), max(sent), max(received), before))

@@ -1,0 +1,261 @@
+"""One small routing under every dispatcher: the rows and bytes of each pair of ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.suggest import nearest_choice
+from moemesh.planner.layout import ELEMENT_BYTES
+from moemesh.planner.plan_text import read_plan, smallest_batch
+from moemesh.planner.traffic.exchanges import DispatchExchanges, dispatch_exchanges
+from moemesh.planner.traffic.routing import Choices
+
+ROUTINGS = "routings"
+#: What every plan can carry out without a package of its own.
+DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
+#: Dtypes of rows.
+DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
+_KEYS = {"about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingExample:
+    """Tokens on the ranks of a plan and the experts that they chose: ``choices[rank][token]`` are
+    the ids of its slots (-1: none). `about` says what it shows; `dispatchers` are shown."""
+
+    plan: Plan
+    choices: Sequence[Choices]
+    num_experts: int
+    hidden_size: int = 1024
+    dtype: str = "bfloat16"
+    dispatchers: tuple[str, ...] = DISPATCHERS
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise ConfigError(problems)
+
+    @property
+    def slots(self) -> int:
+        """Most experts of a token."""
+        return max((len(token) for own in self.choices for token in own), default=1)
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """A model with these experts; only its MoE layer is asked for."""
+        return ModelConfig(
+            num_experts=self.num_experts,
+            experts_per_token=self.slots,
+            hidden_size=self.hidden_size,
+        )
+
+    def exchanges(self, dispatcher: str) -> DispatchExchanges:
+        """What `dispatcher` sends for it."""
+        plan = self.plan.model_copy(update={"dispatcher": dispatcher})
+        element = int(ELEMENT_BYTES[self.dtype])
+        return dispatch_exchanges(self.model, plan, self.choices, element=element)
+
+    def _problems(self) -> list[Problem]:
+        plan, found = self.plan, list[Problem]()
+        if plan.pp > 1:
+            message = "a dispatch is inside one pipeline stage"
+            found.append(_problem("pp", "plan.pp", plan.pp, message, "pp = 1"))
+        if plan.ep * plan.etp == 1:
+            message = "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show"
+            found.append(_problem("no-exchange", "plan.ep", 1, message, "ep = 2"))
+        if self.num_experts < 1 or self.num_experts % plan.ep:
+            message = f"num_experts ({self.num_experts}) must be a positive multiple of ep"
+            fix = f"num_experts = {max(1, -(-self.num_experts // plan.ep)) * plan.ep}"
+            found.append(_problem("not-divisible", "num_experts", self.num_experts, message, fix))
+        if len(self.choices) != plan.world_size:
+            message = f"experts has {len(self.choices)} ranks, the plan {plan.world_size}"
+            found.append(_problem("ranks", "experts", len(self.choices), message))
+        if self.hidden_size < 1:
+            message = "a row has at least one channel"
+            found.append(_problem("range", "hidden_size", self.hidden_size, message))
+        if self.dtype not in DTYPES:
+            message, fix = (
+                f"dtype is one of {', '.join(DTYPES)}",
+                nearest_choice(self.dtype, DTYPES),
+            )
+            found.append(_problem("not-a-choice", "dtype", self.dtype, message, fix))
+        for name in self.dispatchers:
+            if name not in DISPATCHERS:
+                found.append(_not_a_choice("dispatcher", name, DISPATCHERS))
+        return found + self._wrong_choices()
+
+    def _wrong_choices(self) -> list[Problem]:
+        for rank, own in enumerate(self.choices):
+            for token, chosen in enumerate(own):
+                real = [expert for expert in chosen if expert != -1]
+                where = f"rank {rank}, token {token}"
+                if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
+                    message = (
+                        f"{where} chose expert {wrong[0]}; experts are 0 to "
+                        f"{self.num_experts - 1}, and -1 is none"
+                    )
+                    return [_problem("no-expert", "experts", list(chosen), message)]
+                if len(set(real)) < len(real):
+                    message = f"{where} chose an expert twice"
+                    return [_problem("duplicate", "experts", list(chosen), message)]
+                if len(chosen) != len(self.choices[rank][0]):
+                    message = (
+                        f"{where} has {len(chosen)} slots, token 0 {len(own[0])}; fill with -1"
+                    )
+                    return [_problem("slots", "experts", list(chosen), message, "fill with -1")]
+        return []
+
+
+def random_example(
+    plan: str,
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    tokens: int,
+    hidden_size: int,
+    dtype: str,
+    seed: int,
+    dispatchers: Sequence[str] = (),
+) -> RoutingExample:
+    """`tokens` tokens on each rank of `plan` whose experts are drawn, all alike."""
+    read = _plan(plan)
+    if not 1 <= experts_per_token <= num_experts:
+        message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
+        fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
+        found = _problem("range", "experts_per_token", experts_per_token, message, fix)
+        raise ConfigError([found])
+    draw = random.Random(seed)
+    choices = [
+        [sorted(draw.sample(range(num_experts), experts_per_token)) for _ in range(tokens)]
+        for _ in range(read.world_size)
+    ]
+    return RoutingExample(
+        plan=read,
+        choices=choices,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        dispatchers=tuple(dispatchers) or DISPATCHERS,
+    )
+
+
+def read_example(
+    source: str, *, plan: str | None = None, dispatchers: Sequence[str] = ()
+) -> RoutingExample:
+    """A packaged routing by its name, or a JSON or TOML file with its keys; `plan` and
+    `dispatchers` take the place of its own. Raises ConfigError for what cannot be read."""
+    table = _table(source)
+    if unknown := sorted(set(table) - _KEYS):
+        fix = nearest_choice(unknown[0], tuple(_KEYS))
+        message = f"a routing has no key `{unknown[0]}`"
+        raise ConfigError([_problem("unknown-key", unknown[0], source, message, fix)])
+    needed = ("num_experts", "experts") if plan else ("plan", "num_experts", "experts")
+    if missing := [key for key in needed if key not in table]:
+        message = f"a routing needs {', '.join(missing)}"
+        raise ConfigError([_problem("missing", missing[0], source, message)])
+    choices = table.pop("experts")
+    if not _is_choices(choices):
+        message = "experts is a list of ranks, of tokens, of expert ids"
+        raise ConfigError(
+            [_problem("wrong-type", "experts", source, message, "[[[0, 1], [2, 3]]]")]
+        )
+    for key, kind in (("num_experts", int), ("hidden_size", int), ("dtype", str), ("about", str)):
+        if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
+            message = f"{key} is a {kind.__name__}"
+            raise ConfigError([_problem("wrong-type", key, table[key], message)])
+    written = table.pop("plan", "")
+    own = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
+    return RoutingExample(
+        plan=_plan(plan or written), choices=choices, dispatchers=tuple(dispatchers) or own, **table
+    )
+
+
+def _plan(text: str) -> Plan:
+    """Any sequence and batch do: tokens come from the routing."""
+    read = read_plan(text, seq_len=1024, global_batch=smallest_batch(text)).plan
+    if read is None:
+        message = "a dispatch is that of a [plan]; this has keys that no plan has"
+        raise ConfigError([_problem("not-a-plan", "plan", text, message)])
+    return read
+
+
+def _table(source: str) -> dict[str, Any]:
+    if source in preset_names(ROUTINGS):
+        return dict(read_preset_table(source, ROUTINGS))
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError:
+        message = "neither a packaged routing nor a readable JSON or TOML file"
+        fix = nearest_choice(source, preset_names(ROUTINGS))
+        raise ConfigError([_problem("no-file", "routing", source, message, fix)]) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([_problem("syntax", "routing", source, str(error))]) from None
+    if not isinstance(table, dict):
+        message = "the file holds a table of keys, such as num_experts and experts"
+        raise ConfigError([_problem("wrong-type", "routing", source, message)])
+    return cast("dict[str, Any]", table)
+
+
+def _is_choices(value: object) -> bool:
+    def is_list(part: object) -> bool:
+        return isinstance(part, list)
+
+    if not is_list(value):
+        return False
+    ranks = cast("list[Any]", value)
+    tokens = [token for rank in ranks if is_list(rank) for token in rank]
+    ids = [one for token in tokens if is_list(token) for one in token]
+    return (
+        all(map(is_list, ranks))
+        and all(map(is_list, tokens))
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+    )
+
+
+def to_json(example: RoutingExample) -> dict[str, Any]:
+    """Everything as plain values: per dispatcher its exchanges with bytes by pair of ranks."""
+    shown: dict[str, Any] = {}
+    for name in example.dispatchers:
+        found = example.exchanges(name)
+        shown[name] = {
+            "row_bytes": {"out": found.row_out, "back": found.row_back},
+            "exchanges": [
+                {
+                    "axis": one.axis,
+                    "op": one.op,
+                    "phase": one.phase,
+                    "caller": one.caller,
+                    "sent_bytes": one.sent,
+                }
+                for one in found.exchanges
+            ],
+            "wire_bytes": [_total(ledger.rows(), "wire_bytes") for ledger in found.ledgers],
+            "received_bytes": [_total(ledger.rows(), "received_bytes") for ledger in found.ledgers],
+        }
+    return {"about": example.about, "experts": example.choices, "dispatchers": shown}
+
+
+def _total(rows: Sequence[Mapping[str, Any]], key: str) -> int:
+    return sum(int(row[key]) for row in rows)
+
+
+def _not_a_choice(key: str, value: str, choices: tuple[str, ...]) -> Problem:
+    message = f"{key} is one of {', '.join(choices)}"
+    return _problem("not-a-choice", key, value, message, nearest_choice(value, choices))
+
+
+def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
+    return Problem(code=code, key=key, value=value, message=message, fix=fix)
