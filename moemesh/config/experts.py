@@ -30,6 +30,8 @@ RouterScaleOn = Literal["weights", "output"]
 SharedCombine = Literal["sum", "average"]
 CapacityPolicy = Literal["probability", "position"]
 AuxLossScope = Literal["sequence", "microbatch", "global"]
+AuxLossLayers = Literal["each", "together"]
+AuxLossProbabilities = Literal["router", "softmax"]
 
 
 class ExpertConfig(Section):
@@ -103,6 +105,12 @@ class ExpertConfig(Section):
     capacity_renormalize: bool = False
     #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
     aux_loss_scope: AuxLossScope = "sequence"
+    #: Every layer has its own losses, which are added up; or they are means over the choices of all
+    #: layers together, as transformers has it.
+    aux_loss_layers: AuxLossLayers = "each"
+    #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
+    #: softmax of its logits, where the scores are none (MiniMax-M2).
+    aux_loss_probabilities: AuxLossProbabilities = "router"
     aux_loss_coefficient: float = 0.01
     z_loss_coefficient: float = 0.0
 
@@ -179,9 +187,19 @@ class ExpertConfig(Section):
         return self.num_layers - self.num_moe_layers
 
     @property
+    def has_aux_loss(self) -> bool:
+        """Whether the routers have a loss of their own."""
+        return bool(self.num_experts and (self.aux_loss_coefficient or self.z_loss_coefficient))
+
+    @property
+    def has_joint_aux_loss(self) -> bool:
+        """Whether it is one loss for all layers."""
+        return self.has_aux_loss and self.aux_loss_layers == "together"
+
+    @property
     def layout_warning(self) -> str:
         """What of the objective changes with the layout; "" when nothing does."""
-        if not self.num_experts or not (self.aux_loss_coefficient or self.z_loss_coefficient):
+        if not self.has_aux_loss:
             return ""
         changes = {
             "microbatch": "plan.dp, plan.microbatches and data.global_batch",

@@ -12,6 +12,11 @@ microbatch of all ranks ("global"). With V valid tokens in it, counts c and prob
 scope before, so that the ranks' parts add up to L and their gradients need no correction. The
 objective takes the mean over the scopes of the step; a scope without valid tokens is none.
 
+Every layer has losses of its own (``model.aux_loss_layers = "each"``), or c, p and V are those of
+all layers together ("together"), as in transformers' ``load_balancing_loss_func``, which leaves out
+the K of f. Then the sums travel through the layers, and through the stages of a pipeline, to the
+head, where the loss is; its gradient comes back the same way, so no layer has to know the others.
+
 Where sequences come in slices (:class:`~moemesh.model.seams.SliceState`), each adds its counts,
 probabilities and squares to those of the slices before it, and the last one has the loss of the
 whole.
@@ -31,16 +36,74 @@ from moemesh.model.seams import ScopeSums, Tokens
 def auxiliary_loss(
     routing: Routing, config: ModelConfig, context: Context, tokens: Tokens, layer: int = 0
 ) -> Tensor:
-    """This rank's part of both losses, a sum over its scopes; 0 before the last slice."""
-    if not (config.aux_loss_coefficient or config.z_loss_coefficient):
-        return routing.logits_TE.new_zeros(())
-    if config.aux_loss_scope == "sequence":
-        scope_T, num_scopes = context.sequence_T, context.num_sequences
-    else:
-        scope_T, num_scopes = torch.zeros_like(context.sequence_T), 1
-    sums = context.slices.total(layer, scope_sums(routing, config, context, scope_T, num_scopes))
+    """This rank's part of both losses of one layer, a sum over its scopes; 0 before the last
+    slice."""
+    sums = layer_sums(routing, config, context, layer)
     if sums is None:
         return routing.logits_TE.new_zeros(())
+    return loss_of(sums, config, context, tokens)
+
+
+def auxiliary_sums(
+    routing: Routing, config: ModelConfig, context: Context, layer: int = 0
+) -> Tensor:
+    """What one layer adds to the losses of all layers together, float64 [Q, 2E + 1]; see
+    :func:`joint_loss`. Counts, probabilities and squares travel in one tensor, which is exact: the
+    counts are integers."""
+    sums = layer_sums(routing, config, context, layer)
+    if sums is None:
+        return no_sums(config, context)
+    counts_QE, probabilities_QE, squares_Q = sums
+    parts = counts_QE.double(), probabilities_QE.double(), squares_Q.double()[:, None]
+    return torch.cat(parts, dim=1)
+
+
+def no_sums(config: ModelConfig, context: Context) -> Tensor:
+    """The sums of no layer."""
+    shape = num_scopes(config, context.num_sequences), width_of_sums(config)
+    return torch.zeros(shape, dtype=torch.float64, device=context.position_T.device)
+
+
+def num_scopes(config: ModelConfig, num_sequences: int) -> int:
+    """Scopes of a microbatch of `num_sequences`."""
+    return num_sequences if config.aux_loss_scope == "sequence" else 1
+
+
+def width_of_sums(config: ModelConfig) -> int:
+    """Numbers that a scope has in the sums of all layers."""
+    return 2 * config.num_experts + 1
+
+
+def joint_loss(sums_QX: Tensor, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
+    """This rank's part of both losses of all layers together, from the sums of
+    :func:`auxiliary_sums` over layers; 0 before the last slice."""
+    if not context.slices.is_last:
+        return sums_QX.new_zeros(())
+    counts_QE, probabilities_QE, squares_Q1 = sums_QX.split(
+        [config.num_experts, config.num_experts, 1], dim=1
+    )
+    counts_QE = counts_QE.detach().round().long()
+    return loss_of(
+        ScopeSums(counts_QE, probabilities_QE, squares_Q1.squeeze(1)), config, context, tokens
+    )
+
+
+def layer_sums(
+    routing: Routing, config: ModelConfig, context: Context, layer: int
+) -> ScopeSums | None:
+    """The sums of one layer over the tokens of whole sequences; None when there is no loss, or
+    before the last slice."""
+    if not config.has_aux_loss:
+        return None
+    scope_T = context.sequence_T
+    if config.aux_loss_scope != "sequence":
+        scope_T = torch.zeros_like(scope_T)
+    count = num_scopes(config, context.num_sequences)
+    return context.slices.total(layer, scope_sums(routing, config, context, scope_T, count))
+
+
+def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
+    """This rank's part of both losses, a sum over its scopes, from its sums."""
     is_global = config.aux_loss_scope == "global"
     counts_QE = context.flow.once(
         tokens.sum_over_ranks if is_global else tokens.sum_over_shards, sums.counts_QE

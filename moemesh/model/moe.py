@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.balance_loss import auxiliary_loss
+from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
 from moemesh.model.experts import Experts
@@ -29,9 +29,10 @@ def swiglu_form(config: ModelConfig) -> SwigluForm:
 
 
 class MoEOutput(NamedTuple):
-    """``y_TH``; this rank's part of the auxiliary losses summed over their scopes (a scalar); the
-    tokens that this rank's rows sent to each expert, int64 [E]; its choices for which an expert had
-    no room, and its first fault (:mod:`moemesh.model.faults`), int64 scalars."""
+    """``y_TH``; this rank's part of the auxiliary losses summed over their scopes (a scalar), or
+    where all layers have one loss what this layer adds to it (float64 [Q, 2E + 1]); the tokens that
+    this rank's rows sent to each expert, int64 [E]; its choices for which an expert had no room,
+    and its first fault (:mod:`moemesh.model.faults`), int64 scalars."""
 
     y_TH: Tensor
     aux: Tensor
@@ -101,7 +102,10 @@ class MoE(nn.Module):
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)
-        aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
+        if self.config.has_joint_aux_loss:
+            aux = auxiliary_sums(routing, self.config, context, self.router.layer)
+        else:
+            aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
         aux = context.flow.cut(aux)
         y_TH = self.apply_experts(x_TH, routing, context)
         counts_E = torch.bincount(

@@ -151,6 +151,8 @@ class Router(nn.Module):
 
         `counts_E` (int64): tokens per expert of the whole step, all ranks and microbatches.
         """
+        if not self.config.router_bias_rate:
+            return
         counts = counts_E.double()
         self.selection_bias += self.config.router_bias_rate * torch.sign(counts.mean() - counts).to(
             self.selection_bias
@@ -191,7 +193,10 @@ def route(
     )
     probabilities_TE = gates_TE
     if config.router_score != "softmax":
-        probabilities_TE = gates_TE / gates_TE.sum(1, keepdim=True)
+        if config.aux_loss_probabilities == "softmax":
+            probabilities_TE = logits_TE.softmax(1)
+        else:
+            probabilities_TE = gates_TE / gates_TE.sum(1, keepdim=True)
     if valid_T is not None:
         probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
     return Routing(

@@ -133,7 +133,11 @@ class ScopeSums(NamedTuple):
 
 class SliceState(Protocol):
     """State carried between the slices of a sequence (TeraPipe): KV cache and partial sums of the
-    auxiliary losses. A slice is a forward of its own; `layer` is the global index."""
+    auxiliary losses. A slice is a forward of its own; `layer` is the global index. `is_last`: no
+    slice of these sequences follows."""
+
+    @property
+    def is_last(self) -> bool: ...
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions so far [B, M, C, D], these at the end."""
@@ -265,6 +269,8 @@ class LocalKeyValues:
 
 class NoSlices:
     """Sequences are whole."""
+
+    is_last = True
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
         return key_BMSD, value_BMSD

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
+from moemesh.model.balance_loss import joint_loss, no_sums
 from moemesh.model.batch import Ahead, Batch, Context, make_context
 from moemesh.model.layer import Layer
 from moemesh.model.layers import RMSNorm, VocabularyRows
@@ -46,7 +47,9 @@ class Output(NamedTuple):
     """Of one forward of a part. ``x_TH``: the residual stream behind its last layer, None behind
     the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch, None
     before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
-    layers and scopes; of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
+    layers and scopes; ``sums``: where all layers have one loss, the sums for it of the layers so
+    far (:func:`moemesh.model.balance_loss.auxiliary_sums`), None behind the head, where its loss
+    is; of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
     each expert, ``dropped_L`` choices that found their expert full, ``fault_L`` the first fault
     (:mod:`moemesh.model.faults`); ``moe_layers`` the numbers of those layers; ``ahead_losses`` as
     ``losses_T``, of each extra prediction layer."""
@@ -59,6 +62,12 @@ class Output(NamedTuple):
     fault_L: Tensor
     moe_layers: tuple[int, ...] = ()
     ahead_losses: tuple[Tensor, ...] = ()
+    sums: Tensor | None = None
+
+    @property
+    def for_next(self) -> list[Tensor]:
+        """The tensors that the next part takes; empty behind the head."""
+        return [x for x in (self.x_TH, self.sums) if x is not None]
 
 
 class Transformer(nn.Module):
@@ -108,9 +117,12 @@ class Transformer(nn.Module):
         batch: Batch,
         part: Part | None = None,
         x_TH: Tensor | None = None,
+        sums_QX: Tensor | None = None,
+        *,
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
-        """Run one part (None: the whole model); `x_TH` is the stream from the part before."""
+        """Run one part (None: the whole model); `x_TH` and `sums_QX` come from the part before, see
+        :attr:`Output.for_next`."""
         config = self.config
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
@@ -119,7 +131,7 @@ class Transformer(nn.Module):
             assert x_TH is None
             x_TH = self.embed(batch.tokens_BS)
         assert x_TH is not None
-        loads = Loads(config, x_TH)
+        loads = Loads(config, x_TH, context, sums_QX)
         for index in part.layers:
             x_TH = loads.run(self, index, x_TH, context)
         losses_T, ahead = None, tuple[Tensor, ...]()
@@ -129,8 +141,19 @@ class Transformer(nn.Module):
             if config.num_mtp_layers and batch.training:
                 losses_T = flow.cut(losses_T)
                 ahead = self._predict_ahead(batch, x_TH, context, loads)
+        aux, sums_QX = loads.aux, None
+        if config.has_joint_aux_loss:
+            aux, sums_QX = x_TH.new_zeros(()), aux
+            if part.last:
+                aux, sums_QX = joint_loss(sums_QX, config, context, self.tokens), None
         return Output(
-            None if part.last else x_TH, losses_T, *loads.sums(), tuple(loads.layers), ahead
+            None if part.last else x_TH,
+            losses_T,
+            aux,
+            *loads.counts(),
+            moe_layers=tuple(loads.layers),
+            ahead_losses=ahead,
+            sums=sums_QX,
         )
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
@@ -199,10 +222,15 @@ class Transformer(nn.Module):
 class Loads:
     """What MoE layers report besides their output, added up and collected layer by layer."""
 
-    def __init__(self, config: ModelConfig, x_TH: Tensor) -> None:
+    def __init__(
+        self, config: ModelConfig, x_TH: Tensor, context: Context, sums_QX: Tensor | None
+    ) -> None:
         self.layers: list[int] = []
-        # Auxiliary losses are summed in the router's dtype (fp32 or fp64), never below.
-        self._aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        #: The auxiliary losses; or, where all layers have one, the sums for it, after `sums_QX`.
+        # Losses are summed in the router's dtype (fp32 or fp64), never below.
+        self.aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        if config.has_joint_aux_loss:
+            self.aux = no_sums(config, context) if sums_QX is None else sums_QX
         empty = torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)
         self._rows = [empty]
 
@@ -225,15 +253,15 @@ class Loads:
         x_TH = model.weights.leave(unit, x_TH)
         if routed is not None:
             self.layers.append(index)
-            self._aux = self._aux + routed.aux
+            self.aux = self.aux + routed.aux
             scalars = torch.stack([routed.num_dropped, routed.fault])
             self._rows.append(torch.cat([routed.counts_E, scalars])[None])
         return x_TH
 
-    def sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Auxiliary losses; tokens of each expert, dropped choices and first fault by layer."""
+    def counts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of each expert, dropped choices and first fault by layer."""
         rows_L = torch.cat(self._rows)
-        return self._aux, rows_L[:, :-2], rows_L[:, -2], rows_L[:, -1]
+        return rows_L[:, :-2], rows_L[:, -2], rows_L[:, -1]
 
 
 def whole(config: ModelConfig) -> Part:

@@ -78,7 +78,8 @@ def norm_of(squares: Tensor) -> GradientNorm:
 
 @torch.no_grad()
 def clip_gradients(gradients: Mapping[str, Tensor], norm: float, limit: float) -> None:
-    """Scale all gradients by ``limit / norm`` when the norm exceeds the limit (0 = never)."""
+    """Scale all gradients by ``limit / (norm + 1e-6)``, as ``torch.nn.utils.clip_grad_norm_``
+    does, when the norm exceeds the limit (0 = never)."""
     if limit > 0 and norm > limit:
         for gradient in gradients.values():
-            gradient.mul_(limit / norm)
+            gradient.mul_(limit / (norm + 1e-6))

@@ -76,6 +76,11 @@ class Placement:
         return self.summed_over == "edp"
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm, a bias or the like; of a stack of experts, one of each."""
+        return len(self.shape) == 1 or self.name.endswith("bias")
+
+    @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 

@@ -203,6 +203,8 @@ FREE = frozenset(
 TRAINING = frozenset(
     {
         "model.aux_loss_coefficient",
+        "model.aux_loss_layers",
+        "model.aux_loss_probabilities",
         "model.z_loss_coefficient",
         "model.router_bias_rate",
         "model.init_std",

@@ -30,6 +30,9 @@ Choose = Callable[[Tensor], int]
 class KeyValueCache:
     """The :class:`~moemesh.model.seams.SliceState` of a sequence that grows at its end."""
 
+    #: Auxiliary losses are for training.
+    is_last = False
+
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -43,7 +46,6 @@ class KeyValueCache:
         return key_BMSD, value_BMSD
 
     def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
-        """Auxiliary losses are for training."""
         return None
 
 

@@ -56,7 +56,7 @@ class Optimizer:
         return cls(
             reducer.weights,
             config,
-            scales={name for name, where in parallel.placements.items() if len(where.shape) == 1},
+            scales={name for name, where in parallel.placements.items() if where.is_vector},
             publish=reducer.publish,
         )
 
@@ -79,7 +79,7 @@ class Optimizer:
             else parameter
             for name, parameter in parameters.items()
         }
-        # No decay for norms: they are scales, not directions.
+        # No decay for norms and biases: they are scales and offsets, not directions.
         if scales is None:
             scales = {name for name, master in self.masters.items() if master.ndim == 1}
         masters = self.masters.items()

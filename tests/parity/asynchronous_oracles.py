@@ -132,7 +132,7 @@ class Reference:
         norm = math.sqrt(float(torch.stack(squares).sum()))
         if self.train.clip and norm > self.train.clip:
             for name in self.names[stage]:
-                gradients[name] = gradients[name] * (self.train.clip / norm)
+                gradients[name] = gradients[name] * (self.train.clip / (norm + 1e-6))
         step = window * self.window // self.plan.microbatches + 1
         self.optimizers[stage].step(gradients, learning_rate(self.train, step))
         for place, layer in enumerate(

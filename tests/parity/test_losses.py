@@ -18,10 +18,16 @@ from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN, assert_same
 from tests.parity.training import Shape, Trained, microbatches, name_of, train
 from tests.ranks import mesh_on_ranks
 
+#: Stages with experts and one without, extra prediction layers among those with.
+TOGETHER: dict[str, Any] = MODEL | {"aux_loss_layers": "together", "num_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "microbatch": MODEL | {"aux_loss_scope": "microbatch", "z_loss_coefficient": 1e-2},
     "sequence": MODEL | {"aux_loss_scope": "sequence", "z_loss_coefficient": 1e-2},
     "global": MODEL | {"aux_loss_scope": "global", "z_loss_coefficient": 1e-2},
+    # One loss over the choices of all layers.
+    "together": TOGETHER | {"aux_loss_scope": "global"},
+    "together_microbatch": TOGETHER | {"aux_loss_scope": "microbatch"},
+    "together_sequence": TOGETHER | {"aux_loss_scope": "sequence", "z_loss_coefficient": 1e-2},
     "expert_choice": MODEL | {"router_selection": "expert_choice", "capacity_factor": 1.25},
     "sinkhorn": MODEL | {"router_selection": "sinkhorn"},
     "jitter": MODEL | {"router_jitter": 0.3, "router_logit_bias": True},
@@ -45,6 +51,23 @@ CASES: list[tuple[str, dict[str, Any], Shape]] = [
     ("global", WIDE, Shape()),
     ("global", {"dp": 3}, PADDED),
     ("global", {"dp": 4, "ep": 4, "microbatches": 2}, LONELY),  # the second microbatch is empty
+    ("together", WIDE, Shape()),
+    ("together", {"tp": 2, "cp": 2, "ep": 4}, PADDED),
+    ("together", {"dp": 2, "ep": 2, "pp": 2}, Shape()),
+    ("together", {"dp": 4, "ep": 4}, LONELY),
+    ("together_microbatch", {"tp": 2, "etp": 2, "pp": 2, "schedule": "zb_h1"}, Shape()),
+    ("together_sequence", {"dp": 2, "pp": 2, "microbatches": 3, "ep": 2}, PADDED),
+    ("together_sequence", {"pp": 4, "microbatches": 3, "schedule": "1f1b"}, PADDED),
+    ("together_sequence", {"pp": 2, "tp": 2, "cp": 2, "ep": 4, "microbatches": 2}, PADDED),
+    (
+        "together_sequence",
+        {"pp": 2, "microbatches": 4, "schedule": "dualpipe", "dp": 2, "ep": 2},
+        Shape(10, 7),
+    ),
+    ("together_sequence", {"pp": 2, "microbatches": 2, "schedule": "zb_v", "tp": 2}, Shape()),
+    ("together_sequence", {"pp": 2, "schedule": "terapipe", "slices": 3, "tp": 2}, PADDED),
+    ("together_sequence", {"recompute": "full", "pp": 2, "tp": 2, "data": "replicate"}, PADDED),
+    ("together_sequence", {"data": "zero3", "dp": 2, "ep": 2, "recompute": "selective"}, PADDED),
     ("expert_choice", {"tp": 2, "ep": 2}, Shape()),
     ("expert_choice", WIDE | {"dispatcher": "all_gather"}, Shape()),
     ("expert_choice", {"dp": 3, "tp": 2, "ep": 2, "microbatches": 2}, PADDED),
@@ -76,6 +99,8 @@ def one_device(model: str, shape: Shape) -> Trained:
 @pytest.mark.representative(
     "microbatch-tp=2-ep=2-padded",
     "global-dp=4-ep=4-microbatches=2-lonely",
+    "together-tp=2-cp=2-ep=4-padded",
+    "together_sequence-dp=2-pp=2-microbatches=3-ep=2-padded",
     "expert_choice-tp=2-dp=2-ep=4-dispatch_chunks=2",
     "sinkhorn-tp=2-dp=2-ep=4",
     "jitter-tp=4-ep=4-dispatcher=all_gather-padded",

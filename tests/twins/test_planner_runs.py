@@ -35,6 +35,7 @@ CASES: list[Case] = [
     ({}, {"dp": 2, "ep": 2, "payload": "fp8", "dispatch_chunks": 3}, "bfloat16", 4),
     ({}, {"dp": 4, "ep": 2, "combine": "exact"}, "float32", 4),
     ({}, {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3}, "float32", 6),
+    ({"aux_loss_layers": "together"}, {"pp": 2, "tp": 2, "microbatches": 2}, "float32", 5),
     ({"num_experts": 0, "num_shared_experts": 0}, {"dp": 2, "tp": 2}, "float32", 3),
     ({}, {"recompute": "full"}, "float32", 3),
     ({"num_mtp_layers": 2}, {"recompute": "selective"}, "bfloat16", 3),
@@ -45,6 +46,8 @@ DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
 TWO_NODES = {"dp": 4, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
 EXACT = {"dp": 4, "ep": 4, "combine": "exact", "ranks_per_node": 2}
 HALVES = {"pp": 2, "microbatches": 4}
+#: One auxiliary loss of all layers.
+TOGETHER: dict[str, Any] = {"aux_loss_layers": "together", "aux_loss_scope": "global"}
 BIASES: dict[str, Any] = {"expert_bias": True, "router_logit_bias": True, "shared_gate": True}
 GATED: dict[str, Any] = {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 SLOW: list[Case] = [
@@ -77,6 +80,15 @@ SLOW: list[Case] = [
     ({}, HALVES | {"schedule": "zb_h1", "recompute": "full"}, "bfloat16", 4),
     ({}, HALVES | {"schedule": "zb_h2", "recompute": "selective"}, "float32", 4),
     ({"router_score": "sigmoid", "z_loss_coefficient": 1e-3}, {}, "bfloat16", 3),
+    (TOGETHER, {"dp": 2, "tp": 2}, "bfloat16", 4),
+    (TOGETHER | {"aux_loss_scope": "sequence"}, HALVES | {"tp": 2, "ep": 2}, "float32", 5),
+    (TOGETHER | {"z_loss_coefficient": 1e-3}, {"recompute": "full"}, "float32", 3),
+    (
+        TOGETHER | {"router_score": "sigmoid", "aux_loss_probabilities": "softmax"},
+        {"dp": 2, "ep": 2},
+        "float32",
+        4,
+    ),
 ]
 #: Selections and schedules whose activations the planner does not count tensor by tensor (whole
 #: sequences that are compared; the weight gradients that a split backward still owes).
@@ -143,6 +155,11 @@ MORE_ENDS: list[Case] = [
     (AHEAD | {"tied_embeddings": True}, FULL | HALVES | {"dp": 2, "ep": 2}, "float32", 4),
     ({"num_mtp_layers": 1}, AFTER | {"dp": 2, "ep": 2}, "float32", 6),
     ({"num_mtp_layers": 1}, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
+    (TOGETHER, SLICED | {"tp": 2, "ep": 2}, "float32", 3),
+    (TOGETHER | {"aux_loss_scope": "sequence"}, HALVES | {"schedule": "zb_h1"}, "float32", 5),
+    (TOGETHER, STREAM | {"dp": 2, "ep": 2}, "float32", 4),
+    (TOGETHER, MESSAGES | {"tp": 2}, "float32", 3),
+    (TOGETHER, HALVES | {"schedule": "dualpipe", "dp": 2, "ep": 2}, "float32", 9),
     ({"num_mtp_layers": 1}, {"schedule": "pipedream", "microbatches": 4, "tp": 2}, "float32", 4),
     (AHEAD | {"aux_loss_scope": "global"}, HALVES | {"schedule": "zb_v"}, "float32", 4),
     ({"num_mtp_layers": 1, "moe_layers": (0, 2)}, SPARE, "float32", 6),

@@ -20,7 +20,8 @@ TRAINING_KEYS = frozenset(
     {
         "init_std", "router_selection", "router_jitter", "router_bias_rate", "capacity_factor",
         "capacity_policy", "capacity_renormalize", "aux_loss_scope", "aux_loss_coefficient",
-        "z_loss_coefficient", "mtp_loss_weight", "router_dtype",
+        "aux_loss_layers", "aux_loss_probabilities", "z_loss_coefficient", "mtp_loss_weight",
+        "router_dtype",
     }
 )  # fmt: skip
 #: model_type -> the class of transformers, where it is not the CamelCase of the type.

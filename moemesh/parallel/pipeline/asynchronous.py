@@ -37,6 +37,7 @@ from moemesh.parallel.pipeline.program import (
     Spec,
     differentiate,
     make_context,
+    stream_specs,
 )
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Op, Schedule, UpdateRule
@@ -106,9 +107,7 @@ class AsynchronousProgram:
         reducer.begin()
 
     def output_specs(self, op: Op) -> Sequence[Spec]:
-        """One tensor: the residual stream of this rank's tokens."""
-        tokens = len(self.model.tokens.local(self.stream.batch(op.microbatch).num_tokens))
-        return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
+        return stream_specs(self.model, self.stream.batch(op.microbatch), self._dtype)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         version = self.versions.take(op.microbatch)
@@ -160,7 +159,7 @@ class AsynchronousProgram:
         with self.versions.using(version):
             output = self.model(self.stream.batch(sample), self.part, *inputs)
             objective = self.stream.objective(sample, self.part, output, again=again)
-        return Forward([] if output.x_TH is None else [output.x_TH], objective)
+        return Forward(output.for_next, objective)
 
 
 class StreamExecutor:

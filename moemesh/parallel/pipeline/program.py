@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from moemesh.model.balance_loss import num_scopes, width_of_sums
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import Output, Part, Transformer
 from moemesh.ops.weight_gradient import WeightGradientQueue
@@ -126,6 +127,17 @@ def input_gradients(context: Context) -> list[Tensor]:
     return found
 
 
+def stream_specs(model: Transformer, batch: Batch, dtype: torch.dtype) -> Sequence[Spec]:
+    """What a stage sends to the next: the residual stream of this rank's tokens, and where all
+    layers have one auxiliary loss the sums for it."""
+    config = model.config
+    found = [Spec((len(model.tokens.local(batch.num_tokens)), config.hidden_size), dtype)]
+    if config.has_joint_aux_loss:
+        shape = num_scopes(config, len(batch.tokens_BS)), width_of_sums(config)
+        found.append(Spec(shape, torch.float64))
+    return found
+
+
 #: (a part, what it computed, its microbatch) -> its share of what is differentiated, a scalar.
 Objective = Callable[[Part, Output, Batch], Tensor]
 
@@ -165,8 +177,7 @@ class ModelProgram:
         """The outputs of the stage of `op` for `batch`."""
         if op.stage == self.schedule.num_stages - 1:
             return ()
-        tokens = len(self.model.tokens.local(batch.num_tokens))
-        return (Spec((tokens, self.model.config.hidden_size), self._dtype),)
+        return stream_specs(self.model, batch, self._dtype)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         return self.forward_of(op, self.batch_of(op), inputs)
@@ -182,7 +193,7 @@ class ModelProgram:
     def result(self, op: Op, batch: Batch, output: Output) -> Forward:
         """The outputs and the objective of the stage of `op`."""
         objective = self.objective(self.parts[op.stage], output, batch)
-        return Forward([] if output.x_TH is None else [output.x_TH], objective)
+        return Forward(output.for_next, objective)
 
     def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
         if op.kind == "B":

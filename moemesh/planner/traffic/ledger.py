@@ -22,6 +22,7 @@ bytes one rank sends):
 | extra prediction layers | embedding, a layer and the head once more, each | |
 | experts | see `dispatch_traffic`, `replica_traffic` | |
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
+| one auxiliary loss of all layers | 8 (2 E + 1) a scope to the next stage | the same |
 
 Full recomputation enters once more, as "recompute", what enters a block and what is dispatched; not
 what only leaves a layer. Where AMPNet runs a stage again with the weights of now, everything of the
@@ -47,7 +48,7 @@ from moemesh.schedule.messages import messages
 from moemesh.trace.ledger import Ledger
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
-_INT64 = 8
+_INT64, _FLOAT64 = 8, 8
 
 
 #: Of a layer that is computed again, what is sent again; shared experts leave their block, too.
@@ -183,6 +184,8 @@ class _Step:
             self._gather(tokens, "head.enter", 1 + ahead)
             for numbers in (tokens, 2 * tokens):
                 self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss", 1 + ahead)
+            if self.model.has_joint_aux_loss and forward.slice == self.schedule.num_slices - 1:
+                self._counts(here, forward)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.element
@@ -226,14 +229,9 @@ class _Step:
     def _balance(self, dp: int, forward: _Forward, times: int) -> None:
         """Counts of the auxiliary losses, and whole sequences for choices that compare tokens."""
         model, lines = self.model, self.lines
-        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
         is_last = forward.slice == self.schedule.num_slices - 1
-        if (model.aux_loss_coefficient or model.z_loss_coefficient) and is_last:
-            scope = model.aux_loss_scope
-            scopes = sequences if scope == "sequence" else 1
-            axis = "stage" if scope == "global" else self.sharing
-            numbers = scopes * model.num_experts
-            lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
+        if model.has_aux_loss and not model.has_joint_aux_loss and is_last:
+            self._counts(dp, forward, times)
         for width in self._compared():
             blocks = [
                 float(rows * width)
@@ -243,6 +241,16 @@ class _Step:
             lines.all_gather(self.sharing, blocks, "forward", "moe.choose", times)
         if model.router_selection == "expert_choice":
             lines.all_reduce("stage", 1, _INT64, "forward", "moe.choose", times)
+
+    def _counts(self, dp: int, forward: _Forward, times: int = 1) -> None:
+        """Of the experts in each scope, for auxiliary losses."""
+        axis = "stage" if self.model.aux_loss_scope == "global" else self.sharing
+        numbers = self._scopes(dp, forward) * self.model.num_experts
+        self.lines.all_reduce(axis, numbers, _INT64, "forward", "moe.balance", times)
+
+    def _scopes(self, dp: int, forward: _Forward) -> int:
+        sequences = self.placement.sequences(self.batch, dp, forward.microbatch)
+        return sequences if self.model.aux_loss_scope == "sequence" else 1
 
     def _compared(self) -> list[int]:
         """Bytes a token of every gather of whole sequences: ids, scores, choices."""
@@ -290,8 +298,10 @@ class _Step:
     # Between the stages.
 
     def _messages(self, at: int) -> None:
-        """The residual stream's own rows, and their gradients."""
+        """The residual stream's own rows, and their gradients; the same of the sums for one
+        auxiliary loss of all layers, which are a tensor, and a message, of their own."""
         width = self.model.hidden_size * self.element
+        joint = (2 * self.model.num_experts + 1) * _FLOAT64
         for message in messages(self.schedule).values():
             if at not in (message.source, message.destination):
                 continue
@@ -299,4 +309,8 @@ class _Step:
             forward = _Forward(self.schedule.sample(producer), producer.slice)
             size = self.local_tokens(self.once.rank, forward) * width
             phase = "forward" if producer.kind == "F" else "backward"
-            self.once.message("pp", size, phase, "pipeline", sends=at == message.source)
+            sends = at == message.source
+            self.once.message("pp", size, phase, "pipeline", sends=sends)
+            if self.model.has_joint_aux_loss:
+                size = self._scopes(self.lines.here["dp"], forward) * joint
+                self.once.message("pp", size, phase, "pipeline", sends=sends)

@@ -35,7 +35,7 @@ from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.saved import Layer, Saved
 from moemesh.planner.traffic.tensors import StagePlacement
 
-_INT64 = 8
+_INT64, _FLOAT64 = 8, 8
 
 
 class LayerMemory:
@@ -89,6 +89,8 @@ class LayerMemory:
             found.append(Layer(list(self._ahead(whole, local))))
             found.append(self._layer(number, layer, whole, local, length))
             found.append(Layer([*self._norm(local), self._head(whole)]))
+        if self.model.has_joint_aux_loss:
+            found.append(Layer([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
         return found
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> Layer:
@@ -187,18 +189,23 @@ class LayerMemory:
 
     def _auxiliary_losses(self, number: int, local: int) -> Iterator[Saved]:
         model = self.model
-        if not (model.aux_loss_coefficient or model.z_loss_coefficient):
+        if not model.has_aux_loss:
             return
         by_sequence = model.aux_loss_scope == "sequence"
-        scopes = self._sequences(self.here["dp"], number) if by_sequence else 1
-        # The scope of each token; frequencies and numbers of tokens of each scope.
+        # The scope of each token, and its loss.
         yield Saved("dispatch", _INT64 * local, is_shared=by_sequence)
-        size = scopes * (self.wide * model.num_experts + _INT64)
+        size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, self.wide)
         if model.router_score != "softmax":
             size += local * self.wide * model.num_experts
         if model.z_loss_coefficient:
             size += local * self.wide * (model.num_experts + 2)
         yield Saved("dispatch", size)
+
+    def _loss_of_scopes(self, number: int, wide: int) -> float:
+        """Frequencies and numbers of tokens of each scope."""
+        by_sequence = self.model.aux_loss_scope == "sequence"
+        scopes = self._sequences(self.here["dp"], number) if by_sequence else 1
+        return scopes * (wide * self.model.num_experts + _INT64)
 
     def _rows(self, number: int, layer: int) -> _Rows:
         """Of this rank in one layer, over all chunks."""

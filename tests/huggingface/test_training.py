@@ -1,0 +1,222 @@
+"""Training equals transformers: the losses of 20 steps on the same batches, step by step."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.huggingface.model import model_values
+from moemesh.config.load import load_run
+from moemesh.config.model import ModelConfig
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.train.batches import own_batches
+from moemesh.train.command import open_samples
+from moemesh.train.conversion import convert
+from tests import commands
+from tests.huggingface.conversations import add_tokenizer, write_sums
+from tests.huggingface.ours import load
+from tests.huggingface.reference import Step, train_plainly
+from tests.huggingface.tiny import COMMON, build, save
+
+pytest.importorskip("transformers")
+
+STEPS = 20
+TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
+SETTINGS: dict[str, Any] = {
+    "data.seq_len": 32,
+    "data.global_batch": 6,
+    "train.steps": STEPS,
+    "train.warmup_steps": 5,
+    "train.clip": 1.0,
+    "train.validation_batches": 1,
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"train.lr": 2e-3, "train.weight_decay": 0.1},
+    "sgd": {"train.lr": 0.05, "train.momentum": 0.9, "train.weight_decay": 0.01},
+}
+#: Of the families that have one, large enough to be seen in every digit.
+COEFFICIENT = 0.05
+AUXILIARY = ("mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss", "minimax_m2", "ernie4_5_moe")
+PLANS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "tp=2 dp=2 ep=4": {"plan.tp": 2, "plan.dp": 2, "plan.ep": 4, "plan.data": "zero2"},
+    "pp=2 cp=2 ep=2": {"plan.pp": 2, "plan.cp": 2, "plan.ep": 2},
+}
+
+
+class Case(NamedTuple):
+    """One comparison; `sft`: conversations, with loss on the answers."""
+
+    kind: str
+    optimizer: str = "adamw"
+    dtype: str = "float64"
+    sft: bool = False
+    auxiliary: bool = False
+    plan: str = "one device"
+
+    def __str__(self) -> str:
+        extras = [name for name in ("sft", "auxiliary") if getattr(self, name)]
+        plan = [] if self.plan == "one device" else [self.plan.replace(" ", ",")]
+        return "-".join([self.kind, self.optimizer, self.dtype, *extras, *plan])
+
+
+FOUR = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+CASES = [
+    *(
+        Case(kind, optimizer, dtype)
+        for kind in FOUR
+        for optimizer in OPTIMIZERS
+        for dtype in TOLERANCE
+    ),
+    *(Case(kind, "adamw", dtype, sft=True) for kind in FOUR for dtype in TOLERANCE),
+    *(
+        Case("qwen3_moe", optimizer, dtype, auxiliary=True)
+        for optimizer in OPTIMIZERS
+        for dtype in TOLERANCE
+    ),
+    *(Case(kind, auxiliary=True) for kind in AUXILIARY),
+    *(Case(kind, "sgd", sft=True, auxiliary=True) for kind in ("mixtral", "gpt_oss")),
+    *(
+        Case(kind, "adamw", sft=True, auxiliary=kind != "deepseek_v3", plan=plan)
+        for kind in FOUR
+        for plan in list(PLANS)[1:]
+    ),
+]
+
+
+def prepare(case: Case, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A folder of transformers, and the settings of its training."""
+    folder = add_tokenizer(save(case.kind, tmp_path / case.kind))
+    path = folder / "config.json"
+    # transformers does not train the embedding of the padding: here an id that no text has.
+    values = {**json.loads(path.read_text()), "pad_token_id": COMMON["vocab_size"] - 1}
+    if case.auxiliary:
+        values |= {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    path.write_text(json.dumps(values))
+    keys = SETTINGS | OPTIMIZERS[case.optimizer] | PLANS[case.plan]
+    keys |= {"model.path": folder, "train.optimizer": case.optimizer, "train.dtype": case.dtype}
+    if case.sft:
+        keys["data.path"] = write_sums(tmp_path / "sums.jsonl", 400)
+    else:
+        text = tmp_path / "text.txt"
+        text.write_text("".join(random.Random(1).choices("abcdefgh 0123", k=6000)))
+        keys["data.path"] = text
+    return folder, [f"{key}={value}" for key, value in keys.items()]
+
+
+def steps_of(config: RunConfig) -> list[Step]:
+    """The batches of the run, as transformers takes them."""
+    samples, size = open_samples(config), config.data.global_batch
+    found: list[Step] = []
+    for step in range(config.train.steps):
+        ids = samples.ids_at(step * size, size)
+        (batch,) = own_batches(samples, Mesh.single("cpu"), ids, 1, seed=0)
+        mask_BS = batch.loss_mask_BS
+        targets_BS = batch.targets_BS
+        if mask_BS is not None:
+            assert 0 < mask_BS.sum() < 0.8 * mask_BS.numel()
+            targets_BS = targets_BS.masked_fill(~mask_BS, -100)
+        found.append(Step(batch.tokens_BS, targets_BS))
+    return found
+
+
+def train(settings: list[str], run: Path) -> list[dict[str, Any]]:
+    """`moemesh train`; the rows of its metrics."""
+    given = [part for one in settings for part in ("--set", one)]
+    done = subprocess.run(
+        [commands.python(), "-m", "moemesh", "train", *given, "--out", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.representative(
+    "qwen3_moe-adamw-float64-auxiliary", "gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4"
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
+    folder, settings = prepare(case, tmp_path)
+    config = load_run([], settings).config
+    options = {"output_router_logits": True} if case.auxiliary else {}
+    expected, model = train_plainly(folder, steps_of(config), config.train, **options)
+    rows = train(settings, tmp_path / "run")
+    found = [row["loss"] + row["aux_loss"] for row in rows]
+    assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"
+    assert abs(expected[-1] - expected[0]) > 0.02, "it learns"
+    assert [row["aux_loss"] > 0.01 for row in rows] == [case.auxiliary] * STEPS
+    assert found == pytest.approx(expected, rel=TOLERANCE[case.dtype], abs=0)
+    convert(tmp_path / "run", tmp_path / "tuned", dtype="float32")
+    ours = load_file(tmp_path / "tuned" / "model.safetensors")
+    for name, theirs in model.state_dict().items():
+        if name in ours:
+            torch.testing.assert_close(
+                ours[name], theirs.float(), rtol=0, atol=1e3 * TOLERANCE[case.dtype]
+            )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "minimax_m2"])
+def test_padding_is_left_out(tmp_path: Path, kind: str) -> None:
+    """Loss, auxiliary loss and the gradients of the routers, of sequences that end early."""
+    folder = prepare(Case(kind, auxiliary=True), tmp_path)[0]
+    generator = torch.Generator().manual_seed(5)
+    tokens_BS = torch.randint(COMMON["vocab_size"], (3, 33), generator=generator)
+    valid_BS = torch.arange(32) < torch.tensor([32, 20, 7])[:, None]
+    batch = Batch(
+        tokens_BS=tokens_BS[:, :-1],
+        targets_BS=tokens_BS[:, 1:],
+        sequences_B=torch.arange(3),
+        valid_BS=valid_BS,
+    )
+    model = load(folder, torch.float64)
+    output = model(batch)
+    assert output.losses_T is not None
+    ours = output.losses_T[valid_BS.flatten()].mean() + output.aux
+    ours.backward()
+    assert output.aux > 0.01
+    targets_BS = batch.targets_BS.masked_fill(~valid_BS, -100)
+    settings = TrainConfig(dtype="float64", optimizer="sgd", lr=1e-9, clip=0.0, steps=1)
+    step = Step(batch.tokens_BS, targets_BS, valid_BS)
+    losses, theirs = train_plainly(folder, [step], settings, output_router_logits=True)
+    assert float(ours.detach()) == pytest.approx(losses[0], rel=1e-12)
+    routers = [
+        parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if name.endswith(("mlp.gate.weight", "router.weight"))
+    ]
+    mine = [moe.router.weight.grad for moe in model.moe_layers().values()]
+    assert len(mine) == len(routers) > 1
+    for found, expected in zip(mine, routers, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_folder_trains_with(tmp_path: Path) -> None:
+    """The auxiliary loss is there where transformers has it, asked for or not."""
+    asked = {"output_router_logits": True}
+
+    def keys(kind: str, **extra: object) -> ModelConfig:
+        values = {**build(kind).config.to_dict(), "router_aux_loss_coef": None, **extra}
+        return ModelConfig.model_validate(model_values(values))
+
+    assert keys("qwen3_moe").aux_loss_coefficient == 0
+    found = keys("qwen3_moe", **asked)
+    assert found.aux_loss_coefficient == pytest.approx(0.001 * 2), "transformers' default, K = 2"
+    assert (found.aux_loss_layers, found.aux_loss_scope) == ("together", "global")
+    assert keys("olmoe", **asked).aux_loss_coefficient == pytest.approx(0.01 * 2)
+    found = keys("minimax_m2", **asked, router_aux_loss_coef=0.25)
+    assert (found.aux_loss_coefficient, found.aux_loss_probabilities) == (0.5, "softmax")
+    found = keys("deepseek_v3", **asked, router_aux_loss_coef=0.25)
+    assert found.aux_loss_coefficient == 0, "transformers adds none"
+    assert found.router_selection_bias and found.router_bias_rate == 0
