@@ -23,8 +23,8 @@ def convert(
         typer.Option("--to", help="The format to write; by default the one that IN is not in."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float64"] | None,
-        typer.Option("--dtype", help="Of the weights; by default that of the run."),
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        typer.Option("--dtype", help="Of the weights; by default that of the run or the folder."),
     ] = None,
     like: Annotated[
         Path | None,
@@ -35,6 +35,14 @@ def convert(
             "default the one that the run started from.",
         ),
     ] = None,
+    expert_layout: Annotated[
+        Literal["per-expert", "fused"] | None,
+        typer.Option(
+            "--expert-layout",
+            help="One tensor for each expert, or one for all experts of a layer (transformers 5); "
+            "by default as transformers writes the family.",
+        ),
+    ] = None,
 ) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
@@ -42,13 +50,15 @@ def convert(
     stopped. Example:
 
         moemesh convert runs/first exported
+
+    From one folder of transformers to another: --to huggingface with --dtype, or --expert-layout.
     """
     from moemesh.train.conversion import convert as run
 
     def say(done: int, total: int) -> None:
         typer.echo(f"wrote file {done} of {total}", err=True)
 
-    written = run(source, out, to, dtype=dtype, like=like, on_file=say)
+    written = run(source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say)
     follow = f"moemesh train --out {out}" if written == "moemesh" else str(out)
     typer.echo(follow if written == "huggingface" else f"a run to go on with: {follow}")
 

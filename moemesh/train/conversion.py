@@ -9,8 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from moemesh.checkpoint.huggingface.convert import newest, write_checkpoint, write_huggingface
+from moemesh.checkpoint.huggingface.convert import (
+    CheckpointWeights,
+    newest,
+    write_checkpoint,
+    write_huggingface,
+)
 from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
@@ -31,6 +37,9 @@ from moemesh.config.run import RunConfig
 from moemesh.train.folder import CHECKPOINTS, RunFolder
 
 Target = Literal["huggingface", "moemesh"]
+ExpertLayout = Literal["per-expert", "fused"]
+#: Dtypes of exported weights.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def open_weights(
@@ -52,22 +61,32 @@ def convert(
     *,
     dtype: str | None = None,
     like: Path | None = None,
+    expert_layout: ExpertLayout | None = None,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> Target:
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
     folder `out`; returns the format that was written.
 
-    `dtype`: of the weights; by default that of the run's training, fp32 in a run. `like`: a folder
-    of transformers whose config.json, tokenizer and family the result takes.
+    `dtype`: of the weights; by default that of the run's training, fp32 in a run, that of the
+    folder's config.json from folder to folder. `like`: a folder of transformers whose config.json,
+    tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
+    writes it.
     """
     is_huggingface = (source / CONFIG).exists()
-    to = to or ("moemesh" if is_huggingface else "huggingface")
-    if is_huggingface == (to == "huggingface"):
-        raise _refused("--to", to, f"{source} is in this format already")
-    if is_huggingface:
+    changes = dtype is not None or expert_layout is not None
+    if to is None:
+        to = "moemesh" if is_huggingface and expert_layout is None else "huggingface"
+    if to == "moemesh" and expert_layout is not None:
+        raise _refused("--expert-layout", expert_layout, "runs have one layout", "leave it out")
+    if is_huggingface == (to == "huggingface") and not (is_huggingface and changes):
+        fix = "--expert-layout or --dtype for another folder of transformers"
+        raise _refused("--to", to, f"{source} is in this format already", fix)
+    if to == "moemesh":
         _to_run(source, out, dtype or "float32")
+    elif is_huggingface:
+        _to_another(source, out, dtype, expert_layout, on_file)
     else:
-        _to_huggingface(source, out, dtype, like, on_file)
+        _to_huggingface(source, out, dtype, like, expert_layout, on_file)
     return to
 
 
@@ -87,6 +106,7 @@ def _to_huggingface(
     out: Path,
     dtype: str | None,
     like: Path | None,
+    expert_layout: ExpertLayout | None,
     on_file: Callable[[int, int], None],
 ) -> None:
     run, checkpoint = _opened(source)
@@ -101,18 +121,65 @@ def _to_huggingface(
     weights: WeightFolder | None = None
     if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
+    fused = _is_fused(kind, expert_layout)
     if origin is not None:
         carry_along(origin, out)
     write_huggingface(
-        checkpoint,
+        CheckpointWeights(checkpoint),
         config.model,
         kind,
         out,
         values,
         dtype=getattr(torch, wanted),
+        fused=fused,
         origin=weights,
         on_file=on_file,
     )
+
+
+def _to_another(
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    expert_layout: ExpertLayout | None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    """A folder of transformers as another one: of another layout or dtype, not quantized."""
+    if out.resolve() == source.resolve():
+        raise _refused("OUT", str(out), "is the folder that is read", "choose a new folder")
+    config = load_run([], [f"model.path={source.resolve()}"], {}).config
+    given = read_config(source)
+    wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    if wanted not in DTYPES:
+        message = f"{source / CONFIG} names the dtype {wanted}"
+        raise _refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
+    weights = open_weights(config, _to_stderr)
+    kind, values = _family(config, source, wanted)
+    fused = _is_fused(kind, expert_layout)
+    carry_along(source, out)
+    write_huggingface(
+        weights,
+        config.model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, wanted),
+        fused=fused,
+        origin=weights.folder,
+        on_file=on_file,
+    )
+
+
+def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:
+    """Whether to write a layout of names that is not the usual one of the family.
+
+    Raises ConfigError where the family stores its experts in another way than asked for.
+    """
+    is_stacked = names_of(kind, fused=False).stack is not None
+    if is_stacked and expert_layout == "per-expert":
+        message = f"folders of the family {kind} hold all experts of a layer in one tensor"
+        raise _refused("--expert-layout", expert_layout, message, "fused")
+    return expert_layout == "fused" and not is_stacked
 
 
 def _family(config: RunConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:

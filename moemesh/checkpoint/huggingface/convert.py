@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,27 +31,55 @@ _STACK = re.compile(r"(.*\.experts)\.(\w+)")
 OnFile = Callable[[int, int], None]
 
 
+class Weights(Protocol):
+    """Weights under logical names: a run's (:class:`CheckpointWeights`), or those of a folder."""
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a parameter, buffer or stack of experts."""
+        ...
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint, in which every expert stands by itself."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        """The part `box` of a parameter, buffer or stack of experts."""
+        match = _STACK.fullmatch(name)
+        if match is None:
+            return self._part(name, box)
+        experts, *rest = box
+        return torch.stack([self._part(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
+
+    def _part(self, name: str, box: Sequence[range]) -> Tensor:
+        offset, shape = [part.start for part in box], [len(part) for part in box]
+        return self.checkpoint.read(f"model.{name}", offset, shape)
+
+
 def write_huggingface(
-    checkpoint: Checkpoint,
+    weights: Weights,
     model: ModelConfig,
     kind: str,
     out: Path,
     config: Mapping[str, object],
     *,
     dtype: torch.dtype,
+    fused: bool = False,
     origin: WeightFolder | None = None,
     on_file: OnFile = lambda done, total: None,
 ) -> None:
-    """Write the weights of `checkpoint` as a folder of the family `kind` with this `config`.
+    """Write `weights` as a folder of the family `kind` with this `config`.
 
     All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Layers
     behind the last that the folder `origin` has and the model has not are copied from there.
     """
     tensors: dict[str, Deferred] = {}
-    for name, tensor in logical_tensors(model, kind).items():
+    for name, tensor in logical_tensors(model, kind, fused=fused).items():
         kept = torch.float32 if name.endswith("selection_bias") else dtype
         for piece in tensor.pieces:
-            make = partial(_stored, checkpoint, name, tensor, piece, kept)
+            make = partial(_stored, weights, name, tensor, piece, kept)
             tensors[piece.source] = Deferred(kept, piece.stored, make)
     if origin is not None:
         tensors |= _extra(origin, tensors, model, dtype)
@@ -101,35 +129,16 @@ def _converted(
 
 
 def _stored(
-    checkpoint: Checkpoint, name: str, tensor: LogicalTensor, piece: Piece, dtype: torch.dtype
+    weights: Weights, name: str, tensor: LogicalTensor, piece: Piece, dtype: torch.dtype
 ) -> Tensor:
     """The tensor of a folder that `piece` stands for."""
     box = [
         range(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True)
     ]
     if tensor.view == tensor.shape:
-        return piece.store(_read(checkpoint, name, box).to(dtype))
-    table = checkpoint.read(f"model.{name}").view(tensor.view)
+        return piece.store(weights.read(name, box).to(dtype))
+    table = weights.read(name, [range(size) for size in tensor.shape]).reshape(tensor.view)
     return piece.store(table[tuple(slice(one.start, one.stop) for one in box)].to(dtype))
-
-
-def _read(checkpoint: Checkpoint, name: str, box: Sequence[range]) -> Tensor:
-    """The part `box` of a logical tensor of a checkpoint."""
-    match = _STACK.fullmatch(name)
-    if match is None:
-        offset, shape = [part.start for part in box], [len(part) for part in box]
-        return checkpoint.read(f"model.{name}", offset, shape)
-    experts, *rest = box
-    return torch.stack(
-        [
-            checkpoint.read(
-                f"model.{match[1]}.{expert}.{match[2]}",
-                [part.start for part in rest],
-                [len(part) for part in rest],
-            )
-            for expert in experts
-        ]
-    )
 
 
 def _extra(

@@ -5,8 +5,9 @@ D head size.
 
     pieces("layers.2.attention.qkv", (M, G + 2, D, H), ...)  ->  its q_proj, k_proj and v_proj
 
-Names are those that every version of transformers reads and writes by default; sources: the
-published model code of each family.
+Names are those that every version of transformers reads and writes by default. Folders may have a
+second layout, "fused", which version 5 reads: that of its modules in memory, where all experts of a
+layer are one tensor. Sources: the published model code of each family.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ class Names(NamedTuple):
     down: str = "down_proj"
     shared: str = "shared_experts"
     stack: Callable[[str, str, Shape], list[Piece]] | None = None
+
+
+def _fused(leaf: str, block: str, shape: Shape) -> list[Piece]:
+    """[E, 2F, H] with the rows of the gate first, and [E, H, F]: modules of transformers 5."""
+    if leaf == "gate_up":
+        experts, two, width, hidden = shape
+        stored = (experts, two * width, hidden)
+        return [Piece(f"{block}.experts.gate_up_proj", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
+    return [whole(f"{block}.experts.down_proj", shape)]
 
 
 def _granite(leaf: str, block: str, shape: Shape) -> list[Piece]:
@@ -79,6 +89,14 @@ FAMILIES: dict[str, Names] = {
     "gpt_oss": Names(router="router", stack=_gpt_oss),
     "ernie4_5_moe": Names(selection_bias="moe_statics.e_score_correction_bias"),
 }
+#: The same of the fused layout; gpt-oss has one layout.
+FUSED: dict[str, Names] = {
+    "minimax_m2": Names(selection_bias="e_score_correction_bias", stack=_fused),
+    "qwen2_moe": Names(shared="shared_expert", stack=_fused),
+    "granitemoe": Names(block="block_sparse_moe", router="router", stack=_fused),
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "ernie4_5_moe": Names(selection_bias="gate.moe_statics.e_score_correction_bias", stack=_fused),
+}
 _NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
 _ENDS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -100,7 +118,12 @@ def view_of(name: str, shape: Shape, model: ModelConfig) -> Shape:
     return shape
 
 
-def pieces(name: str, shape: Shape, kind: str) -> list[Piece]:
+def names_of(kind: str, *, fused: bool) -> Names:
+    """The names of a family in one of the two layouts."""
+    return FUSED.get(kind, Names(stack=_fused)) if fused else FAMILIES.get(kind, Names())
+
+
+def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[Piece]:
     """Where the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), lies in a folder
     of the family `kind`. Raises KeyError for a name that no family has."""
     if name in _ENDS:
@@ -113,7 +136,7 @@ def pieces(name: str, shape: Shape, kind: str) -> list[Piece]:
         raise KeyError(name)
     if module in _AHEAD:
         return [whole(f"{layer}.{_AHEAD[module]}.weight", shape)]
-    names = FAMILIES.get(kind, Names())
+    names = names_of(kind, fused=fused)
     if module in _NORMS:
         return [whole(f"{layer}.{_NORMS[module]}.{leaf}", shape)]
     if module == "attention":

@@ -51,8 +51,11 @@ class LogicalTensor(NamedTuple):
         return table.reshape(-1)[start : start + len(wanted)]
 
 
-def logical_tensors(config: ModelConfig, kind: str) -> dict[str, LogicalTensor]:
-    """Every parameter and buffer of a model of the family `kind`, by its name without "model."."""
+def logical_tensors(
+    config: ModelConfig, kind: str, *, fused: bool = False
+) -> dict[str, LogicalTensor]:
+    """Every parameter and buffer of a model of the family `kind`, by its name without "model."; of
+    a folder with `fused` experts (:mod:`moemesh.checkpoint.huggingface.names`)."""
     model = Transformer(config)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found: dict[str, LogicalTensor] = {}
@@ -60,7 +63,7 @@ def logical_tensors(config: ModelConfig, kind: str) -> dict[str, LogicalTensor]:
         shape = tuple(tensor.shape)
         view = view_of(name, shape, config)
         try:
-            found[name] = LogicalTensor(shape, view, pieces(name, view, kind))
+            found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
         except KeyError:
             raise CheckpointError(
                 f"{name} is a part of the model that folders of the family {kind} have no name for"
@@ -81,7 +84,8 @@ class HuggingFaceWeights:
     ) -> None:
         self.folder = WeightFolder(path, quantization)
         self.quantization = quantization
-        self.tensors = logical_tensors(config, kind)
+        fused = any(name.endswith(".experts.gate_up_proj") for name in self.folder.tensors)
+        self.tensors = logical_tensors(config, kind, fused=fused)
         expected = {
             piece.source: piece.stored for one in self.tensors.values() for piece in one.pieces
         }
@@ -121,7 +125,7 @@ class HuggingFaceWeights:
         self.folder.close()
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer, or one expert of a stack, in its stored dtype."""
+        """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
         if (match := _EXPERT.fullmatch(name)) is not None:
             expert = int(match[2])
             stack = self.tensors[f"{match[1]}.{match[3]}"]
