@@ -26,8 +26,9 @@ VIEWS: dict[str, tuple[str, ...]] = {
 
 #: Axis name -> (view, the dimensions of that view that the axis spans).
 #: The combined axes exist because gradients are summed over them: dense parameters over ``dp_cp``,
-#: parameters in front of token-sharded activations over the whole ``stage``. ``cp_tp`` are the
-#: ranks that share sequences.
+#: parameters in front of token-sharded activations over the whole ``stage``, factors of adapters
+#: that are whole where the width of their expert is cut over ``edp_etp``. ``cp_tp`` are the ranks
+#: that share sequences.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp": ("dense", ("pp",)),
     "dp": ("dense", ("dp",)),
@@ -41,6 +42,7 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ep_rail": ("node", ("ep_rail",)),
     "ep_node": ("node", ("ep_node",)),
     "etp": ("expert", ("etp",)),
+    "edp_etp": ("expert", ("edp", "etp")),
     "ep_etp": ("expert", ("ep", "etp")),
     # Pairs from both ends of pp: what two stages of mirrored pipes, or of a tied embedding, share.
     "mirror": ("dense", ("pp",)),
@@ -48,7 +50,9 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: Axes over which gradients are summed and states may be sharded. Each is cut in two: ranks that
 #: share one copy of the states (``_shard``), and those with the same share of it (``_copies``).
-SHARDED_AXES = ("dp_cp", "stage", "edp")
+SHARDED_AXES = ("dp_cp", "stage", "edp", "edp_etp")
+#: Those of the parameters of routed experts.
+EXPERT_AXES = ("edp", "edp_etp")
 AXES.update({f"{axis}_{part}": AXES[axis] for axis in SHARDED_AXES for part in ("shard", "copies")})
 
 

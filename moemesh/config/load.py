@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.huggingface.folder import read_folder
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import DEFAULT_PRESET, RunConfig
@@ -158,6 +159,7 @@ def _run_config(sections: Mapping[str, Section], preset: str, path: str | None) 
         plan=cast("Plan", sections["plan"]),
         data=cast("DataConfig", sections["data"]),
         train=cast("TrainConfig", sections["train"]),
+        lora=cast("LoraConfig", sections["lora"]),
         model_preset=preset,
         model_path=path,
     )

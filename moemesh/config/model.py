@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from pydantic import PrivateAttr
+
 from moemesh.config.attention import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
+from moemesh.config.lora import LoraConfig
 from moemesh.config.rules import Sizes
 from moemesh.config.section import (
     LARGEST_SIZE,
@@ -43,6 +46,23 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         "residual_multiplier": POSITIVE,
         "logits_scaling": POSITIVE,
     }
+
+    #: The adapters beside the weights: no key of [model], and no part of what the model computes
+    #: before training.
+    _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters that the model has beside its weights; rank 0: none."""
+        return self._lora
+
+    def with_lora(self, lora: LoraConfig) -> ModelConfig:
+        """The same model with the adapters `lora` in place of its own."""
+        if lora == self._lora:
+            return self
+        adapted = self.model_copy()
+        adapted._lora = lora
+        return adapted
 
     @property
     def sizes(self) -> Sizes:

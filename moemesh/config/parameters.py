@@ -15,11 +15,12 @@ without torch; tests hold the two together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.layout import EXPERT_AXES, Layout, shard_sizes
+from moemesh.config.lora import factors_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 
@@ -35,7 +36,7 @@ class ParameterTensor:
 
     @property
     def is_expert(self) -> bool:
-        return self.summed_over == "edp"
+        return self.summed_over in EXPERT_AXES
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
@@ -73,7 +74,7 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
     yield ParameterTensor(name=f"{prefix}.feed_forward_norm.weight", shape=(hidden,))
     prefix += ".feed_forward"
     if not model.is_moe_layer(index):
-        yield from _mlp(prefix, hidden, model.intermediate_size)
+        yield from _mlp(model, prefix, model.intermediate_size)
         return
     experts, width = model.num_experts, model.expert_intermediate_size
     if model.shared_gate:
@@ -82,18 +83,16 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
     if model.router_logit_bias:
         yield ParameterTensor(name=f"{prefix}.router.bias", shape=(experts,))
     shards = {"ep": 0, "etp": 2}
-    yield ParameterTensor(
-        name=f"{prefix}.experts.gate_up",
-        shape=(experts, 2, width, hidden),
-        shards=shards,
-        summed_over="edp",
-    )
-    yield ParameterTensor(
-        name=f"{prefix}.experts.down",
-        shape=(experts, hidden, width),
-        shards=shards,
-        summed_over="edp",
-    )
+    weights = [
+        ParameterTensor(
+            name=f"{prefix}.experts.{leaf}", shape=shape, shards=shards, summed_over="edp"
+        )
+        for leaf, shape in (
+            ("gate_up", (experts, 2, width, hidden)),
+            ("down", (experts, hidden, width)),
+        )
+    ]
+    yield from weights
     if model.expert_bias:
         for leaf, shape, dim in (
             ("gate_up_bias", (experts, 2, width), 2),
@@ -105,11 +104,23 @@ def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTens
                 shards={"ep": 0, "etp": dim},
                 summed_over="edp",
             )
+    yield from _factors(model, weights)
     if model.shared_width:
-        yield from _mlp(f"{prefix}.shared", hidden, model.shared_width)
+        yield from _mlp(model, f"{prefix}.shared", model.shared_width)
 
 
 def _attention(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
+    own = list(_attention_weights(model, plan, prefix))
+    norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
+    weights = own[: len(own) - len(norms)]
+    yield from weights
+    yield from _factors(model, weights)
+    yield from norms
+
+
+def _attention_weights(model: ModelConfig, plan: Plan, prefix: str) -> Iterator[ParameterTensor]:
+    """Those of the block itself, then its norms."""
+
     def whole(leaf: str, *shape: int) -> ParameterTensor:
         return ParameterTensor(name=f"{prefix}.{leaf}", shape=shape)
 
@@ -166,8 +177,31 @@ def _layer_ahead(model: ModelConfig, plan: Plan, index: int) -> Iterator[Paramet
         yield ParameterTensor(name=f"{prefix}.{norm}.weight", shape=(hidden,))
 
 
-def _mlp(prefix: str, hidden: int, width: int) -> Iterator[ParameterTensor]:
-    for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width))):
-        yield ParameterTensor(
-            name=f"{prefix}.{leaf}", shape=shape, shards={"tp": 1}, summed_over="dp_cp"
-        )
+def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTensor]:
+    hidden = model.hidden_size
+    weights = [
+        ParameterTensor(name=f"{prefix}.{leaf}", shape=shape, shards={"tp": 1}, summed_over="dp_cp")
+        for leaf, shape in (("gate_up", (2, width, hidden)), ("down", (hidden, width)))
+    ]
+    yield from weights
+    yield from _factors(model, weights)
+
+
+def _factors(model: ModelConfig, weights: Iterable[ParameterTensor]) -> Iterator[ParameterTensor]:
+    """The adapter parameters of the weights of a block, behind all of them."""
+    for weight in weights:
+        block, _, leaf = weight.name.rpartition(".")
+        for factor in factors_of(
+            model.lora,
+            leaf,
+            weight.shape,
+            weight.shards,
+            weight.summed_over,
+            is_stack=weight.is_expert,
+        ):
+            yield ParameterTensor(
+                name=f"{block}.{factor.leaf}",
+                shape=factor.shape,
+                shards=factor.shards,
+                summed_over=factor.summed_over,
+            )

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from moemesh.config.data import NUM_BYTES, DataConfig
 from moemesh.config.errors import Problem, independent
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.projections import adapter_rules
 from moemesh.config.train import TrainConfig
 
 DEFAULT_PRESET = "tiny"
@@ -15,7 +17,8 @@ DEFAULT_PRESET = "tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run is told. Fields of `model` already include those of the preset.
+    """Everything a run is told. Fields of `model` already include those of the preset, and `model`
+    has the adapters of `lora`.
 
     `model_path` is the Hugging Face folder whose weights the run starts from, as given.
     """
@@ -24,16 +27,21 @@ class RunConfig:
     plan: Plan = field(default_factory=Plan)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     model_preset: str = DEFAULT_PRESET
     model_path: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.with_lora(self.lora))
+
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
-        own = self.model.check() + self.data.check() + self.train.check()
+        own = self.model.check() + self.data.check() + self.train.check() + self.lora.check()
         rules = self.plan.check(
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
         rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
+        rules += adapter_rules(self.model)
         return own + independent(rules, {problem.key for problem in own})
 
     def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moemesh.config.data import DataConfig
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.section import Section
@@ -13,6 +14,7 @@ SECTIONS: dict[str, type[Section]] = {
     "plan": Plan,
     "data": DataConfig,
     "train": TrainConfig,
+    "lora": LoraConfig,
 }
 
 #: Keys of [model] that name where its fields come from; they are no fields of ModelConfig.

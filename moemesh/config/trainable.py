@@ -39,7 +39,15 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_experts_that_move(config),
         *_slices(config),
         *_context(config),
+        *_adapters(config),
     ]
+
+
+def _adapters(config: RunConfig) -> Iterator[Problem]:
+    """Adapters are trained beside frozen weights alone."""
+    if config.lora.rank:
+        message = f"rank ({config.lora.rank}) needs weights that do not train, which all do yet"
+        yield config.lora.problem("conflict", "rank", message, "rank = 0")
 
 
 def _sharded_states(config: RunConfig) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.layers import RMSNorm
+from moemesh.model.lora import AdaptedModule
 from moemesh.model.rope import rotate
 from moemesh.model.seams import (
     Boundary,
@@ -35,7 +36,7 @@ class Projected(NamedTuple):
     squares_T2: Tensor | None
 
 
-class Attention(nn.Module):
+class Attention(AdaptedModule):
     """Grouped-query attention (Ainslie et al., 2023).
 
     ``qkv`` [M, G+2, D, H] keeps a key/value head together with its query heads: a tensor-parallel
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         self.output = nn.Parameter(torch.empty(config.hidden_size, config.num_heads * size))
         self.output_bias = parameter_if(config.output_bias, config.hidden_size)
         self.sinks = parameter_if(config.attention_sinks, config.num_heads)
+        self.add_adapters(config.lora, "qkv", "output")
         self.over_projection = config.qk_norm and config.qk_norm_over == "projection"
         self.query_norm, self.key_norm = (
             query_key_norm(config, number) for number in (config.num_heads, heads)
@@ -63,13 +65,13 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
-        qkv_TA = plus(linear(x_TH, self.qkv), self.qkv_bias)
+        qkv_TA = plus(linear(x_TH, self.weight("qkv")), self.qkv_bias)
         squares_T2 = None
         if self.over_projection:
             # Outside of the core, which may be computed twice: the sum is an exchange.
             squares_T2 = self.boundary.total(self.squares(qkv_TA))
         y_TA = self.memory.run(self.core, Projected(qkv_TA, squares_T2), context)
-        return plus(self.boundary.leave(y_TA, self.output), self.output_bias)
+        return plus(self.boundary.leave(y_TA, self.weight("output")), self.output_bias)
 
     def squares(self, qkv_TA: Tensor) -> Tensor:
         """Sums of squares over the query heads and the key heads held here, fp32 or fp64 [T, 2]."""
@@ -112,7 +114,7 @@ class Expanded(NamedTuple):
     key_TR: Tensor
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AdaptedModule):
     """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
 
     ``query_down`` [P, H] and ``key_value_down`` [L+R, H] make the latents and the rotary keys, on
@@ -141,6 +143,8 @@ class LatentAttention(nn.Module):
         self.output = nn.Parameter(torch.empty(hidden, heads * config.v_head_dim))
         self.output_bias = parameter_if(config.output_bias, hidden)
         self.sinks = parameter_if(config.attention_sinks, heads)
+        queries = ("query_down", "query_up") if rank else ("query",)
+        self.add_adapters(config.lora, *queries, "key_value_down", "key_value_up", "output")
         if rank:
             self.query_latent_norm = RMSNorm(rank, config.latent_norm_eps)
         self.key_value_latent_norm = RMSNorm(latent, config.latent_norm_eps)
@@ -151,23 +155,23 @@ class LatentAttention(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         config, enter = self.config, self.boundary.enter
         latent, rotary = config.kv_lora_rank, config.qk_rotary_head_dim
-        down_TL = plus(linear(x_TH, self.key_value_down), self.key_value_down_bias)
+        down_TL = plus(linear(x_TH, self.weight("key_value_down")), self.key_value_down_bias)
         latent_TL, key_TR = down_TL.split([latent, rotary], dim=1)
         latent_TL = self.key_value_latent_norm(latent_TL)
         # What enters are the latents, not the stream: narrower, and each is made once.
         if config.q_lora_rank:
-            query_TP = plus(linear(x_TH, self.query_down), self.query_down_bias)
+            query_TP = plus(linear(x_TH, self.weight("query_down")), self.query_down_bias)
             sizes = [config.q_lora_rank, latent, rotary]
             entered = torch.cat([self.query_latent_norm(query_TP), latent_TL, key_TR], dim=1)
             query_TP, latent_TL, key_TR = enter(entered, context.num_tokens).split(sizes, dim=1)
-            query_TA = linear(query_TP, self.query_up)
+            query_TA = linear(query_TP, self.weight("query_up"))
         else:
-            query_TA = linear(enter(x_TH, context.num_tokens), self.query)
+            query_TA = linear(enter(x_TH, context.num_tokens), self.weight("query"))
             entered = enter(torch.cat([latent_TL, key_TR], dim=1), context.num_tokens)
             latent_TL, key_TR = entered.split([latent, rotary], dim=1)
-        expanded = Expanded(query_TA, linear(latent_TL, self.key_value_up), key_TR)
+        expanded = Expanded(query_TA, linear(latent_TL, self.weight("key_value_up")), key_TR)
         y_TA = self.memory.run(self.core, expanded, context)
-        return plus(self.boundary.leave(y_TA, self.output), self.output_bias)
+        return plus(self.boundary.leave(y_TA, self.weight("output")), self.output_bias)
 
     def core(self, expanded: Expanded, context: Context) -> Tensor:
         """The part between the projections of the heads: rotary positions, attention."""

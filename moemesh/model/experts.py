@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.model.dispatcher import ExpertRows
+from moemesh.model.lora import AdaptedModule
 from moemesh.ops.expert_mlp import Deferred, ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
-class Experts(nn.Module):
+class Experts(AdaptedModule):
     """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F]; with `bias` ``gate_up_bias`` [L, 2, F] and
     ``down_bias`` [L, H], which is added once to a row and weighted as the rest of it.
 
@@ -34,12 +36,14 @@ class Experts(nn.Module):
         *,
         bias: bool = False,
         form: SwigluForm = PLAIN,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
+        self.add_adapters(lora, "gate_up", "down", is_stack=True)
         self.form, self.column = form, 0
         self.max_rows: int | None = None
         self.recomputes = False
@@ -53,5 +57,12 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """What the experts' products read."""
         return ExpertWeights(
-            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.form, self.column
+            self.gate_up,
+            self.down,
+            self.gate_up_bias,
+            self.down_bias,
+            self.form,
+            self.column,
+            (*self.adapters("gate_up"), *self.adapters("down")),
+            self.scaling,
         )

@@ -30,8 +30,17 @@ def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
     return [range(size) for size in shape]
 
 
-def standard_deviation(name: str, config: ModelConfig) -> float:
-    """``init_std``, and ``init_std / sqrt(2 layers)`` for weights that write to the residual."""
+def starts_at_zero(name: str) -> bool:
+    """Whether the parameter `name` is zero at first: an adapter then adds nothing."""
+    return name.endswith(("bias", "_lora_B"))
+
+
+def standard_deviation(name: str, config: ModelConfig, width: int) -> float:
+    """``init_std``, and ``init_std / sqrt(2 layers)`` for weights that write to the residual; of
+    factors A of adapters that of PEFT. `width` is that of a row."""
+    if name.endswith("_lora_A"):
+        # The variance of PEFT's uniform numbers, 1 / (3 in).
+        return 1 / math.sqrt(3 * width)
     if name.endswith((".output", ".down")):
         return config.init_std / math.sqrt(2 * config.num_layers)
     return config.init_std
@@ -67,18 +76,20 @@ def initialize(
 ) -> None:
     """Give every parameter of `model` memory and its initial value, in place.
 
-    Norms are ones, biases zeros. The router stays in fp32 in a bfloat16 model; its selection bias
-    is fp32 in every run.
+    Norms are ones, biases and the factors B of adapters zeros. The router stays in fp32 in a
+    bfloat16 model; its selection bias is fp32 in every run.
     """
     for name, parameter in list(model.named_parameters()):
         shape = tuple(parameter.shape)
         parts = slices(name, shape)
-        if name.endswith("bias"):
+        if starts_at_zero(name):
             value = torch.zeros([len(part) for part in parts])
         elif len(shape) == 1 and not name.endswith(".sinks"):
             value = torch.ones([len(part) for part in parts])
         else:
-            value = normal_slice(seed, name, shape, parts) * standard_deviation(name, model.config)
+            value = normal_slice(seed, name, shape, parts) * standard_deviation(
+                name, model.config, shape[-1]
+            )
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)

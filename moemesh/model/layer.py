@@ -27,7 +27,7 @@ class Layer(nn.Module):
         self.feed_forward: MoE | MLP = (
             MoE(config, index)
             if config.is_moe_layer(index)
-            else MLP(config.hidden_size, config.intermediate_size, swiglu_form(config))
+            else MLP(config.hidden_size, config.intermediate_size, swiglu_form(config), config.lora)
         )
 
     def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:

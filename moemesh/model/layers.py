@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig
+from moemesh.model.lora import AdaptedModule
 from moemesh.model.seams import Boundary, LocalBoundary
 from moemesh.ops.linear import Operand, linear, swiglu
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -29,21 +31,29 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
-class MLP(nn.Module):
+class MLP(AdaptedModule):
     """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or another form of it;
     also a shared expert."""
 
-    def __init__(self, hidden: int, width: int, form: SwigluForm = PLAIN) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        form: SwigluForm = PLAIN,
+        lora: LoraConfig = NO_ADAPTERS,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2, width, hidden))
         self.down = nn.Parameter(torch.empty(hidden, width))
+        self.add_adapters(lora, "gate_up", "down")
         self.form = form
         self.boundary: Boundary = LocalBoundary()
         self.activate: Callable[[Tensor], Operand] = partial(swiglu, form=form)
 
     def forward(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         x_TH = self.boundary.enter(x_TH, num_tokens)
-        return self.boundary.leave(self.activate(linear(x_TH, self.gate_up)), self.down)
+        h_TG = linear(x_TH, self.weight("gate_up"))
+        return self.boundary.leave(self.activate(h_TG), self.weight("down"))
 
 
 class VocabularyRows(nn.Module):

@@ -87,9 +87,10 @@ class MoE(nn.Module):
             config.expert_intermediate_size,
             bias=config.expert_bias,
             form=form,
+            lora=config.lora,
         )
         width = config.shared_width
-        self.shared = MLP(config.hidden_size, width, form) if width else None
+        self.shared = MLP(config.hidden_size, width, form, config.lora) if width else None
         #: Of the shared experts' output.
         self.shared_gate = (
             nn.Parameter(torch.empty(1, config.hidden_size)) if config.shared_gate else None

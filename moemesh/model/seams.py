@@ -30,7 +30,7 @@ from torch import Tensor
 
 from moemesh.model.attention_core import Runs, Visibility, attention
 from moemesh.ops.cross_entropy import cross_entropy
-from moemesh.ops.linear import Operand, linear
+from moemesh.ops.linear import Operand, Weight, linear
 from moemesh.ops.pending import Pending
 
 C = TypeVar("C")
@@ -48,7 +48,7 @@ class Boundary(Protocol):
         tokens of the microbatch."""
         ...
 
-    def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
         """Project back to hidden with the block's last weight, and return to the stream's rows."""
         ...
 
@@ -209,7 +209,7 @@ class LocalBoundary:
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
         return x_TH
 
-    def leave(self, y_TA: Operand, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
         return linear(y_TA, weight_HA)
 
     def total(self, sums_TX: Tensor) -> Tensor:

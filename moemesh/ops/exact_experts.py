@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.exact_gemm import PaddedRows, exact_weight_gradient
-from moemesh.ops.expert_mlp import ExpertWeights
+from moemesh.ops.expert_adapters import add_products, narrow, narrow_gradient, part_of
+from moemesh.ops.expert_mlp import ExpertKind, ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import weight_gradient
 
@@ -27,16 +28,19 @@ class _ExactExperts(torch.autograd.Function):
         x_RH: Tensor,
         weights_R: Tensor,
         counts_EP: Tensor,
-        kind: tuple[SwigluForm, int],
+        kind: ExpertKind,
         recomputes: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        experts = ExpertWeights(*tensors, form=kind[0], column=kind[1])
+        experts = kind.weights(tensors)
         rows = PaddedRows(counts_EP)
         gate_QF, up_QF = _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
         product_QF = _product(gate_QF, up_QF, experts.form)
-        y_RH = rows.unpad(rows.gemm(product_QF * scale_Q1, experts.down.transpose(1, 2)))
+        product_QF = product_QF * scale_Q1
+        y_QH = rows.gemm(product_QF, experts.down.transpose(1, 2))
+        add_products(experts.of_down, product_QF, y_QH, experts.scale, rows.gemm)
+        y_RH = rows.unpad(y_QH)
         if experts.down_bias is not None:
             scale_R1 = weights_R[:, None].to(y_RH.dtype)
             y_RH[:, experts.part] += _of_rows(experts.down_bias, counts_EP) * scale_R1
@@ -49,11 +53,17 @@ class _ExactExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, weights_R, counts_EP, *saved = ctx.saved_tensors
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts = ExpertWeights(*tensors, form=ctx.kind[0], column=ctx.kind[1])
+        experts = ctx.kind.weights(tensors)
         rows: PaddedRows = ctx.rows
         gate_QF, up_QF = kept or _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
-        grad_QF = rows.gemm(rows.pad(grad_RH), experts.down)
+        scale, grad_QH = experts.scale, rows.pad(grad_RH)
+        grad_QF = rows.gemm(grad_QH, experts.down)
+        of_down = [
+            (one, narrow_gradient(one, grad_QH, scale, rows.gemm)) for one in experts.of_down
+        ]
+        for adapter, g_QR in of_down:
+            grad_QF += rows.gemm(g_QR, adapter.a)
         product_QF, grad_h_QG = _middle_backward(grad_QF * scale_Q1, gate_QF, up_QF, experts.form)
         grad_weights_Q = torch.linalg.vecdot(grad_QF, product_QF)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
@@ -67,6 +77,17 @@ class _ExactExperts(torch.autograd.Function):
                 rows.pad(grad_RC), rows.pad(bias_RC)
             )
 
+        grad_x_QH = rows.gemm(grad_h_QG, experts.gate_up.flatten(1, 2))
+        for adapter in experts.of_gate_up:
+            g_QR = narrow_gradient(adapter, grad_h_QG, scale, rows.gemm)
+            u_QR = narrow(adapter, rows.pad(x_RH), scale, rows.gemm)
+            grad_x_QH += rows.gemm(g_QR, adapter.a)
+            factors.append((rows.unpad(g_QR), x_RH))
+            factors.append((part_of(adapter, grad_h_RG), rows.unpad(u_QR)))
+        for adapter, g_QR in of_down:
+            u_QR = narrow(adapter, product_QF * scale_Q1, scale, rows.gemm)
+            factors += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
+
         def gradient(leaf: Tensor, grad_RO: Tensor, x_RI: Tensor) -> Tensor | None:
             return weight_gradient(
                 leaf,
@@ -75,7 +96,7 @@ class _ExactExperts(torch.autograd.Function):
             )
 
         found = [gradient(leaf, *pair) for leaf, pair in zip(ctx.leaves, factors, strict=True)]
-        grad_x_RH = rows.unpad(rows.gemm(grad_h_QG, experts.gate_up.flatten(1, 2)))
+        grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
         return grad_x_RH, grad_weights_R, None, None, None, *found
 
@@ -83,7 +104,9 @@ class _ExactExperts(torch.autograd.Function):
 def _gate_and_up(
     x_RH: Tensor, experts: ExpertWeights, counts_EP: Tensor, rows: PaddedRows
 ) -> tuple[Tensor, Tensor]:
-    h_QG = rows.gemm(rows.pad(x_RH), experts.gate_up.flatten(1, 2).transpose(1, 2))
+    x_QH = rows.pad(x_RH)
+    h_QG = rows.gemm(x_QH, experts.gate_up.flatten(1, 2).transpose(1, 2))
+    add_products(experts.of_gate_up, x_QH, h_QG, experts.scale, rows.gemm)
     if experts.gate_up_bias is not None:
         h_QG += rows.pad(_of_rows(experts.gate_up_bias.flatten(1), counts_EP))
     gate_QF, up_QF = (half.contiguous() for half in h_QG.chunk(2, dim=1))
@@ -121,5 +144,6 @@ def exact_experts(
 ) -> Tensor:
     """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
     `recomputes`: the backward computes gate and up once more instead of keeping them."""
-    kind = experts.form, experts.column
-    return _ExactExperts.apply(x_RH, weights_R, counts_EP, kind, recomputes, *experts.tensors)
+    return _ExactExperts.apply(
+        x_RH, weights_R, counts_EP, experts.kind, recomputes, *experts.tensors
+    )

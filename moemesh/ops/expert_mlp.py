@@ -31,8 +31,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.ops.expert_adapters import (
+    Gemm,
+    add_products,
+    add_products_loop,
+    narrow,
+    narrow_gradient,
+    of_experts,
+    part_of,
+)
 from moemesh.ops.expert_blocks import Block, WeightGradient, Whole, expert_blocks, of_rows
 from moemesh.ops.grouped_gemm import grouped_gemm
+from moemesh.ops.linear import Adapter
 from moemesh.ops.permute import RowMap, sum_rows
 from moemesh.ops.swiglu import PLAIN, SwigluForm, swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferring
@@ -40,7 +50,8 @@ from moemesh.ops.weight_gradient import deferring
 
 class ExpertWeights(NamedTuple):
     """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], biases ``gate_up_bias`` [E, 2, F] and
-    ``down_bias`` [E, part of H], which is that from channel `column` on; and the form of SwiGLU."""
+    ``down_bias`` [E, part of H], which is that from channel `column` on; the form of SwiGLU; and
+    the adapters of both weights, with what multiplies their products."""
 
     gate_up: Tensor
     down: Tensor
@@ -48,21 +59,67 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
     form: SwigluForm = PLAIN
     column: int = 0
+    adapters: tuple[Adapter, ...] = ()
+    scale: float = 1.0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The weights that are there, in order: without the biases, or with both."""
-        return tuple(tensor for tensor in self[:4] if tensor is not None)
+        """The weights that are there, in order: without the biases, or with both; then both
+        factors of every adapter."""
+        factors = [factor for adapter in self.adapters for factor in adapter[:2]]
+        return (*(tensor for tensor in self[:4] if isinstance(tensor, Tensor)), *factors)
+
+    @property
+    def kind(self) -> ExpertKind:
+        """All but the tensors."""
+        parts = tuple(adapter[2:] for adapter in self.adapters)
+        return ExpertKind(self.form, self.column, parts, self.scale)
 
     def of(self, tensors: Sequence[Tensor]) -> ExpertWeights:
         """Other experts of the same kind, from their :attr:`tensors`."""
-        return ExpertWeights(*tensors, form=self.form, column=self.column)
+        return self.kind.weights(tensors)
+
+    @property
+    def of_gate_up(self) -> list[Adapter]:
+        """The adapters of gate and up."""
+        return [adapter for adapter in self.adapters if adapter.dim is not None]
+
+    @property
+    def of_down(self) -> list[Adapter]:
+        """The adapters of the projection down."""
+        return [adapter for adapter in self.adapters if adapter.dim is None]
 
     @property
     def part(self) -> slice:
         """The channels of the output that ``down_bias`` is added to."""
         assert self.down_bias is not None
         return slice(self.column, self.column + self.down_bias.shape[1])
+
+
+class ExpertKind(NamedTuple):
+    """Of :class:`ExpertWeights`, all but the tensors: of every adapter (dim, start, count)."""
+
+    form: SwigluForm
+    column: int
+    parts: tuple[tuple[int | None, int, int], ...]
+    scale: float
+
+    def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
+        """From :attr:`ExpertWeights.tensors`."""
+        own = tensors[: self.num_weights(tensors)]
+        factors = tensors[len(own) :]
+        pairs = zip(self.parts, factors[::2], factors[1::2], strict=True)
+        return ExpertWeights(
+            *own,
+            form=self.form,
+            column=self.column,
+            adapters=tuple(Adapter(a, b, *part) for part, a, b in pairs),
+            scale=self.scale,
+        )
+
+    def num_weights(self, tensors: Sequence[Tensor]) -> int:
+        """How many of the tensors are weights and biases: the factors follow."""
+        return len(tensors) - 2 * len(self.parts)
 
 
 def expert_mlp_loop(
@@ -78,12 +135,15 @@ def expert_mlp_loop(
     limit, alpha, offset = experts.form
     for expert, count in enumerate(counts_E.tolist()):
         x = x_RH[start : start + count]
-        gate, up = (x @ matrix.t() for matrix in experts.gate_up[expert])
+        h = x @ experts.gate_up[expert].flatten(0, 1).t()
+        gate, up = add_products_loop(experts.of_gate_up, x, h, experts.scale, expert).chunk(2, 1)
         if experts.gate_up_bias is not None:
             gate, up = gate + experts.gate_up_bias[expert, 0], up + experts.gate_up_bias[expert, 1]
         if limit:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        y = (gate * torch.sigmoid(alpha * gate) * (up + offset)) @ experts.down[expert].t()
+        product = gate * torch.sigmoid(alpha * gate) * (up + offset)
+        y = product @ experts.down[expert].t()
+        y = add_products_loop(experts.of_down, product, y, experts.scale, expert)
         if experts.down_bias is not None:
             here = experts.down_bias[expert]
             y = y + F.pad(here, (experts.column, y.shape[1] - experts.column - len(here)))
@@ -149,6 +209,8 @@ class _ExpertMLP(torch.autograd.Function):
             product_BF = swiglu(h_BG, weights_R[part], experts.form)
             down = experts.down[block.experts].transpose(1, 2)
             y_BH = grouped_gemm(product_BF, down, block.ends_D, y[part])
+            if adapters := of_experts(experts.of_down, block.experts):
+                add_products(adapters, product_BF, y_BH, experts.scale, _gemm(block))
             if experts.down_bias is not None:
                 bias = of_rows(experts.down_bias, block) * weights_R[part, None].to(y_BH.dtype)
                 y_BH[:, experts.part] += bias
@@ -180,15 +242,21 @@ class _ExpertMLP(torch.autograd.Function):
                 needed,
                 is_deferred=is_deferred,
                 are_shared=is_bounded,
-                is_bias=place > 1,
+                is_bias=2 <= place < call.kind.num_weights(ctx.leaves),
             )
             for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_weights, strict=True))
         ]
         grad_weights: list[Tensor] = []
         for block in blocks:
-            part, ends_D = block.rows, block.ends_D
+            part, ends_D, gemm = block.rows, block.ends_D, _gemm(block)
             h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, experts, block)
             grad_product_BF = grouped_gemm(grad_RH[part], experts.down[block.experts], ends_D)
+            of_down = of_experts(experts.of_down, block.experts)
+            narrow_down = [
+                narrow_gradient(one, grad_RH[part], experts.scale, gemm) for one in of_down
+            ]
+            for adapter, g_BR in zip(of_down, narrow_down, strict=True):
+                grad_product_BF += gemm(g_BR, adapter.a)
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
                 grad_product_BF, h_BG, weights_R[part], experts.form
             )
@@ -205,6 +273,21 @@ class _ExpertMLP(torch.autograd.Function):
             if needs_source:
                 gate_up = gate_up_EGH[block.experts]
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up, ends_D, grad_x[part])
+            factors = iter(gradients[call.kind.num_weights(ctx.leaves) :])
+            of_gate_up = of_experts(experts.of_gate_up, block.experts)
+            if of_gate_up:
+                x_BH = source_NH.index_select(0, rows.source_R[part])
+            for adapter in of_gate_up:
+                g_BR = narrow_gradient(adapter, grad_h_BG, experts.scale, gemm)
+                u_BR = narrow(adapter, x_BH, experts.scale, gemm)
+                next(factors).add(block, g_BR, source_NH, rows.source_R[part])
+                next(factors).add(block, part_of(adapter, grad_h_BG), u_BR)
+                if needs_source:
+                    grad_x_BH += gemm(g_BR, adapter.a)
+            for adapter, g_BR in zip(of_down, narrow_down, strict=True):
+                u_BR = narrow(adapter, product_BF, experts.scale, gemm)
+                next(factors).add(block, g_BR, product_BF)
+                next(factors).add(block, grad_RH[part], u_BR)
         found: list[Tensor | None] = [None] * len(gradients)
         if calls is None:
             found = [gradient.result() for gradient in gradients]
@@ -223,8 +306,7 @@ class _Call(NamedTuple):
     """One call of :func:`expert_mlp`, without its tensors that may have a gradient: autograd, not
     the call, decides how long they stay."""
 
-    form: SwigluForm
-    column: int
+    kind: ExpertKind
     rows: RowMap
     counts_E: Tensor
     calls: list[list[WeightGradient]] | None
@@ -233,7 +315,12 @@ class _Call(NamedTuple):
 
     def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
         """From :attr:`ExpertWeights.tensors`."""
-        return ExpertWeights(*tensors, form=self.form, column=self.column)
+        return self.kind.weights(tensors)
+
+
+def _gemm(block: Block) -> Gemm:
+    """The grouped product of the rows of a block."""
+    return lambda x_BI, weight_DIO: grouped_gemm(x_BI, weight_DIO, block.ends_D)
 
 
 def _gate_and_up(
@@ -247,6 +334,8 @@ def _gate_and_up(
     x_BH = source_NH.index_select(0, rows.source_R[block.rows])
     gate_up_DGH = experts.gate_up[block.experts].flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
+    if adapters := of_experts(experts.of_gate_up, block.experts):
+        add_products(adapters, x_BH, h_BG, experts.scale, _gemm(block))
     if experts.gate_up_bias is not None:
         h_BG += of_rows(experts.gate_up_bias.flatten(1), block)
     return h_BG
@@ -272,6 +361,5 @@ def expert_mlp(
     any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)
-    form, column = experts.form, experts.column
-    call = _Call(form, column, rows, counts_E, calls, max_rows, recomputes)
+    call = _Call(experts.kind, rows, counts_E, calls, max_rows, recomputes)
     return _ExpertMLP.apply(source_NH, weights_R, anchor, call, *experts.tensors)

@@ -1,10 +1,12 @@
 """The matrix product of every dense layer, with a weight gradient that can be deferred.
 
-Legend: T tokens, I inputs, O outputs, F width of a SwiGLU (Shazeer, 2020), G = 2 F (gate, then up).
+Legend: T tokens, I inputs, O outputs, F width of a SwiGLU (Shazeer, 2020), G = 2 F (gate, then up);
+R rank of an adapter, P outputs of the part of a weight that it belongs to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,36 @@ class SwigluOf(NamedTuple):
 
 #: The other factor of a product with a weight.
 Operand = Tensor | SwigluOf
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter (Hu et al., 2021) of a part of a weight [..., I]: ``a`` [R, I] and ``b``,
+    of the shape of that part but R in the last dim. The part: `count` places of `dim` from `start`
+    on, or (None) all. Of stacks of experts all shapes have a dim of experts in front, which `dim`
+    does not count."""
+
+    a: Tensor
+    b: Tensor
+    dim: int | None = None
+    start: int = 0
+    count: int = 0
+
+    def part(self, y: Tensor) -> Tensor:
+        """The part of `y`, which has a dim of tokens in front of those of the weight."""
+        return y if self.dim is None else y.narrow(self.dim + 1, self.start, self.count)
+
+
+class Adapted(NamedTuple):
+    """A weight with adapters beside it: for an input x each adds ``scale * (x a^T) b^T`` to its
+    part of the output."""
+
+    weight: Tensor
+    adapters: tuple[Adapter, ...]
+    scale: float
+
+
+#: What an input is multiplied with.
+Weight = Tensor | Adapted
 
 
 class _Linear(torch.autograd.Function):
@@ -78,6 +110,93 @@ def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None
     return weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF, (grad_TO, product_TF))
 
 
+class _AdaptedLinear(torch.autograd.Function):
+    """Of a weight with adapters. What is kept is the input: the narrow products x a^T are made once
+    more, which costs R / O of the wide one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        form: SwigluForm | None,
+        kind: _AdaptedKind,
+        weight: Tensor,
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, weight, *factors)
+        ctx.form, ctx.kind, ctx.leaves = form, kind, (weight, *factors)
+        input_TI = x_TI if form is None else swiglu(x_TI, form)
+        y_TO = input_TI @ weight.reshape(-1, weight.shape[-1]).t()
+        y = y_TO.view(len(y_TO), *weight.shape[:-1])
+        for adapter in kind.adapters(factors):
+            part = adapter.part(y)
+            u_TR = (input_TI @ adapter.a.t()) * kind.scale
+            part += (u_TR @ _rows(adapter.b).t()).view(part.shape)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Any, ...]:
+        x_TI, weight, *factors = ctx.saved_tensors
+        form, kind, leaves = ctx.form, ctx.kind, ctx.leaves
+        input_TI = x_TI if form is None else swiglu(x_TI, form)
+        grad_TO = grad_TO.contiguous()
+        grad = grad_TO.view(len(grad_TO), *weight.shape[:-1])
+        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        grad_input_TI = grad_TO @ weight.reshape(-1, weight.shape[-1]) if needs_input else None
+        found: list[Tensor | None] = [None] * len(leaves)
+        if needs[0]:
+            found[0] = weight_gradient(
+                leaves[0],
+                lambda: (grad_TO.t() @ input_TI).reshape(weight.shape),
+                (grad_TO, input_TI),
+            )
+        for place, adapter in enumerate(kind.adapters(factors)):
+            grad_TP = adapter.part(grad).flatten(1)
+            g_TR = (grad_TP @ _rows(adapter.b)) * kind.scale
+            if grad_input_TI is not None:
+                grad_input_TI += g_TR @ adapter.a
+            for at, gradient in enumerate(
+                _factor_gradients(adapter, grad_TP, g_TR, input_TI, kind.scale), start=1 + 2 * place
+            ):
+                if needs[at]:
+                    found[at] = weight_gradient(leaves[at], *gradient)
+        if form is not None and grad_input_TI is not None:
+            grad_input_TI = form.backward(grad_input_TI, x_TI)[1]
+        return grad_input_TI, None, None, *found
+
+
+def _factor_gradients(
+    adapter: Adapter, grad_TP: Tensor, g_TR: Tensor, input_TI: Tensor, scale: float
+) -> tuple[tuple[Callable[[], Tensor], tuple[Tensor, ...]], ...]:
+    """Of a and of b: how the gradient is computed, and what of activation size it holds."""
+    return (
+        (lambda: g_TR.t() @ input_TI, (g_TR, input_TI)),
+        (
+            lambda: (grad_TP.t() @ ((input_TI @ adapter.a.t()) * scale)).view(adapter.b.shape),
+            (grad_TP, input_TI),
+        ),
+    )
+
+
+class _AdaptedKind(NamedTuple):
+    """Of :class:`Adapted`, all but the tensors: (dim, start, count) of each adapter."""
+
+    parts: tuple[tuple[int | None, int, int], ...]
+    scale: float
+
+    def adapters(self, factors: Sequence[Tensor]) -> list[Adapter]:
+        """From a and b of each."""
+        return [
+            Adapter(a, b, *part)
+            for part, a, b in zip(self.parts, factors[::2], factors[1::2], strict=True)
+        ]
+
+
+def _rows(b: Tensor) -> Tensor:
+    """``b`` as a matrix [P, R]."""
+    return b.reshape(-1, b.shape[-1])
+
+
 class _Swiglu(torch.autograd.Function):
     """A form of SwiGLU that keeps its input and nothing else."""
 
@@ -92,13 +211,19 @@ class _Swiglu(torch.autograd.Function):
         return ctx.form.backward(grad_TF, *ctx.saved_tensors)[1], None
 
 
-def linear(x_TI: Operand, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [tokens, in]; `weight` [..., in], leading dims flattened to out.
+def linear(x_TI: Operand, weight: Weight) -> Tensor:
+    """``x @ weight.T`` for x [tokens, in]; `weight` [..., in], leading dims flattened to out; what
+    adapters of the weight add is added.
 
     Parameters whose rows have structure (fused QKV, gate and up) keep it in their leading dims, so
     that a tensor-parallel shard is a plain slice of one dim. `weight` must be the parameter itself,
     not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`).
     """
+    if isinstance(weight, Adapted):
+        x, form = (x_TI.h_TG, x_TI.form) if isinstance(x_TI, SwigluOf) else (x_TI, None)
+        kind = _AdaptedKind(tuple(adapter[2:] for adapter in weight.adapters), weight.scale)
+        factors = [factor for adapter in weight.adapters for factor in adapter[:2]]
+        return _AdaptedLinear.apply(x, form, kind, weight.weight, *factors)
     if isinstance(x_TI, SwigluOf):
         return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
     return _Linear.apply(x_TI, weight)

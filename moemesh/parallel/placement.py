@@ -12,6 +12,7 @@ From that one rule everything follows (no averaging, no factor):
 | other norms, router, output bias | dense | - | stage (dp, cp, tp) |
 | down to latents (MLA), whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
 | routed experts | expert | ep, etp | edp |
+| factors of adapters | as their weight | where it is, in the dims they have | see `config.lora` |
 
 Pipeline ranks hold different parameters. Where two of them hold the same one (mirrored pipes, an
 embedding tied to the head), its gradient is then summed over the axis `mirror`, too.
@@ -24,11 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.layout import shard_range
+from moemesh.config.layout import EXPERT_AXES, shard_range
+from moemesh.config.lora import factors_of
 from moemesh.config.plan import Plan
 from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, VocabularyRows
+from moemesh.model.lora import AdaptedModule
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.data.ownership import OwnRange
 
@@ -73,7 +76,7 @@ class Placement:
 
     @property
     def is_expert(self) -> bool:
-        return self.summed_over == "edp"
+        return self.summed_over in EXPERT_AXES
 
     @property
     def is_vector(self) -> bool:
@@ -94,9 +97,12 @@ def placements(
     """
     found: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
+        rules: dict[str, tuple[dict[str, int], str]] = {}
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}"
-            shards, summed_over = _rule(module, leaf, plan)
+            shards, summed_over = rules.get(leaf) or _rule(module, leaf, plan)
+            if isinstance(module, AdaptedModule):
+                rules |= _factor_rules(module, leaf, shards, summed_over)
             found[name] = Placement(
                 name=name,
                 shape=tuple(parameter.shape),
@@ -105,6 +111,15 @@ def placements(
                 holders=(0,) if holders is None else holders[name],
             )
     return found
+
+
+def _factor_rules(
+    module: AdaptedModule, leaf: str, shards: dict[str, int], summed_over: str
+) -> dict[str, tuple[dict[str, int], str]]:
+    """As :func:`_rule`, of the adapter parameters of the weight `leaf`, which come behind it."""
+    shape, is_stack = tuple(module.get_parameter(leaf).shape), isinstance(module, Experts)
+    factors = factors_of(module.lora, leaf, shape, shards, summed_over, is_stack=is_stack)
+    return {factor.leaf: (factor.shards, factor.summed_over) for factor in factors}
 
 
 def _rule(module: object, leaf: str, plan: Plan) -> tuple[dict[str, int], str]:

@@ -270,7 +270,7 @@ def _kind(
     section = key.partition(".")[0]
     if section == "plan":
         return "layout"
-    if section == "model":
+    if section in ("model", "lora"):
         return "model"
     return "training" if section in ("train", "data") else "free"
 

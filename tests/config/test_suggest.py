@@ -86,7 +86,10 @@ def test_names_of_other_trainers(name: str, key: str) -> None:
         ("model.rope_scaling", "model.rope_factor and others"),
         ("plan.clip", "`clip` belongs to [train]: train.clip"),
         ("model.seq_len", "`seq_len` belongs to [data]"),
-        ("train.path", "belongs to [model] and [data]: model.path or data.path"),
+        (
+            "train.path",
+            "belongs to [model] and [data] and [lora]: model.path or data.path or lora.path",
+        ),
         ("ep", "`ep` belongs to [plan]: plan.ep"),
         ("paln.ep", "plan.ep"),
         ("paln", "did you mean [plan]?"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.data.ownership import boxes, part_of
 from moemesh.parallel.parallelize import ParallelModel, parallelize
@@ -96,6 +99,12 @@ def microbatches(
     return found
 
 
+def model_of(keys: Mapping[str, Any]) -> ModelConfig:
+    """The model of these keys; those of `lora` are of its adapters."""
+    own = {key: value for key, value in keys.items() if key != "lora"}
+    return ModelConfig(**own).with_lora(LoraConfig(**keys.get("lora", {})))
+
+
 def train_on_rank(
     mesh: Mesh,
     model_keys: dict[str, Any],
@@ -104,19 +113,21 @@ def train_on_rank(
     shape: Shape,
 ) -> dict[str, Any]:
     """A few steps; returns what this rank owns, with its place in the logical tensors."""
-    config, plan = ModelConfig(**model_keys), Plan(**plan_keys)
+    config, plan = model_of(model_keys), Plan(**plan_keys)
     train = TrainConfig(**train_keys)
     dtype = getattr(torch, train.dtype)
     tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
-    parallel = parallelize(
-        config,
-        plan,
-        mesh,
-        seed=train.seed,
-        dtype=dtype,
-        tokens_per_rank=tokens,
-        schedule=build_step(plan, config, shape.seq_len),
-    )
+    # Adapters that are zero at first would have no gradient in half of their parameters.
+    with mock.patch.object(initialization, "starts_at_zero", lambda name: name.endswith("bias")):
+        parallel = parallelize(
+            config,
+            plan,
+            mesh,
+            seed=train.seed,
+            dtype=dtype,
+            tokens_per_rank=tokens,
+            schedule=build_step(plan, config, shape.seq_len),
+        )
     optimizer = Optimizer.of(parallel, train)
     steps = []
     for step in range(1, train.steps + 1):
@@ -183,7 +194,7 @@ def train(
 ) -> Trained:
     """Train under `plan` on as many gloo ranks as it needs (in this process for one rank)."""
     checked = Plan(**plan)
-    assert checked.check(ModelConfig(**model)) == []
+    assert checked.check(model_of(model)) == []
     if checked.world_size == 1:
         ranks = [train_on_rank(Mesh.single("cpu"), model, plan, train, shape)]
     else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.buckets import Member, buckets
+from moemesh.config.layout import EXPERT_AXES
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import BUCKETS, ReplicatedBucket
 from moemesh.parallel.data.ownership import OwnRange
@@ -203,7 +204,7 @@ class GradientReducer:
     def weight_bytes(self, *, experts: bool) -> int:
         """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
         others."""
-        found = (bucket for bucket in self.buckets if (bucket.rule.axis == "edp") == experts)
+        found = (bucket for bucket in self.buckets if (bucket.rule.axis in EXPERT_AXES) == experts)
         return sum(bucket.weight_bytes for bucket in found)
 
     @property

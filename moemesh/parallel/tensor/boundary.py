@@ -24,7 +24,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.config.layout import shard_sizes
-from moemesh.ops.linear import linear
+from moemesh.ops.linear import Weight, linear
 
 
 class ReduceScatterBoundary:
@@ -39,7 +39,7 @@ class ReduceScatterBoundary:
     def total(self, sums_TX: Tensor) -> Tensor:
         return total(sums_TX, self.axis, self.caller)
 
-    def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         partial_TH = linear(y_TA, weight_HA)
         sizes = shard_sizes(len(partial_TH), self.axis.size)
         return collectives.reduce_scatter(
@@ -60,7 +60,7 @@ class AllReduceBoundary:
     def total(self, sums_TX: Tensor) -> Tensor:
         return total(sums_TX, self.axis, self.caller)
 
-    def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         caller = f"{self.caller}.leave"
         total_TH = collectives.all_reduce(linear(y_TA, weight_HA), self.axis, caller=caller)
         sizes = shard_sizes(len(total_TH), self.axis.size)
@@ -83,7 +83,7 @@ class AllToAllBoundary:
     def total(self, sums_TX: Tensor) -> Tensor:
         return total(sums_TX, self.axis, self.caller)
 
-    def leave(self, y_TA: Tensor, weight_HA: Tensor) -> Tensor:
+    def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
         own = sizes[self.axis.index]
         # Arrives as one block of own rows per source rank; source rank = place in the width.

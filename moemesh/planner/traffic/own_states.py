@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from moemesh.config.buckets import Bucket, owned_sizes
-from moemesh.config.layout import Layout
+from moemesh.config.layout import EXPERT_AXES, Layout
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import members
@@ -62,7 +62,7 @@ def predict_states(
     for bucket in data_buckets(placement, layout, rank, element):
         wide, own = bucket.gradient_bytes, owned(plan, layout, rank, bucket)
         kept = own if plan.data == "zero3" else bucket.numbers
-        weights[bucket.axis == "edp"] += kept * bucket.weight_bytes
+        weights[bucket.axis in EXPERT_AXES] += kept * bucket.weight_bytes
         gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
         masters += own * wide if bucket.weight_bytes < wide else 0
         moments += kinds * own * wide

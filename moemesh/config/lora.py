@@ -1,0 +1,167 @@
+"""The section [lora]: low-rank adapters beside frozen weights (Hu et al., 2021, arXiv:2106.09685).
+
+A projection with weight W [out, in] that `targets` names computes ``x W^T + s (x A^T) B^T``: A is
+[rank, in], B is [out, rank] and zero at first, s the :attr:`LoraConfig.scaling`. Names are those of
+transformers and PEFT; several projections may be parts of one parameter of ours (``qkv``, or
+``gate_up``), and each expert has an A and a B of its own.
+
+| parameter | shape | sharded | gradient summed over |
+|---|---|---|---|
+| A | [rank, in] | as the input of the weight is | the axis of the weight, and those that cut "out" |
+| B | [the part of the weight, rank] | as its output | the axis of the weight, and those that cut "in" |
+| both, of experts | [E, ...] | besides over ep | edp, with etp where they are whole |
+
+A factor that is whole where the weight is cut has seen a part of its gradient only: the sum goes
+over those ranks, too.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import BeforeValidator
+
+from moemesh.config.errors import Problem
+from moemesh.config.section import COUNT, POSITIVE, Range, Section, as_tuple
+
+#: The target that stands for every projection of attention and MLPs, experts included.
+ALL_LINEAR = "all-linear"
+
+
+class LoraConfig(Section):
+    """The adapters of a run; ``rank = 0`` is none."""
+
+    section: ClassVar[str] = "lora"
+
+    rank: int = 0
+    alpha: float = 16.0
+    #: Projections that have an adapter, by transformers' names.
+    targets: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = (ALL_LINEAR,)
+    #: alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski, 2023, arXiv:2312.03732).
+    rslora: bool = False
+    #: A folder of PEFT's whose adapters the run starts from; None: B is zero.
+    path: str | None = None
+
+    ranges: ClassVar[Mapping[str, Range]] = {"rank": COUNT, "alpha": POSITIVE}
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def check(self) -> list[Problem]:
+        """Every rule that the section must keep by itself."""
+        found = self.range_problems()
+        if not self.rank and self.path is not None:
+            message = f"path ({self.path}) names adapters, and rank = 0 means that there are none"
+            found.append(self.problem("conflict", "path", message, "rank of the folder", "rank"))
+        if self.rank and not self.targets:
+            message = "targets is empty: no projection would have an adapter"
+            found.append(self.problem("empty", "targets", message, f'targets = ["{ALL_LINEAR}"]'))
+        return found
+
+    def adapts(self, target: str) -> bool:
+        """Whether the projection `target` has an adapter."""
+        return bool(self.rank) and (target in self.targets or ALL_LINEAR in self.targets)
+
+
+#: A model without adapters.
+NO_ADAPTERS = LoraConfig()
+
+
+class Part(NamedTuple):
+    """The part of a parameter that is the projection `target`: `count` places of `dim` from `start`
+    on (of a stack of experts, `dim` is that of one expert); `dim` None: the whole parameter."""
+
+    target: str
+    dim: int | None = None
+    start: int = 0
+    count: int = 0
+
+    def shape(self, whole: tuple[int, ...], *, is_stack: bool) -> tuple[int, ...]:
+        """Of the part, given that of the parameter."""
+        if self.dim is None:
+            return whole
+        place = self.dim + is_stack
+        return (*whole[:place], self.count, *whole[place + 1 :])
+
+
+class Factor(NamedTuple):
+    """One adapter parameter: the end of its name, its shape, which axis shards which dim, and the
+    axis that its gradient is summed over."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    shards: dict[str, int]
+    summed_over: str
+
+
+#: Parts of parameters, by the end of the parameter's name; a part without dim is all of it.
+_GATE_UP = (Part("gate_proj", 0, 0, 1), Part("up_proj", 0, 1, 1))
+_WHOLE = {
+    "down": "down_proj",
+    "output": "o_proj",
+    "query": "q_proj",
+    "query_down": "q_a_proj",
+    "query_up": "q_b_proj",
+    "key_value_down": "kv_a_proj_with_mqa",
+    "key_value_up": "kv_b_proj",
+}
+#: An axis of gradients, and the axis that cuts weights of its class -> the axis over both.
+_WIDER = {("dp_cp", "tp"): "stage", ("edp", "etp"): "edp_etp"}
+
+
+def parts_of(leaf: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """The projections that the parameter `leaf` of this shape holds; of others none."""
+    if leaf == "qkv":
+        groups = shape[1] - 2
+        return (
+            Part("q_proj", 1, 0, groups),
+            Part("k_proj", 1, groups, 1),
+            Part("v_proj", 1, groups + 1, 1),
+        )
+    if leaf == "gate_up":
+        return _GATE_UP
+    return (Part(_WHOLE[leaf]),) if leaf in _WHOLE else ()
+
+
+def factors_of(
+    lora: LoraConfig,
+    leaf: str,
+    shape: tuple[int, ...],
+    shards: Mapping[str, int],
+    summed_over: str,
+    *,
+    is_stack: bool,
+) -> Iterator[Factor]:
+    """The adapter parameters of one parameter, in the model's order; `is_stack`: of experts."""
+    last = len(shape) - 1
+    first = 1 if is_stack else 0
+    for part in parts_of(leaf, shape):
+        if not lora.adapts(part.target):
+            continue
+        *rows, inputs = part.shape(shape, is_stack=is_stack)
+        a_dims = {0: 0, last: first + 1} if is_stack else {last: 1}
+        b_dims = {dim: dim for dim in range(last)}
+        for name, dims, own in (
+            ("A", a_dims, (*shape[:first], lora.rank, inputs)),
+            ("B", b_dims, (*rows, lora.rank)),
+        ):
+            axis = summed_over
+            for cut, dim in shards.items():
+                if dim not in dims:
+                    axis = _WIDER[axis, cut]
+            kept = {cut: dims[dim] for cut, dim in shards.items() if dim in dims}
+            yield Factor(factor_name(part.target, name), own, kept, axis)
+
+
+def factor_name(target: str, factor: str) -> str:
+    """The end of the name of an adapter parameter; `factor` is A or B."""
+    return f"{target}_lora_{factor}"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether `name` is that of an adapter parameter, or of a state of one."""
+    return name.endswith(("_lora_A", "_lora_B"))

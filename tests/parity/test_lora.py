@@ -1,0 +1,96 @@
+"""Adapters in any plan equal those of one device; see :mod:`tests.parity.test_parity`."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from moemesh.config.parameters import tensors
+from moemesh.config.plan import Plan
+from moemesh.model.transformer import Transformer
+from moemesh.parallel.placement import placements
+from tests.parity.test_parity import LONELY, MODELS, TRAIN, assert_same
+from tests.parity.training import PADDED, Shape, Trained, model_of, name_of, train
+
+LORA: dict[str, Any] = {"rank": 3, "alpha": 6.0}
+LATENT = MODELS["moe"] | {
+    "attention": "mla",
+    "num_kv_heads": 8,
+    "head_dim": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rotary_head_dim": 2,
+    "v_head_dim": 6,
+}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "moe": MODELS["moe"] | {"lora": LORA},
+    "grouped": MODELS["grouped"] | {"lora": LORA | {"rslora": True}},
+    "latent": LATENT | {"lora": LORA},
+    "direct_queries": LATENT | {"q_lora_rank": 0, "lora": LORA},
+    "biased": MODELS["moe"]
+    | {"expert_bias": True, "qkv_bias": True, "output_bias": True, "swiglu_limit": 7.0}
+    | {"swiglu_alpha": 1.702, "swiglu_offset": 1.0, "lora": LORA},
+    "some": MODELS["moe"] | {"lora": LORA | {"targets": ("k_proj", "up_proj", "o_proj")}},
+    "dense": MODELS["dense"] | {"lora": LORA},
+    "deep": MODELS["moe"] | {"num_layers": 4, "lora": LORA},
+}
+
+CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    ("moe", {"tp": 2, "ep": 2, "attention_exit": "reduce_scatter"}, Shape()),
+    (
+        "moe",
+        {"tp": 2, "ep": 2, "attention_exit": "all_reduce", "dispatcher": "all_gather"},
+        Shape(),
+    ),
+    ("moe", {"tp": 2, "etp": 2, "attention_exit": "all_to_all"}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, Shape()),
+    ("moe", {"dp": 4, "etp": 2, "dispatcher": "all_gather", "data": "zero1"}, Shape()),
+    ("moe", {"dp": 4, "ep": 2, "data": "zero2", "microbatches": 2}, Shape()),
+    ("moe", {"dp": 4, "etp": 2, "data": "zero3", "microbatches": 2}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 2, "combine": "exact"}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "etp": 2, "combine": "exact"}, Shape()),
+    ("moe", {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "microbatches": 3}, Shape()),
+    ("deep", {"pp": 2, "schedule": "zb_v", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
+    ("deep", {"pp": 2, "schedule": "dualpipe_v", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
+    ("moe", {"tp": 2, "cp": 2, "ep": 4, "recompute": "full"}, Shape()),
+    ("moe", {"tp": 2, "dp": 2, "ep": 4, "recompute": "selective", "dispatch_chunks": 3}, Shape()),
+    ("moe", {"dp": 4, "ep": 4, "dispatcher": "hierarchical", "ranks_per_node": 2}, LONELY),
+    ("grouped", {"tp": 4, "ep": 2}, PADDED),
+    ("latent", {"tp": 2, "cp": 2, "ep": 2}, Shape()),
+    ("latent", {"tp": 4, "etp": 2, "attention_exit": "all_to_all"}, LONELY),
+    ("direct_queries", {"tp": 2, "dp": 2}, Shape()),
+    ("biased", {"tp": 2, "ep": 2}, Shape()),
+    ("biased", {"dp": 2, "etp": 2, "combine": "exact"}, Shape()),
+    ("some", {"tp": 2, "dp": 2, "etp": 2, "data": "zero1"}, Shape()),
+    ("dense", {"tp": 2, "pp": 2, "microbatches": 2}, Shape()),
+    ("moe", {"pp": 2, "tp": 2, "cp": 2, "ep": 2, "etp": 2, "microbatches": 2}, Shape()),
+]
+
+
+@cache
+def one_device(model: str, shape: Shape) -> Trained:
+    return train(ADAPTED[model], {}, TRAIN, shape)
+
+
+@pytest.mark.representative("moe-tp=2-dp=2-ep=2-etp=2")
+@pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
+def test_adapters_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
+    assert_same(train(ADAPTED[model], plan, TRAIN, shape), one_device(model, shape))
+
+
+@pytest.mark.parametrize("model", ADAPTED)
+@pytest.mark.parametrize("exit_", ["reduce_scatter", "all_to_all"])
+def test_planner_knows_every_adapter(model: str, exit_: Any):
+    config, plan = model_of(ADAPTED[model]), Plan(tp=2, attention_exit=exit_)
+    found = placements(Transformer(config), plan)
+    known = list(tensors(config, plan))
+    assert [one.name for one in known] == list(found)
+    for one in known:
+        where = found[one.name]
+        assert (one.shape, one.shards, one.summed_over) == (
+            where.shape,
+            where.shards,
+            where.summed_over,
+        )
+    assert any("lora" in one.name for one in known)
