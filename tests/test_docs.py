@@ -222,7 +222,9 @@ def test_links_resolve(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_and_targets_exist(document: str) -> None:
     """Paths, modules and make targets that are named in backquotes."""
-    for name in re.findall(r"`((?:moemesh|tests|docs|examples)/[\w/.*-]+)`", text_of(document)):
+    for name in re.findall(
+        r"`((?:moemesh|tests|docs|examples|recipes)/[\w/.*-]+)`", text_of(document)
+    ):
         assert list(ROOT.glob(name.rstrip("/"))), f"{document}: {name}"
     for target in re.findall(r"`make ([\w-]+)`", text_of(document)):
         assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), target

@@ -1,0 +1,160 @@
+"""The way of a user, by the commands of the README's section "Your own models and data"."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moemesh.comm.mesh import Mesh
+from moemesh.model.batch import Batch
+from moemesh.train.inference import config_of, load
+from tests import commands
+from tests.documents import ROOT
+from tests.huggingface.conversations import add_tokenizer, write_sums
+from tests.huggingface.tiny import save
+
+transformers = pytest.importorskip("transformers")
+
+TITLE = "## Your own models and data"
+MODEL = "Qwen3-30B-A3B"
+STEPS = 12
+#: The recipe's sizes on four processes of this machine; the environment is stronger than a file.
+SMALL = {
+    "plan__dp": 4,
+    "plan__tp": 1,
+    "plan__ep": 4,
+    "plan__microbatches": 1,
+    "data__seq_len": 64,
+    "data__global_batch": 8,
+    "train__dtype": "float32",
+    "train__steps": STEPS,
+    "train__lr": 3e-3,
+    "train__warmup_steps": 2,
+    "train__validation_batches": 1,
+}
+
+
+def commands_of_readme() -> list[list[str]]:
+    """The commands of the section, word by word."""
+    section = (ROOT / "README.md").read_text().split(TITLE)[1].split("\n## ")[0]
+    lines = "".join(re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    return [shlex.split(line, comments=True) for line in lines.splitlines() if line]
+
+
+class User:
+    """Somebody with a model, a tokenizer and conversations in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "recipes").symlink_to(ROOT / "recipes")
+        model = add_tokenizer(save("qwen3_moe", folder / MODEL))
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+        write_sums(folder / "chats.jsonl", 300)
+        (folder / "held-out.txt").write_text("what is 12 + 30? it is 42. " * 160)
+
+    def start(self, words: list[str]) -> subprocess.Popen[str]:
+        assert words[0] == "moemesh"
+        small = {f"MOEMESH__{key}": str(value) for key, value in SMALL.items()}
+        return subprocess.Popen(
+            [commands.python(), "-m", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, **(small if words[1] in ("train", "config") else {})},
+        )
+
+    def run(self, words: list[str]) -> str:
+        process = self.start(words)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, f"{shlex.join(words)}\n{out}{err}"
+        return out
+
+    def stop_early(self, words: list[str], run: Path) -> None:
+        """Press Ctrl-C when the first steps are there."""
+        process = self.start(words)
+        metrics = run / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 130, out + err
+        assert "the same command goes on from there" in out
+
+    def losses(self, run: Path) -> list[float]:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+
+def agree_with_transformers(run: Path, exported: Path) -> None:
+    """Logits of the run here, and of the export there."""
+    ids = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, attn_implementation="eager", experts_implementation="eager"
+    )
+    here = load(config_of(run, []), Mesh.single("cpu"), run).model
+    batch = Batch(tokens_BS=ids, targets_BS=ids, sequences_B=torch.arange(2), training=False)
+    with torch.no_grad():
+        expected, found = model(ids).logits, here.logits(batch).view(2, 128, -1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def loss_of_transformers(folder: Path, text: str) -> float:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode(text)])
+    with torch.no_grad():
+        return float(model(ids[:, :-1], labels=ids[:, :-1], shift_labels=ids[:, 1:]).loss)
+
+
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    user, by_verb = User(tmp_path), dict[str, list[str]]()
+    for words in commands_of_readme():
+        by_verb.setdefault(" ".join(words[:2]), words)
+    train = by_verb["moemesh train"]
+    assert "ok: 4 ranks" in user.run(["moemesh", "config", "check", *train[2:3]])
+    run, whole = tmp_path / "runs" / Path(train[2]).stem, tmp_path / "whole"
+    user.run([*train, "--out", str(whole)])
+    user.stop_early(train, run)
+    assert "resumed from step" in user.run(train)
+    losses = user.losses(run)
+    assert losses == user.losses(whole) and len(losses) == STEPS
+    assert losses[-1] < losses[0] - 0.5, "it learns"
+
+    convert = by_verb["moemesh convert"]
+    user.run(convert)
+    exported = tmp_path / convert[3]
+    assert (exported / "tokenizer.json").exists() and (exported / "chat_template.jinja").exists()
+    user.run(["moemesh", "convert", str(whole), str(tmp_path / "from-whole")])
+    assert_same_weights(exported, tmp_path / "from-whole")
+    agree_with_transformers(run, exported)
+
+    measured = json.loads(user.run([*by_verb["moemesh evaluate"], "--json"]))
+    text = (tmp_path / "held-out.txt").read_text()[: measured["tokens"] + 1]
+    assert measured["loss"] == pytest.approx(loss_of_transformers(exported, text), abs=2e-6)
+    generate = by_verb["moemesh generate"]
+    written = user.run(generate)
+    assert written.startswith(generate[generate.index("--prompt") + 1])
+    assert written == user.run(["moemesh", "generate", convert[3], *generate[3:]])
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    ours, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name

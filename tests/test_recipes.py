@@ -1,0 +1,91 @@
+"""Every recipe is short, legal and fits its machines; each runs on a small copy of its model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests import commands
+from tests.huggingface.conversations import add_tokenizer, write_sums
+from tests.huggingface.tiny import save
+from tests.planner.published_configs import WITH_EXPERTS
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+LINES = 40
+#: The files of a user, as the recipes name them.
+MODEL, CHATS = "Qwen3-30B-A3B", "chats.jsonl"
+#: Sizes that keep a recipe's other keys and run in seconds on four processes at most.
+SMALL = {
+    "data.seq_len": 32,
+    "data.global_batch": 4,
+    "plan.microbatches": 2,
+    "train.steps": 2,
+    "train.validation_batches": 1,
+}
+SPREAD = SMALL | {"plan.dp": 2, "plan.tp": 1, "plan.ep": 2}
+
+
+class Recipe(NamedTuple):
+    """The machines that a recipe is for, and the keys of a small run, None where there is none."""
+
+    cluster: str
+    small: dict[str, object] | None
+
+
+TABLE = {
+    "pretrain-tiny": Recipe("laptop_cpu", {**SMALL, "model.num_layers": 2}),
+    "finetune-qwen3-30b-a3b": Recipe("dgx_h100", SPREAD),
+    "pretrain-deepseek-v3": Recipe("hgx_h800", None),
+}
+DEVICES = {"pretrain-tiny": 4, "finetune-qwen3-30b-a3b": 8, "pretrain-deepseek-v3": 2048}
+
+
+def moemesh(folder: Path, *arguments: object) -> str:
+    done = subprocess.run(
+        [commands.python(), "-m", "moemesh", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_recipe_is_in_the_table_and_short() -> None:
+    found = {path.stem: path.read_text().splitlines() for path in RECIPES.iterdir()}
+    assert found.keys() == TABLE.keys()
+    for name, lines in found.items():
+        assert len(lines) <= LINES, name
+        assert max(map(len, lines)) <= 100, name
+        assert lines[0].startswith("# "), "what it is for"
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_recipe_is_accepted_and_fits(name: str, tmp_path: Path) -> None:
+    """With nothing but the model's config.json, as before a download."""
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / MODEL / "config.json").write_text(json.dumps(WITH_EXPERTS[MODEL].config))
+    path = RECIPES / f"{name}.toml"
+    assert f"ok: {DEVICES[name]} rank" in moemesh(tmp_path, "config", "check", path)
+    words = ["estimate", "--config", path, "--cluster", TABLE[name].cluster, "--json"]
+    memory = json.loads(moemesh(tmp_path, *words))["memory"]
+    assert memory["fits"]
+    assert memory["needed_bytes"] < 0.95 * memory["device_bytes"]
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in TABLE.items() if recipe.small])
+def test_a_recipe_runs_on_a_small_copy(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    add_tokenizer(save("qwen3_moe", tmp_path / MODEL))
+    write_sums(tmp_path / CHATS, 100)
+    small = TABLE[name].small
+    assert small is not None
+    given = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    printed = moemesh(tmp_path, "train", RECIPES / f"{name}.toml", *given)
+    assert "step 2/2" in printed
+    assert (tmp_path / "runs" / name / "report.html").exists()
