@@ -32,12 +32,14 @@ def config_show(
 def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError
+    from moemesh.data import sources
     from moemesh.train.preflight import untrainable
     from moemesh.train.preflight_warnings import warnings_before_ranks
 
     resolved = load(config, overrides)
     if problems := untrainable(resolved):
         raise ConfigError(problems)
+    sources.check(resolved.config.data, resolved.config.model.vocab_size)
     plan = resolved.config.plan
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from moemesh.config.errors import Problem
-from moemesh.config.section import SHARE, SIZE, Range, Section
+from moemesh.config.section import POSITIVE, SHARE, SIZE, Range, Section, as_tuple
 
-DataFormat = Literal["auto", "text", "jsonl"]
+DataFormat = Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset", "indexed"]
 Documents = Literal["ignore", "mask"]
+BadRecords = Literal["fail", "skip"]
 
 #: Ids that the tokenizer "bytes" produces.
 NUM_BYTES = 256
+
+
+class DataSource(Section):
+    """One of several sources of a run."""
+
+    section: ClassVar[str] = "data.sources"
+
+    #: A file, folder or glob; None: as of ``data.path``.
+    path: str | None = None
+    #: Windows of this source are drawn in proportion to it.
+    weight: float = 1.0
+    format: DataFormat = "auto"
+    text_key: str = "text"
+
+    ranges: ClassVar[Mapping[str, Range]] = {"weight": POSITIVE}
 
 
 class DataConfig(Section):
@@ -22,8 +40,15 @@ class DataConfig(Section):
 
     #: A file, folder or glob; None reads the running Python's own standard library sources.
     path: str | None = None
-    #: auto: jsonl where the path ends so, else text.
+    #: auto: each file by its name.
     format: DataFormat = "auto"
+    #: Key or column of the text in jsonl, parquet and datasets.
+    text_key: str = "text"
+    #: In place of `path`, `format` and `text_key`: several of them, mixed by weight.
+    sources: Annotated[tuple[DataSource, ...], BeforeValidator(as_tuple)] = ()
+    #: Own files for validation, in place of a share of the training data.
+    validation: str | None = None
+    validation_format: DataFormat = "auto"
     #: "bytes", or the folder of a tokenizer.
     tokenizer: str = "bytes"
     #: Several documents in one sequence: "ignore" reads on across their borders; with "mask"
@@ -35,17 +60,31 @@ class DataConfig(Section):
     global_batch: int = 32
     #: Share of the samples kept for validation.
     held_out: float = 0.05
+    #: A record that cannot be read ends the run, or is left out and counted.
+    bad_records: BadRecords = "fail"
+    #: With "skip": the largest share of bad records of a source.
+    bad_record_share: float = 0.01
+    #: Folder of tokenized text, kept for the next start; None: ``token_cache`` beside the run.
+    cache: str | None = None
 
     ranges: ClassVar[Mapping[str, Range]] = {
         "seq_len": SIZE,
         "global_batch": SIZE,
         "held_out": SHARE,
+        "bad_record_share": SHARE,
     }
+
+    @property
+    def all_sources(self) -> tuple[DataSource, ...]:
+        """The sources of the run; `path` is one of weight 1."""
+        if self.sources:
+            return self.sources
+        return (DataSource(path=self.path, format=self.format, text_key=self.text_key),)
 
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""
         problems = self.range_problems()
-        for name in ("path", "tokenizer"):
+        for name in ("path", "tokenizer", "text_key", "validation", "cache"):
             if getattr(self, name) == "":
                 problems.append(
                     Problem(
@@ -56,4 +95,29 @@ class DataConfig(Section):
                         fix=f"leave {name} out to take the default, or name a file or folder",
                     )
                 )
-        return problems
+        return [*problems, *self._source_rules(), *self._format_rules()]
+
+    def _source_rules(self) -> Iterator[Problem]:
+        for number, source in enumerate(self.sources):
+            found = [(one.code, one.message, one.fix) for one in source.range_problems()]
+            for name in ("path", "text_key"):
+                if getattr(source, name) == "":
+                    found.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))
+            for code, message, fix in found:
+                message = f"sources[{number}]: {message}"
+                yield Problem(code=code, key="data.sources", message=message, fix=fix)
+        for name in ("path", "format", "text_key"):
+            if self.sources and getattr(self, name) != type(self).model_fields[name].default:
+                message = f"data.{name} is for a run of one source, and data.sources names its own"
+                yield self.problem("conflict", name, message, "keep one of them", "sources")
+
+    def _format_rules(self) -> Iterator[Problem]:
+        if self.tokenizer == "bytes":
+            return
+        formats = [("sources" if self.sources else "format", s.format) for s in self.all_sources]
+        for name, format in [*formats, ("validation_format", self.validation_format)]:
+            if format == "bytes":
+                message = f'{name} "bytes" reads files of any content, for the tokenizer "bytes"'
+                fix = f'{name} = "text", or data.tokenizer = "bytes"'
+                yield self.problem("conflict", name, message, fix, "tokenizer")
+                return

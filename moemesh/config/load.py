@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from moemesh.config.data import DataConfig
+from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
@@ -46,6 +47,8 @@ _EXPECTED = {
     "too_long": "a list of 2 numbers",
     "dict_type": "a table",
 }
+#: The one key that holds a list of tables.
+SOURCES_KEY = "data.sources"
 
 
 S = TypeVar("S", bound=Section)
@@ -147,10 +150,23 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
     for name in SECTIONS:
         section = cast("Section", getattr(config, name))
         fields: dict[str, object] = {
-            key: getattr(section, key) for key in SECTIONS[name].model_fields
+            key: _plain(getattr(section, key)) for key in SECTIONS[name].model_fields
         }
         found[name] = {**source, **fields} if name == "model" else fields
+    if config.train.epochs is not None:
+        found["train"]["steps"] = None  # it follows from the data
     return found
+
+
+def _plain(value: object) -> object:
+    """A list of tables as TOML knows it: of each table the keys that differ from their defaults."""
+    if not isinstance(value, tuple):
+        return value
+    items = cast("tuple[object, ...]", value)
+    return tuple(
+        item.model_dump(exclude_defaults=True) if isinstance(item, Section) else item
+        for item in items
+    )
 
 
 def _run_config(sections: Mapping[str, Section], preset: str, path: str | None) -> RunConfig:
@@ -244,6 +260,9 @@ def type_problems(
         key = f"{kind.section}.{field}"
         if key in leaves:
             leaf = leaves[key]
+            if key == SOURCES_KEY and len(detail["loc"]) > 1:
+                problems[field] = _table_problem(key, leaf, detail)
+                continue
             problems[field] = _type_problem(
                 kind, field, leaf, detail["type"], detail["msg"], detail["input"]
             )
@@ -251,6 +270,26 @@ def type_problems(
             message = f"the {kind.section} has no {field}"
             problems[field] = Problem(code="missing", key=key, message=message)
     return problems
+
+
+def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
+    """One table of a list of tables that is no such table, or has a wrong key or value."""
+    place = f"{key.rpartition('.')[2]}[{detail['loc'][1]}]"
+    if len(detail["loc"]) == 2:
+        message = f"{place} must be a table"
+        return _at(leaf, "wrong-type", key, message, '{ path = "FOLDER", weight = 2.0 }')
+    name = str(detail["loc"][2])
+    if detail["type"] == "extra_forbidden":
+        keys = tuple(DataSource.model_fields)
+        message = f"{place} has no key `{name}`"
+        return _at(leaf, "unknown-key", key, message, nearest_choice(name, keys))
+    choices = choices_of(DataSource.model_fields[name].annotation)
+    shown = format_value(detail["input"])[:60]
+    if choices:
+        message = f"{place}: {name} cannot be {shown}"
+        return _at(leaf, "not-a-choice", key, message, nearest_choice(shown.strip('"'), choices))
+    expected = _EXPECTED.get(detail["type"], detail["msg"])
+    return _at(leaf, "wrong-type", key, f"{place}: {name} must be {expected}, not {shown}", "")
 
 
 def _type_problem(
@@ -266,6 +305,8 @@ def _type_problem(
         message = f"{field} cannot be {shown}"
         return _at(leaf, "not-a-choice", key, message, nearest_choice(str(wrong), choices))
     expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
+    if key == SOURCES_KEY:
+        expected = "a list of tables"
     message = f"{field} must be {expected}, not {shown}" if expected else f"{field}: {words}"
     return _at(leaf, "wrong-type", key, message, _rewritten(field, leaf.value, reason))
 

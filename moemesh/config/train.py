@@ -31,6 +31,8 @@ class TrainConfig(Section):
     section: ClassVar[str] = "train"
 
     steps: int = 200
+    #: In place of `steps`: how often a run reads its training samples.
+    epochs: float | None = None
     seed: int = 0
     dtype: Dtype = "float32"
     optimizer: Optimizer = "adamw"
@@ -61,6 +63,7 @@ class TrainConfig(Section):
 
     ranges: ClassVar[Mapping[str, Range]] = {
         "steps": SIZE,
+        "epochs": POSITIVE,
         # Counter-based random numbers take a 64-bit key; TOML integers are signed.
         "seed": Range(0, 2**63 - 1),
         "lr": POSITIVE,
@@ -82,4 +85,8 @@ class TrainConfig(Section):
 
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""
-        return self.range_problems()
+        problems = self.range_problems()
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            message = "train.epochs and train.steps both say when the run ends"
+            problems.append(self.problem("conflict", "epochs", message, "keep one", "steps"))
+        return problems

@@ -54,6 +54,14 @@ class DataFile(NamedTuple):
     compression: Compression = "none"
     named: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """On the disk."""
+        with reading(self.path):
+            if self.format != "dataset":
+                return self.path.stat().st_size
+            return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
 
 def find(path: str | None, format: str = "auto") -> list[DataFile]:
     """The files that `path` (file, folder or glob; None: the running Python's standard library

@@ -182,6 +182,18 @@ class IndexedWriter:
         if len(ids):
             self._extend(ids, np.array([len(ids)]), learned, has_last_end=False)
 
+    def add_more(self, ids: np.ndarray) -> None:
+        """The newest document goes on with `ids` [n], all of which carry loss."""
+        assert self._owes_end, "there is no document to go on with"
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK]
+            self._max_id = max(self._max_id, int(chunk.max()))
+            self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
+        assert self._max_id < self.vocab_size
+        if self._mask is not None:
+            self._mask.write(np.ones(len(ids), dtype=np.uint8))
+        self._lengths[-1] += len(ids)
+
     def extend(self, part: IndexedTokens) -> None:
         """All documents of `part`, which the same settings with `ends_last` have written."""
         assert part.tokens.dtype == self.dtype

@@ -1,183 +1,335 @@
-"""A token stream into training samples, in an order that no layout can change.
+"""Token streams into training samples, in an order that no layout can change.
 
-    token stream ──windows──▶ samples 0..n-1 ──held-out blocks──▶ validation
-                                      └──seeded permutation an epoch──▶ steps
+    token streams ──windows──▶ samples 0..n-1 ──held-out blocks──▶ validation
+                                      └──seeded permutation an epoch and source──▶
+                                         sources interleaved by weight──▶ steps
 
-Sample `i` reads the tokens ``i*seq_len .. (i+1)*seq_len`` of the stream: seq_len inputs and, one
-further, seq_len targets. Neighbours share one token, so a token is a target at most once.
-
-Random numbers come from the Philox counter generator, keyed by (seed, purpose), counted by epoch.
-Permutations sort its raw 64-bit words, so the order is the same on every platform and under every
-version of numpy (`Generator.permutation` promises neither).
+Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, one
+further, seq_len targets. Neighbours share one token, so a token is a target at most once. Windows
+are numbered on from stream to stream. :mod:`moemesh.data.order` has the order.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from moemesh.config.data import Documents
 from moemesh.data.corpus import Corpus
+from moemesh.data.order import Epochs, Interleaving, held_out_places
 from moemesh.data.tokenizer import DataError
 
 #: Tokens handled at once where a whole stream is counted: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
-#: Purposes that key the random streams of the order; changing one changes every run.
-HELD_OUT_STREAM, ORDER_STREAM = 1, 2
+#: Tokens counted for the unigram model of a source; of a larger one, windows evenly spread.
+UNIGRAM_TOKENS = 1 << 26
+#: Part of the fingerprint: another order of the same data has another number.
+ORDER_VERSION = 1
 
 
 class Windows:
-    """The windows of a corpus, in its order: window i reads the tokens
-    ``i*seq_len .. (i+1)*seq_len``. `num_samples` of them."""
+    """The windows of token streams, in their order. `num_samples` of them."""
 
-    def __init__(self, corpus: Corpus, seq_len: int, *, documents: Documents = "ignore") -> None:
-        self.corpus, self.seq_len = corpus, seq_len
-        self.masks_documents = documents == "mask"
-        self.num_samples = max(0, (len(corpus.tokens) - 1) // seq_len)
+    def __init__(
+        self, corpora: Corpus | Sequence[Corpus], seq_len: int, *, documents: Documents = "ignore"
+    ) -> None:
+        self.corpora = (corpora,) if isinstance(corpora, Corpus) else tuple(corpora)
+        self.seq_len, self.masks_documents = seq_len, documents == "mask"
+        sizes = [max(0, (len(corpus.tokens) - 1) // seq_len) for corpus in self.corpora]
+        #: Number of the first window of each stream, and of all: int64 [streams + 1].
+        self.firsts = np.cumsum([0, *sizes], dtype=np.int64)
+        self.num_samples = int(self.firsts[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all streams."""
+        return sum(len(corpus.tokens) for corpus in self.corpora)
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
-        windows = self._windows(ids).astype(np.int64)
+        windows = self.windows(ids)
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        """Number of the document of each token of the samples `ids` [B], and of the last target:
-        int64 [B, seq_len + 1]; None where documents are ignored."""
+        """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
+        last target: int64 [B, seq_len + 1]; None where documents are ignored."""
         if not self.masks_documents:
             return None
-        positions = np.asarray(ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return np.searchsorted(self.corpus.starts, positions, side="right") - 1
+
+        def numbers(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
+            return np.searchsorted(corpus.starts, positions, side="right") - 1
+
+        return self._gather(ids, numbers, np.int64)
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
         """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all."""
-        learned = self.corpus.learned
-        if learned is None:
+        if all(corpus.learned is None for corpus in self.corpora):
             return None
-        positions = np.asarray(ids)[:, None] * self.seq_len + 1 + np.arange(self.seq_len)
-        return learned[positions]
 
-    def _windows(self, ids: np.ndarray) -> np.ndarray:
-        """The windows [B, seq_len + 1] of `ids` [B], in the stream's own dtype."""
+        def learned(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
+            mask = corpus.learned
+            return np.ones(positions.shape, dtype=bool) if mask is None else mask[positions]
+
+        return self._gather(ids, learned, np.bool_)[:, 1:]
+
+    def windows(self, ids: np.ndarray) -> np.ndarray:
+        """The windows [B, seq_len + 1] of `ids` [B], int64."""
+        return self._gather(ids, lambda corpus, positions: corpus.tokens[positions], np.int64)
+
+    def _gather(
+        self,
+        ids: np.ndarray,
+        take: Callable[[Corpus, np.ndarray], np.ndarray],
+        dtype: type[np.generic],
+    ) -> np.ndarray:
+        """`take` of the stream and the positions of each window, [B, seq_len + 1]."""
         ids = np.asarray(ids, dtype=np.int64)
         assert ids.ndim == 1
-        assert ((ids >= 0) & (ids < self.num_samples)).all(), "sample id outside the corpus"
-        return self.corpus.tokens[ids[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
+        assert ((ids >= 0) & (ids < self.num_samples)).all(), "sample id outside the data"
+        owners = np.searchsorted(self.firsts, ids, side="right") - 1
+        found = np.empty((len(ids), self.seq_len + 1), dtype=dtype)
+        for owner in np.unique(owners):
+            rows = owners == owner
+            places = (ids[rows] - self.firsts[owner])[:, None] * self.seq_len
+            found[rows] = take(self.corpora[owner], places + np.arange(self.seq_len + 1))
+        return found
+
+    def _with_loss(self, first: int, last: int) -> np.ndarray:
+        """The windows of streams first..last-1 in which some target carries loss, ascending."""
+        parts: list[np.ndarray] = []
+        rows = max(1, CHUNK_TOKENS // self.seq_len)
+        for stream in range(first, last):
+            start, end = int(self.firsts[stream]), int(self.firsts[stream + 1])
+            learned = self.corpora[stream].learned
+            if learned is None:
+                parts.append(np.arange(start, end, dtype=np.int64))
+                continue
+            for begin in range(start, end, rows):
+                stop = min(begin + rows, end)
+                place = (begin - start) * self.seq_len + 1
+                targets = learned[place : place + (stop - begin) * self.seq_len]
+                has_loss = targets.reshape(-1, self.seq_len).any(axis=1)
+                parts.append(begin + np.flatnonzero(has_loss))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+class Source(NamedTuple):
+    """Streams of one source: several for several files of tokens. Sources are drawn from in
+    proportion to their weights."""
+
+    name: str
+    corpora: tuple[Corpus, ...]
+    weight: float = 1.0
+
+
+class Split(NamedTuple):
+    """The windows of one source: `training` draws and `held_out`, int64, ascending; `without_loss`
+    counts those in which no target carries loss, which are neither."""
+
+    source: Source
+    training: Epochs
+    held_out: np.ndarray
+    without_loss: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(corpus.tokens) for corpus in self.source.corpora)
 
 
 class Samples(Windows):
-    """The windows of a corpus, split into training and held-out samples, in a seeded order.
+    """The windows of all sources, split into training and validation, in a seeded order.
 
-    All answers are functions of (corpus, seq_len, seed, held_out) alone: no rank, layout or earlier
-    call enters. `num_samples` windows; `training_ids` and `held_out_ids` are int64, ascending.
+    All answers are functions of (sources, validation, seq_len, seed, held_out) alone: no rank,
+    layout or earlier call enters. `held_out_ids` int64, ascending.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        sources: Corpus | Sequence[Source],
         *,
         seq_len: int,
         seed: int,
         held_out: float = 0.05,
         global_batch: int = 1,
         documents: Documents = "ignore",
+        validation: Sequence[Corpus] = (),
     ) -> None:
-        """Raises DataError when the corpus has fewer than `global_batch` training samples.
+        """With `validation` streams the samples of validation are theirs, and no share `held_out`
+        (of each source at least one sample) is kept from training.
 
-        The held-out share (at least one sample) is cut in blocks of neighbouring windows, because a
-        block meets training text at its two ends only.
+        Raises DataError when there are fewer than `global_batch` training samples, none in some
+        source, or none for validation.
         """
         if seq_len < 1:
             raise DataError(f"data.seq_len is {seq_len}; it must be at least 1")
         if not 0 <= held_out < 1:
             raise DataError(f"data.held_out is {held_out}; it must be a share in [0, 1)")
-        super().__init__(corpus, seq_len, documents=documents)
+        if isinstance(sources, Corpus):
+            sources = [Source(sources.source, (sources,))]
+        streams = [corpus for source in sources for corpus in source.corpora]
+        super().__init__([*streams, *validation], seq_len, documents=documents)
         self.seed, self.held_out = seed, held_out
-        num_held_out = max(1, round(self.num_samples * held_out))
-        if self.num_samples - num_held_out < global_batch:
-            raise DataError(
-                f"data.path {corpus.source} holds {len(corpus.tokens)} tokens, which make "
-                f"{max(0, self.num_samples - num_held_out)} training samples of data.seq_len "
-                f"{seq_len}; a step needs {global_batch} besides the held-out ones, so at least "
-                f"{_tokens_needed(seq_len, held_out, global_batch)} tokens: add data, or lower "
-                "data.seq_len or data.global_batch"
-            )
-        self.held_out_ids = self._choose_held_out(num_held_out)
-        is_training = np.ones(self.num_samples, dtype=bool)
-        is_training[self.held_out_ids] = False
-        self.training_ids = np.flatnonzero(is_training).astype(np.int64)
-        self._epochs: dict[int, np.ndarray] = {}
+        self.interleaving = Interleaving([source.weight for source in sources])
+        self.splits: list[Split] = []
+        first = 0
+        for source in sources:
+            last = first + len(source.corpora)
+            self.splits.append(self._split(source, first, last, None if validation else held_out))
+            first = last
+        self._check_size(global_batch, None if validation else held_out)
+        if validation:
+            self.held_out_ids = self._with_loss(first, len(self.corpora))
+            if not len(self.held_out_ids):
+                raise DataError(
+                    f"data.validation {validation[0].source} makes no sample of data.seq_len "
+                    f"{seq_len}, which takes {seq_len + 1} tokens, with a target that carries loss"
+                )
+        else:
+            self.held_out_ids = np.sort(np.concatenate([split.held_out for split in self.splits]))
+        self._own_validation = bool(validation)
 
-    def _choose_held_out(self, count: int) -> np.ndarray:
-        """`count` window ids, ascending, as about 32 blocks spread by seed."""
-        block = max(1, count // 32)
-        starts = np.arange(0, self.num_samples, block)
-        order = starts[_permutation(len(starts), self.seed, HELD_OUT_STREAM, 0)]
-        ids = (order[:, None] + np.arange(block)).reshape(-1)
-        return np.sort(ids[ids < self.num_samples][:count]).astype(np.int64)
+    @property
+    def num_training(self) -> int:
+        """Training samples of all sources."""
+        return sum(len(split.training.ids) for split in self.splits)
+
+    @property
+    def training_ids(self) -> np.ndarray:
+        """The training samples of all sources, int64, ascending."""
+        return np.concatenate([split.training.ids for split in self.splits])
+
+    def _split(self, source: Source, first: int, last: int, held_out: float | None) -> Split:
+        """Of streams first..last-1; `held_out` None keeps nothing from training."""
+        usable = self._with_loss(first, last)
+        number = len(self.splits)
+        count = 0 if held_out is None else max(1, round(len(usable) * held_out))
+        places = held_out_places(len(usable), min(count, len(usable)), self.seed, number)
+        is_training = np.ones(len(usable), dtype=bool)
+        is_training[places] = False
+        num_windows = int(self.firsts[last] - self.firsts[first])
+        return Split(
+            source=source,
+            training=Epochs(usable[is_training], self.seed, number),
+            held_out=usable[places],
+            without_loss=num_windows - len(usable),
+        )
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
-        """Sample ids [count], int64, of the global positions ``position .. position+count-1``.
-
-        Position p lies in epoch ``p // num_training``; each epoch holds every training id once.
-        """
-        per_epoch = len(self.training_ids)
-        pieces = []
-        while count > 0:
-            epoch, start = divmod(position, per_epoch)
-            piece = self._epoch(epoch)[start : start + count]
-            pieces.append(piece)
-            position, count = position + len(piece), count - len(piece)
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        """The training ids in the order of `epoch`; the two epochs a batch can span stay cached."""
-        if epoch not in self._epochs:
-            for old in [key for key in self._epochs if key != epoch - 1]:
-                del self._epochs[old]
-            order = _permutation(len(self.training_ids), self.seed, ORDER_STREAM, epoch)
-            self._epochs[epoch] = self.training_ids[order]
-        return self._epochs[epoch]
+        """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""
+        positions = np.arange(position, position + count, dtype=np.int64)
+        sources, draws = self.interleaving.draws(positions)
+        found = np.empty(count, dtype=np.int64)
+        for number, split in enumerate(self.splits):
+            here = sources == number
+            if here.any():
+                found[here] = split.training.at(draws[here])
+        return found
 
     def validation_ids(self, count: int) -> np.ndarray:
-        """`count` held-out ids [count], evenly spread over the split; all of it if it has fewer."""
-        available = len(self.held_out_ids)
-        count = min(count, available)
-        return self.held_out_ids[np.arange(count, dtype=np.int64) * available // max(count, 1)]
+        """Up to `count` validation samples, evenly spread over own files for validation, or over
+        the held-out part of each source, in the sources' shares."""
+        if self._own_validation or len(self.splits) == 1:
+            return _spread(self.held_out_ids, count)
+        counts = self.interleaving.drawn(count).tolist()
+        parts = [_spread(split.held_out, n) for split, n in zip(self.splits, counts, strict=True)]
+        return np.concatenate(parts)
+
+    def epochs(self, num_samples: int) -> list[float]:
+        """How often a run of `num_samples` reads the training samples of each source."""
+        drawn = self.interleaving.drawn(num_samples).tolist()
+        return [n / len(split.training.ids) for n, split in zip(drawn, self.splits, strict=True)]
 
     def unigram_loss(self) -> float:
-        """Held-out cross-entropy, nats a token, of the training targets' add-one unigram model.
+        """Cross-entropy of validation, nats a token, of the training targets' unigram model: of
+        each source add-one, mixed in their shares.
 
         What a model scores that has learned how often each token occurs and nothing of its context:
         a training run that does not get below it has learned nothing else.
         """
-        num_targets = self.num_samples * self.seq_len
-        counts_V = np.zeros(self.corpus.vocab_size, dtype=np.int64)
-        for start in range(0, num_targets, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, num_targets)
-            chunk = self.corpus.tokens[start + 1 : end + 1]
-            counts_V += np.bincount(chunk, minlength=len(counts_V))
-        held_V = np.zeros_like(counts_V)
+        held_V = self._count_targets(self.held_out_ids)
+        probability_V = np.zeros(len(held_V))
+        shares = self.interleaving.counts / self.interleaving.period
+        for share, split in zip(shares, self.splits, strict=True):
+            counts_V = self._count_targets(_spread(split.training.ids, self._most_counted))
+            probability_V += share * (counts_V + 1.0) / (int(counts_V.sum()) + len(counts_V))
+        return float(-(held_V * np.log(probability_V)).sum() / held_V.sum())
+
+    @property
+    def _most_counted(self) -> int:
+        return max(1, UNIGRAM_TOKENS // self.seq_len)
+
+    def _count_targets(self, ids: np.ndarray) -> np.ndarray:
+        """How often each token is a target that carries loss in the samples `ids`, int64 [V]."""
+        counts_V = np.zeros(self.corpora[0].vocab_size, dtype=np.int64)
         rows = max(1, CHUNK_TOKENS // self.seq_len)
-        for start in range(0, len(self.held_out_ids), rows):
-            windows = self._windows(self.held_out_ids[start : start + rows])
-            held_V += np.bincount(windows[:, 1:].reshape(-1), minlength=len(counts_V))
-        train_V = counts_V - held_V
-        log_probability_V = np.log(train_V + 1.0) - math.log(int(train_V.sum()) + len(train_V))
-        return float(-(held_V * log_probability_V).sum() / held_V.sum())
+        for start in range(0, len(ids), rows):
+            chunk = ids[start : start + rows]
+            targets, mask = self.windows(chunk)[:, 1:], self.loss_mask(chunk)
+            kept = targets.reshape(-1) if mask is None else targets[mask]
+            counts_V += np.bincount(kept, minlength=len(counts_V))
+        return counts_V
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of the tokens of each source ("source 1") and of the order ("order"): equal only
+        for runs that read the same samples in the same order."""
+        found: dict[str, str] = {}
+        for number, split in enumerate(self.splits, start=1):
+            digest = hashlib.blake2b(digest_size=16)
+            for corpus in split.source.corpora:
+                digest.update(corpus.fingerprint().encode())
+            found[f"source {number}"] = digest.hexdigest()
+        facts = [
+            ORDER_VERSION,
+            self.seq_len,
+            self.seed,
+            None if self._own_validation else self.held_out,
+            self.interleaving.counts.tolist(),
+            [len(split.training.ids) for split in self.splits],
+        ]
+        found["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        return found
+
+    def _check_size(self, global_batch: int, held_out: float | None) -> None:
+        for number, split in enumerate(self.splits):
+            if len(self.splits) > 1 and not len(split.training.ids):
+                raise DataError(
+                    f"data.sources[{number}] {split.source.name} holds {split.num_tokens} tokens, "
+                    f"which leave no training sample of data.seq_len {self.seq_len}"
+                    f"{self._besides(split)}: add data to it, lower data.seq_len, or leave it out"
+                )
+        if self.num_training >= global_batch:
+            return
+        one = self.splits[0]
+        names = ", ".join(split.source.name for split in self.splits)
+        needed = _tokens_needed(self.seq_len, held_out, global_batch)
+        exactly = f", so at least {needed} tokens" if len(self.splits) == 1 else ""
+        raise DataError(
+            f"data.path {names} holds {sum(split.num_tokens for split in self.splits)} tokens, "
+            f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
+            f"{self._besides(one)}; a step needs {global_batch}"
+            f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
+            "or lower data.seq_len or data.global_batch"
+        )
+
+    def _besides(self, split: Split) -> str:
+        if not split.without_loss:
+            return ""
+        return f" ({split.without_loss} samples have no target that carries loss)"
 
 
-def _permutation(size: int, seed: int, purpose: int, epoch: int) -> np.ndarray:
-    """A permutation of 0..size-1, a pure function of its arguments on every platform."""
-    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, purpose], dtype=np.uint64)
-    # The epoch sits in the counter's highest word: no epoch can run into the next one's numbers.
-    counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=counter).random_raw(size)
-    return np.argsort(words, kind="stable")
+def _spread(ids: np.ndarray, count: int) -> np.ndarray:
+    """`count` of `ids`, evenly spread; all of them if there are fewer."""
+    count = min(count, len(ids))
+    return ids[np.arange(count, dtype=np.int64) * len(ids) // max(count, 1)]
 
 
-def _tokens_needed(seq_len: int, held_out: float, training_samples: int) -> int:
+def _tokens_needed(seq_len: int, held_out: float | None, training_samples: int) -> int:
     """The smallest stream that leaves `training_samples` beside the held-out share."""
+    if held_out is None:
+        return training_samples * seq_len + 1
     # Rounding moves the answer by less than one training sample's worth: start that far below.
     samples = max(training_samples + 1, int((training_samples - 1) / (1 - held_out)))
     while samples - max(1, round(samples * held_out)) < training_samples:

@@ -14,6 +14,7 @@ import torch
 from moemesh.comm.collectives import gather_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.data.samples import Samples
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report import page
@@ -23,6 +24,7 @@ from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
+from moemesh.train import data_record
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.folder import RunFolder
 from moemesh.train.memory_kinds import measure_saved
@@ -67,11 +69,12 @@ class Artifacts:
         #: Most bytes of older weight versions, and of copies from which a step can be undone.
         self.weight_versions = self.snapshots = 0
 
-    def begin(self, done: int, unigram_loss: float) -> None:
+    def begin(self, done: int, samples: Samples) -> None:
         """Write what is known before the first step, cut the logs back to step `done`."""
-        self._unigram = unigram_loss
         if not self._writes:
             return
+        self._unigram = samples.unigram_loss()
+        self.folder.write_json(data_record.FILE, data_record.record(samples))
         plan = self.config.plan
         self.folder.write_text("config.toml", resolved_toml(self.config))
         derived = {"world_size": plan.world_size, "edp": plan.edp}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +17,11 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.run import RunConfig
-from moemesh.data.corpus import Corpus
+from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_weights
+from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
@@ -27,6 +29,9 @@ from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.run_schedule import readable, settle
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
+
+#: Folder of tokenized text beside the folders of runs.
+TOKEN_CACHE = "token_cache"
 
 
 class WorldSizeError(UserError):
@@ -62,10 +67,11 @@ def train(
     if config.train.device == "cpu" or not torch.cuda.is_available():
         refuse_too_large(readable_config)
     # Errors in the data and in the weights before any process starts.
-    samples = open_samples(config)
+    samples = open_samples(config, path)
+    config = with_steps(config, samples)
     if config.model_path is not None:
         open_weights(config)
-    folder = _open_folder(config, path, allowed_changes)
+    folder = _open_folder(config, path, allowed_changes, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:
             launch.keep_freed_memory()
@@ -94,22 +100,36 @@ def default_folder(config_file: Path | None, config: RunConfig) -> Path:
     return Path("runs") / (config_file.stem if config_file else model)
 
 
-def open_samples(config: RunConfig) -> Samples:
-    """The corpus and its split; DataError says what is wrong with the data."""
-    data = config.data
-    corpus = Corpus.open(data.path, data.format, data.tokenizer, config.model.vocab_size)
-    return Samples(
-        corpus,
-        seq_len=data.seq_len,
+def open_samples(config: RunConfig, path: Path) -> Samples:
+    """The samples of the run in `path`; DataError says what is wrong with the data."""
+    return sources.open_samples(
+        config.data,
         seed=config.train.seed,
-        held_out=data.held_out,
-        global_batch=data.global_batch,
-        documents=data.documents,
+        vocab_size=config.model.vocab_size,
+        cache=path.absolute().parent / TOKEN_CACHE,
+        say=Console(silent=launch.own_rank() > 0 or launch.launched()).say,
     )
 
 
-def _open_folder(config: RunConfig, path: Path, allowed_changes: Sequence[str]) -> RunFolder:
-    """Open and lock the run folder; refuse to go on with another model in it."""
+def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
+    """`config` with the steps that its epochs make of the data."""
+    if (epochs := config.train.epochs) is None:
+        return config
+    batch = config.data.global_batch
+    steps = math.ceil(epochs * samples.num_training / batch)
+    if launch.own_rank() == 0 and not launch.launched():
+        print(
+            f"steps    {steps}: {epochs:g} epoch(s) of {samples.num_training:,} samples, "
+            f"{batch} a step",
+            flush=True,
+        )
+    return replace(config, train=config.train.model_copy(update={"steps": steps, "epochs": None}))
+
+
+def _open_folder(
+    config: RunConfig, path: Path, allowed_changes: Sequence[str], samples: Samples
+) -> RunFolder:
+    """Open and lock the run folder; refuse to go on with another model or other data in it."""
     folder = RunFolder.open(path, config.train.resume)
     folder.lock()
     earlier = path / "config.toml"
@@ -117,6 +137,8 @@ def _open_folder(config: RunConfig, path: Path, allowed_changes: Sequence[str]) 
     if folder.has_run and earlier.exists():
         changes = compare(earlier.read_text(encoding="utf-8"), resolved_toml(config))
         refuse_changes(changes, frozenset(allowed_changes))
+        if not any(changes_samples(change.key) for change in changes):
+            refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
         for change in changes:
             print(f"changed since the last call: {change}", flush=True)
     for note in settle(config, folder, changes):
@@ -141,13 +163,15 @@ def _rank(
         if config.plan.ranks_per_node is None:
             layout = replace(layout, ranks_per_node=ranks.ranks_per_node)
         mesh = Mesh.single(ranks.device) if alone else Mesh.create(layout, ranks.device)
+        samples = samples or open_samples(config, path)
+        config = with_steps(config, samples)
         if folder is None:
-            folder = _open_together(mesh, config, path, allowed_changes)
+            folder = _open_together(mesh, config, path, allowed_changes, samples)
         code = train_rank(
             config=config,
             mesh=mesh,
             folder=folder,
-            samples=samples or open_samples(config),
+            samples=samples,
             console=Console(silent=rank > 0),
             stop=stop,
         )
@@ -164,13 +188,13 @@ def _rank(
 
 
 def _open_together(
-    mesh: Mesh, config: RunConfig, path: Path, allowed_changes: Sequence[str]
+    mesh: Mesh, config: RunConfig, path: Path, allowed_changes: Sequence[str], samples: Samples
 ) -> RunFolder:
     """Rank 0 opens and locks the folder; what it refuses, every rank refuses."""
     folder, problem = None, None
     if mesh.rank == 0:
         try:
-            folder = _open_folder(config, path, allowed_changes)
+            folder = _open_folder(config, path, allowed_changes, samples)
         except UserError as error:
             problem = str(error)
     problem = gather_json(problem, mesh.control)[0]

@@ -38,11 +38,34 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
             f"{kind if model.num_experts else 'dense'}",
             f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
             *(["         " + "  ".join(chosen)] if chosen else []),
-            f"data     {samples.corpus.source}: {len(samples.corpus.tokens):,} tokens, "
-            f"{config.data.global_batch} x {config.data.seq_len} a step",
+            *_data_lines(config, samples),
             f"run      {folder}  {config.train.dtype}  {config.train.optimizer}  on {device.type}",
         ]
     )
+
+
+def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
+    """Each source with its tokens, and how often the run reads its training samples."""
+    data, train = config.data, config.train
+    batch = f"{data.global_batch} x {data.seq_len} a step"
+    epochs = samples.epochs(train.steps * data.global_batch)
+    shares = samples.interleaving.counts / samples.interleaving.period
+    lines: list[str] = []
+    for split, share, times in zip(samples.splits, shares, epochs, strict=True):
+        name, read = split.source.name, f"{times:.3g} epochs"
+        if split.without_loss:
+            read += f", {split.without_loss:,} windows without loss left out"
+        if len(samples.splits) == 1:
+            lines.append(f"data     {name}: {split.num_tokens:,} tokens, {batch}, {read}")
+        else:
+            lines.append(f"         {share:6.2%}  {name}: {split.num_tokens:,} tokens, {read}")
+    if len(samples.splits) > 1:
+        lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
+    if data.validation is not None:
+        lines.append(
+            f"         validation {data.validation}: {len(samples.held_out_ids):,} samples"
+        )
+    return lines
 
 
 class Console:

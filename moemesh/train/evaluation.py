@@ -13,8 +13,8 @@ import numpy as np
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
-from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Windows
+from moemesh.data.sources import open_source
 from moemesh.train.batches import own_batches
 from moemesh.train.inference import config_of, load, on_ranks
 from moemesh.train.step import sum_losses
@@ -40,7 +40,12 @@ def evaluate(
     source: Path, data: str, seq_len: int, overrides: Sequence[str] = (), *, as_json: bool = False
 ) -> int:
     """Evaluate `source` on the ranks of the plan and print; returns the exit code."""
-    config = config_of(source, [f"data.path={data}", f"data.seq_len={seq_len}", *overrides])
+    given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
+    # A run may have been trained on others, under a key and in a format of their own.
+    for key, value in (("sources", "[]"), ("format", "auto")):
+        if not any(one.startswith(f"data.{key}=") for one in given):
+            given.append(f"data.{key}={value}")
+    config = config_of(source, given)
     _open(config)  # errors in the data before any process starts
     arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
     for override in overrides:
@@ -73,11 +78,13 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
 def _open(config: RunConfig) -> Windows:
     """The text in windows. Raises UserError when it does not make one."""
     data = config.data
-    corpus = Corpus.open(data.path, data.format, data.tokenizer, config.model.vocab_size)
-    windows = Windows(corpus, data.seq_len)
+    (source,) = data.all_sources
+    cache = None if data.cache is None else Path(data.cache).expanduser()
+    corpora = open_source(source, data, config.model.vocab_size, cache, lambda note: None)
+    windows = Windows(corpora, data.seq_len)
     if not windows.num_samples:
         raise UserError(
-            f"{data.path} holds {len(corpus.tokens)} tokens; one window of --seq-len "
+            f"{data.path} holds {windows.num_tokens} tokens; one window of --seq-len "
             f"{data.seq_len} and its targets need {data.seq_len + 1}"
         )
     return windows

@@ -190,6 +190,8 @@ class Change:
 FREE = frozenset(
     {
         "model.preset",
+        "data.bad_record_share",
+        "data.cache",
         "train.checkpoint_every",
         "train.checkpoints_kept",
         "train.validate_every",

@@ -49,7 +49,7 @@ def train(
             f"already trained to step {done} of {last}"
         )
         return 0
-    session.artifacts.begin(done, unigram_loss=samples.unigram_loss())
+    session.artifacts.begin(done, samples)
     for note in session.parallel.notes:
         console.say(note)
     if warning := config.model.layout_warning:

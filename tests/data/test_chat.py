@@ -119,8 +119,8 @@ def test_a_corpus_of_texts_has_no_mask(tmp_path: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "empty": ({"messages": []}, "line 1: .* at least one message"),
-    "no role": ({"messages": [{"content": "x"}]}, 'line 1: message 1 has no "role"'),
+    "empty": ({"messages": []}, "line 1, byte 0: .* at least one message"),
+    "no role": ({"messages": [{"content": "x"}]}, 'line 1, byte 0: message 1 has no "role"'),
     "no content": ({"messages": [{"role": "user"}]}, 'message 1 has no "content"'),
     "no answer": ({"messages": TALK[:2]}, "no assistant turn"),
     "no list": ({"messages": "x"}, "at least one message"),
@@ -138,7 +138,7 @@ def test_what_is_no_conversation(folder: Path, tmp_path: Path, name: str) -> Non
 def test_templates_that_fail(folder: Path, tmp_path: Path) -> None:
     data = jsonl(tmp_path / "chat.jsonl", {"messages": TALK})
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"line 1: .* fails: roles must alternate"):
+    with pytest.raises(DataError, match=r"line 1, byte 0: .* fails: roles must alternate"):
         Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match="is broken"):

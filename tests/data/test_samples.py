@@ -93,7 +93,7 @@ def test_the_format_follows_from_the_names(tmp_path: Path) -> None:
     assert bytes_of(Corpus.open(str(tmp_path))) == b"one"
     assert bytes_of(Corpus.open(str(file), format="text")) == b'{"text": "one"}'
     (tmp_path / "note.txt").write_text("mixed")
-    assert bytes_of(Corpus.open(str(tmp_path))) == b'{"text": "one"}\nmixed'
+    assert bytes_of(Corpus.open(str(tmp_path))) == b"one\nmixed"
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_the_format_follows_from_the_names(tmp_path: Path) -> None:
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b'{"text": "ok"}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(DataError, match=r"d\.jsonl, line 2: "):
+    with pytest.raises(DataError, match=r"d\.jsonl, line 2, byte \d+: "):
         Corpus.open(str(file), format="jsonl")
 
 
 def test_large_file_is_mapped_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "big"
     file.write_bytes(bytes(range(256)) * 40)
-    plain = Samples(Corpus.open(str(file)), seq_len=16, seed=3)
+    plain = Samples(Corpus.open(str(file), "bytes"), seq_len=16, seed=3)
     monkeypatch.setattr(corpus_module, "MAP_FROM_BYTES", 100)
-    mapped = Samples(Corpus.open(str(file)), seq_len=16, seed=3)
-    assert isinstance(mapped.corpus.tokens, np.memmap)
+    mapped = Samples(Corpus.open(str(file), "bytes"), seq_len=16, seed=3)
+    assert isinstance(mapped.corpora[0].tokens, np.memmap)
     ids = mapped.ids_at(0, 8)
     assert np.array_equal(mapped.batch(ids)[1], plain.batch(ids)[1])
     assert mapped.unigram_loss() == plain.unigram_loss()
@@ -137,7 +137,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         Corpus.open(str(tmp_path), format="jsonl")
     with pytest.raises(DataError, match="neither a regular file nor a folder"):
         Corpus.open("/dev/null")
-    with pytest.raises(DataError, match=r'"text" or "jsonl"'):
+    with pytest.raises(DataError, match=r"empty: the parquet data cannot be read"):
         Corpus.open(str(tmp_path / "empty"), format="parquet")
 
 
@@ -200,10 +200,10 @@ def test_tokenizer_ids(tmp_path: Path) -> None:
     (tmp_path / "text" / "b").write_text("two")
     corpus = Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=5)
     assert corpus.tokens.tolist() == [1, 4, 2, 3, 2]
-    with pytest.raises(DataError, match=r"a, token offset 1: id 4 .* 4; set .* to 5"):
+    with pytest.raises(DataError, match=r"ids up to 4, and model\.vocab_size is 4: set .* to 5"):
         Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=4)
     (tmp_path / "text" / "b").write_bytes(b"ok\xff")
-    with pytest.raises(DataError, match=r"b, byte offset 2: not valid UTF-8"):
+    with pytest.raises(DataError, match=r"b: byte offset 2: not valid UTF-8"):
         Corpus.open(str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), vocab_size=5)
 
 

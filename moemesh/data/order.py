@@ -1,0 +1,119 @@
+"""Orders: pure functions of seed, epoch and position, the same for every layout and platform.
+
+Random numbers come from the Philox counter generator, keyed by (seed, purpose), counted by epoch.
+Permutations sort its raw 64-bit words, so the order is the same on every platform and under every
+version of numpy (`Generator.permutation` promises neither).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+
+import numpy as np
+
+#: Purposes that key the random streams; changing one changes every run. Source i of a run adds
+#: i * SOURCE_STRIDE.
+HELD_OUT_STREAM, ORDER_STREAM = 1, 2
+SOURCE_STRIDE = 1 << 16
+#: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
+LONGEST_PERIOD = 1 << 16
+
+
+def permutation(size: int, seed: int, purpose: int, epoch: int) -> np.ndarray:
+    """A permutation of 0..size-1, a pure function of its arguments on every platform."""
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, purpose], dtype=np.uint64)
+    # The epoch sits in the counter's highest word: no epoch can run into the next one's numbers.
+    counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(size)
+    return np.argsort(words, kind="stable")
+
+
+class Interleaving:
+    """Which source each position of a run draws from.
+
+    A period of positions repeats; in it, source s is drawn ``counts[s]`` times, as evenly spaced as
+    whole numbers allow. So the shares are those of the weights exactly over every period, and
+    nearly so over any stretch. `counts` int64 [sources], `period` their sum.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """`weights` are positive."""
+        self.counts = _counts(weights)
+        self.period = int(self.counts.sum())
+        # Draw j of c lies at the middle of the j-th of c equal parts of the period. The quotients
+        # are correctly rounded, so that equal ones are equal and the first source goes first.
+        times = [(2 * np.arange(count) + 1) / (2 * count) for count in self.counts]
+        owners = np.repeat(np.arange(len(self.counts)), self.counts)
+        self._source = owners[np.argsort(np.concatenate(times), kind="stable")]
+        self._draw = np.empty(self.period, dtype=np.int64)
+        for source, count in enumerate(self.counts):
+            self._draw[self._source == source] = np.arange(count)
+
+    def draws(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each position [n]: its source, and how often that one was drawn before; int64 [n]."""
+        periods, places = np.divmod(positions, self.period)
+        sources = self._source[places]
+        return sources, periods * self.counts[sources] + self._draw[places]
+
+    def drawn(self, position: int) -> np.ndarray:
+        """How often each source is drawn before `position`, int64 [sources]."""
+        periods, place = divmod(position, self.period)
+        rest = np.bincount(self._source[:place], minlength=len(self.counts))
+        return periods * self.counts + rest
+
+
+def _counts(weights: Sequence[float]) -> np.ndarray:
+    """Draws of each source in one period: the smallest whole numbers in the ratio of the weights,
+    or, where their sum would be too large, the nearest ones above zero of the longest period."""
+    # A weight is taken as it is written: 0.3 means three tenths, not the nearest binary number.
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(one.denominator for one in exact))
+    whole = [int(one * scale) for one in exact]
+    divisor = int(np.gcd.reduce(np.array(whole, dtype=object)))
+    whole = [one // divisor for one in whole]
+    if sum(whole) > LONGEST_PERIOD:
+        total = sum(whole)
+        whole = [max(1, round(Fraction(one * LONGEST_PERIOD, total))) for one in whole]
+    return np.array(whole, dtype=np.int64)
+
+
+def held_out_places(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
+    """`count` of the places 0..size-1, ascending, as about 32 blocks spread by seed: a block of
+    neighbours meets training text at its two ends only."""
+    block = max(1, count // 32)
+    starts = np.arange(0, size, block)
+    purpose = HELD_OUT_STREAM + source * SOURCE_STRIDE
+    order = starts[permutation(len(starts), seed, purpose, 0)]
+    places = (order[:, None] + np.arange(block)).reshape(-1)
+    return np.sort(places[places < size][:count]).astype(np.int64)
+
+
+class Epochs:
+    """The ids of one source, in a new order in each epoch."""
+
+    def __init__(self, ids: np.ndarray, seed: int, source: int = 0) -> None:
+        """`ids` int64 [n], at least one."""
+        self.ids, self._seed = ids, seed
+        self._purpose = ORDER_STREAM + source * SOURCE_STRIDE
+        self._orders: dict[int, np.ndarray] = {}
+
+    def at(self, draws: np.ndarray) -> np.ndarray:
+        """The ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, and each epoch
+        holds every id once."""
+        epochs, places = np.divmod(draws, len(self.ids))
+        found = np.empty(len(draws), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = self._order(int(epoch))[places[here]]
+        return found
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The ids in the order of `epoch`; the two epochs a batch can span stay cached."""
+        if epoch not in self._orders:
+            for old in [key for key in self._orders if key != epoch - 1]:
+                del self._orders[old]
+            order = permutation(len(self.ids), self._seed, self._purpose, epoch)
+            self._orders[epoch] = self.ids[order]
+        return self._orders[epoch]

@@ -1,0 +1,160 @@
+"""The sources that a configuration names, opened, or only looked at."""
+
+from __future__ import annotations
+
+from glob import glob, has_magic
+from pathlib import Path
+
+from moemesh.config.data import DataConfig, DataSource
+from moemesh.data.bad_records import BadRecordLog
+from moemesh.data.corpus import Corpus, is_whole_file
+from moemesh.data.files import check_head, find
+from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
+from moemesh.data.indexed import IndexedTokens
+from moemesh.data.samples import Samples, Source
+from moemesh.data.token_cache import Say, cached_tokens
+from moemesh.data.tokenizer import DataError, Tokenizer
+
+#: Bytes of files that every process turns into tokens for itself, with the tokenizer "bytes" and
+#: with another; more than this is tokenized once, into the token cache.
+SMALL_BYTES, SMALL = 64 << 20, 1 << 20
+#: A file of a compressed format counts as so many times its size.
+EXPANSION = 4
+#: Files of a source whose first bytes `check` looks at.
+CHECKED_FILES = 1000
+
+
+def open_samples(
+    data: DataConfig, *, seed: int, vocab_size: int, cache: Path | None, say: Say
+) -> Samples:
+    """The training and validation samples of a run. `cache`: the folder of the token cache, unless
+    ``data.cache`` names one; None: no cache. Raises DataError for whatever is wrong with the data.
+    """
+    sources = [
+        Source(name_of(one), open_source(one, data, vocab_size, cache, say), one.weight)
+        for one in data.all_sources
+    ]
+    validation: tuple[Corpus, ...] = ()
+    if data.validation is not None:
+        validation = open_source(validation_source(data), data, vocab_size, cache, say)
+    return Samples(
+        sources,
+        seq_len=data.seq_len,
+        seed=seed,
+        held_out=data.held_out,
+        global_batch=data.global_batch,
+        documents=data.documents,
+        validation=validation,
+    )
+
+
+def open_source(
+    source: DataSource, data: DataConfig, vocab_size: int, cache: Path | None, say: Say
+) -> tuple[Corpus, ...]:
+    """The streams of one source: one of text, one for each pair of token files."""
+    reader = Tokenizer.open(data.tokenizer)
+    reader.check(vocab_size)
+    name = name_of(source)
+    if (prefixes := token_files(source)) is not None:
+        opened = [IndexedTokens.open(prefix) for prefix in prefixes]
+        for one in opened:
+            one.check(vocab_size, reader.fingerprint)
+        return tuple(
+            Corpus.indexed(one, vocab_size, str(beside(one.prefix, BIN))) for one in opened
+        )
+    files = find(source.path, source.format)
+    log = BadRecordLog(data.bad_records, data.bad_record_share, name)
+    folder = cache if data.cache is None else Path(data.cache).expanduser()
+    size = sum(file.num_bytes * (1 if file.compression == "none" else EXPANSION) for file in files)
+    small = SMALL_BYTES if reader.folder is None else SMALL
+    if folder is None or is_whole_file(files, reader) or size <= small:
+        corpus = Corpus.open(
+            source.path,
+            source.format,
+            data.tokenizer,
+            vocab_size,
+            text_key=source.text_key,
+            log=log,
+        )
+        if note := log.note():
+            say(f"note: {note}")
+        return (corpus,)
+    found = cached_tokens(
+        folder,
+        files,
+        reader,
+        log,
+        source=name,
+        text_key=source.text_key,
+        bad_records=data.bad_records,
+        vocab_size=vocab_size,
+        say=say,
+    )
+    found.check(vocab_size, reader.fingerprint)
+    return (Corpus.indexed(found, vocab_size, name),)
+
+
+def check(data: DataConfig, vocab_size: int) -> None:
+    """Looks for the files of all sources, at their first bytes, and at the tokenizer, without
+    reading them. Raises DataError as :func:`open_samples` would."""
+    reader = Tokenizer.open(data.tokenizer)
+    reader.check(vocab_size)
+    validation = () if data.validation is None else (validation_source(data),)
+    for source in (*data.all_sources, *validation):
+        if (prefixes := token_files(source)) is not None:
+            for prefix in prefixes:
+                IndexedTokens.open(prefix)
+            continue
+        for file in find(source.path, source.format)[:CHECKED_FILES]:
+            check_head(file)
+
+
+def _refuse_mixed(folder: Path, looks_indexed: bool) -> None:
+    """A folder of token files and others: neither would be read in silence."""
+    others = [
+        file
+        for file in (sorted(folder.rglob("*")) if looks_indexed else [])
+        if file.is_file() and not file.name.endswith(SUFFIXES) and file.name[0] != "."
+    ]
+    if others:
+        raise DataError(
+            f"data.path {folder} holds token files and others, such as {others[0]}: set "
+            'data.format to "indexed" for the former, or name the files by a pattern'
+        )
+
+
+def name_of(source: DataSource) -> str:
+    """The source in messages."""
+    return "standard library" if source.path is None else source.path
+
+
+def validation_source(data: DataConfig) -> DataSource:
+    """The files of ``data.validation`` as a source."""
+    return DataSource(path=data.validation, format=data.validation_format, text_key=data.text_key)
+
+
+def token_files(source: DataSource) -> list[Path] | None:
+    """The prefixes of the token files that a source names, in order: a prefix, one of the two
+    files, a pattern or a folder of them; None for a source of another format."""
+    path, format = source.path, source.format
+    if path is None or format not in ("auto", "indexed"):
+        return None
+    root = Path(path).expanduser()
+    if root.is_dir():
+        found = sorted(root.rglob(f"*{IDX}"))
+        _refuse_mixed(root, bool(found) and format == "auto")
+    elif has_magic(path) and not root.exists():
+        found = sorted(Path(match) for match in glob(str(root), recursive=True))
+        found = [one for one in found if one.name.endswith((IDX, BIN))]
+    elif root.name.endswith((IDX, BIN)) or beside(root, IDX).exists() or format == "indexed":
+        return [prefix_of(root)]
+    else:
+        found = []
+    prefixes = list(dict.fromkeys(prefix_of(p) for p in found if not p.name.endswith(MASK)))
+    if format == "auto" and not all(beside(prefix, BIN).exists() for prefix in prefixes):
+        return None
+    if not prefixes:
+        if format == "auto":
+            return None
+        raise DataError(f"data.path {path} names no pair of {BIN} and {IDX} files")
+    return prefixes

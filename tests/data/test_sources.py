@@ -1,0 +1,380 @@
+"""Sources of a run: mixed by weight, validated on own files, kept as tokens, checked beforehand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moemesh.config.data import DataConfig, DataSource
+from moemesh.data import sources as sources_module
+from moemesh.data.corpus import Corpus
+from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.samples import Samples, Source
+from moemesh.data.sources import check, open_samples
+from moemesh.data.tokenizer import DataError
+
+
+def stream(letter: str, num_tokens: int, learned: np.ndarray | None = None) -> Corpus:
+    return Corpus(
+        tokens=np.full(num_tokens, ord(letter), dtype=np.uint8),
+        num_files=1,
+        num_bytes=num_tokens,
+        vocab_size=256,
+        tokenizer="bytes",
+        source=letter,
+        learned=learned,
+    )
+
+
+def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:
+    return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, say=lambda text: None)
+
+
+def letters(samples: Samples, ids: np.ndarray) -> str:
+    return "".join(map(chr, samples.batch(ids)[0][:, 0]))
+
+
+# --- mixing ----------------------------------------------------------------------------------
+
+
+def mixed(**options: Any) -> Samples:
+    made = [
+        Source("a", (stream("a", 4001),), 0.7),
+        Source("b", (stream("b", 101), stream("c", 201)), 0.3),
+    ]
+    return Samples(made, seq_len=10, seed=5, **options)
+
+
+def test_windows_are_drawn_in_the_shares_and_small_sources_repeat() -> None:
+    samples = mixed()
+    found = letters(samples, samples.ids_at(0, 2000))
+    assert found.count("a") == 1400
+    for start in range(0, 2000, 10):
+        assert found[start : start + 10].count("a") == 7
+    # 28 windows of b and c train; each is drawn once before one of them comes again.
+    ids = samples.ids_at(0, 2000)
+    small = ids[ids >= 400]
+    assert len(set(small[:28].tolist())) == 28 == len(samples.splits[1].training.ids)
+    assert sorted(small[:28]) == sorted(small[28:56])
+    assert samples.epochs(2000) == [1400 / 380, 600 / 28]
+
+
+def test_one_cursor_resumes_and_no_layout_changes_the_order() -> None:
+    whole = mixed().ids_at(0, 600)
+    assert np.array_equal(mixed().ids_at(123, 300), whole[123:423])
+    again = mixed()
+    pieces = [again.ids_at(start, 7) for start in range(0, 595, 7)]
+    assert np.array_equal(np.concatenate(pieces), whole[:595])
+
+
+def test_validation_has_the_shares_too() -> None:
+    samples = mixed(held_out=0.5)
+    found = letters(samples, samples.validation_ids(20))
+    assert found.count("a") == 14 and found.count("b") + found.count("c") == 6
+    assert not set(samples.validation_ids(200)) & set(samples.ids_at(0, 3000))
+
+
+def test_own_validation_keeps_all_for_training() -> None:
+    samples = mixed(validation=[stream("v", 55), stream("w", 31)])
+    assert set(letters(samples, samples.validation_ids(100))) == {"v", "w"}
+    assert len(samples.held_out_ids) == 8
+    assert samples.num_training == 400 + 10 + 20
+    assert "v" not in letters(samples, samples.ids_at(0, 1000))
+    with pytest.raises(DataError, match="validation v makes no sample"):
+        mixed(validation=[stream("v", 10)])
+
+
+def test_a_source_without_a_sample_is_named() -> None:
+    made = [Source("a", (stream("a", 401),)), Source("b", (stream("b", 11),))]
+    with pytest.raises(DataError, match=r"data\.sources\[1\] b holds 11 tokens"):
+        Samples(made, seq_len=10, seed=0)
+    Samples(made, seq_len=10, seed=0, validation=[stream("v", 55)])
+
+
+def test_windows_without_loss_are_left_out() -> None:
+    learned = np.zeros(1001, dtype=bool)
+    learned[[5, 10, 11, 500, 1000]] = True  # targets of windows 0, 0, 1, 49 and 99
+    samples = Samples(stream("a", 1001, learned), seq_len=10, seed=0, held_out=0.25)
+    assert sorted([*samples.training_ids, *samples.held_out_ids]) == [0, 1, 49, 99]
+    assert samples.splits[0].without_loss == 96
+    mask = samples.loss_mask(np.array([0, 1, 49, 99]))
+    assert mask is not None and mask.sum(axis=1).tolist() == [2, 1, 1, 1]
+    none = stream("a", 1001, np.zeros(1001, dtype=bool))
+    with pytest.raises(DataError, match="100 samples have no target that carries loss"):
+        Samples(none, seq_len=10, seed=0)
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def lines(path: Path, word: str, count: int) -> Path:
+    content = "".join(json.dumps({"text": f"{word} {i:05}"}) + "\n" for i in range(count)).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def tokens_in(prefix: Path, num_documents: int, vocab_size: int = 256) -> Path:
+    end = np.array([10])
+    with IndexedWriter(
+        prefix,
+        vocab_size=vocab_size,
+        tokenizer="bytes",
+        end_of_document=end,
+        ends_last=False,
+    ) as writer:
+        for number in range(num_documents):
+            writer.add(np.frombuffer(f"token {number:05}".encode(), dtype=np.uint8))
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def test_formats_mix(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    tokens_in(shards / "one", 50)
+    tokens_in(shards / "two", 70)
+    data = DataConfig(
+        sources=(
+            DataSource(path=str(lines(tmp_path / "a.jsonl.gz", "lines", 100)), weight=3.0),
+            DataSource(path=str(shards)),
+        ),
+        validation=str(lines(tmp_path / "v.jsonl", "valid", 20)),
+        seq_len=11,
+        global_batch=4,
+    )
+    check(data, 256)
+    samples = opened(data)
+    assert [len(split.source.corpora) for split in samples.splits] == [1, 2]
+    texts = [bytes(row.astype(np.uint8)) for row in samples.batch(samples.ids_at(0, 8))[0]]
+    assert sum(b"oken" in text for text in texts) == 2
+    assert samples.num_training == 1198 // 11 + 598 // 11 + 838 // 11
+    found = {bytes(row.astype(np.uint8))[:5] for row in samples.batch(samples.held_out_ids)[0]}
+    assert found <= {b"valid"} or all(b"lines" not in one for one in found)
+
+
+@pytest.mark.parametrize("name", ["one.bin", "one.idx", "one", "*.bin", "."])
+def test_names_of_token_files(tmp_path: Path, name: str) -> None:
+    tokens_in(tmp_path / "one", 50)
+    path = str(tmp_path / name) if name != "." else str(tmp_path)
+    assert opened(DataConfig(path=path, seq_len=8, global_batch=2)).num_tokens == 50 * 12 - 1
+
+
+def test_a_folder_of_token_files_and_others(tmp_path: Path) -> None:
+    tokens_in(tmp_path / "one", 50)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match=r"token files and others, such as .*notes\.txt"):
+        opened(DataConfig(path=str(tmp_path)))
+    data = DataConfig(path=str(tmp_path), format="indexed", seq_len=8, global_batch=2)
+    assert opened(data).num_tokens == 599
+    with pytest.raises(DataError, match="no pair of"):
+        opened(DataConfig(path=str(tmp_path / "*.txt"), format="indexed"))
+
+
+def test_another_key_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "some words, then others"}\n' * 9)
+    data = DataConfig(path=str(tmp_path / "a.jsonl"), text_key="body", seq_len=8, global_batch=2)
+    assert opened(data).num_tokens == 9 * 24 - 1
+
+
+# --- bad records -----------------------------------------------------------------------------
+
+
+def test_bad_records_are_counted_and_bounded(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", "word", 98)
+    file.write_bytes(file.read_bytes() + b'{"text": 1}\n{"text": "\xff"}\n')
+    data = DataConfig(path=str(file), seq_len=8, global_batch=2)
+    with pytest.raises(DataError, match="line 99, byte"):
+        opened(data)
+    said: list[str] = []
+    skipping = data.model_copy(update={"bad_records": "skip", "bad_record_share": 0.02})
+    samples = open_samples(skipping, seed=0, vocab_size=256, cache=None, say=said.append)
+    assert samples.num_tokens == 98 * 11 - 1
+    (note,) = said
+    assert "2 of 100 records are bad" in note and f"{file}, line 100, byte" in note
+    with pytest.raises(DataError, match=r"2 of 100 records are bad, more than .* = 0\.019"):
+        opened(skipping.model_copy(update={"bad_record_share": 0.019}))
+
+
+# --- the token cache -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but one plain file is large enough for the cache."""
+    monkeypatch.setattr(sources_module, "SMALL_BYTES", 0)
+
+
+def folder_of_texts(tmp_path: Path) -> DataConfig:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(5):
+        lines(folder / f"{number}.jsonl", "word", 40 + number)
+    (folder / "long.txt").write_text("a long text\n" * 50)
+    return DataConfig(path=str(folder), seq_len=8, global_batch=2, documents="mask")
+
+
+@pytest.mark.usefixtures("small")
+def test_cached_tokens_are_those_of_the_text(tmp_path: Path) -> None:
+    data = folder_of_texts(tmp_path)
+    plain, cached = opened(data), opened(data, tmp_path / "cache")
+    assert isinstance(cached.corpora[0].tokens, np.memmap)
+    assert np.array_equal(plain.corpora[0].tokens, cached.corpora[0].tokens)
+    assert np.array_equal(plain.corpora[0].starts, cached.corpora[0].starts)
+    ids = plain.ids_at(0, 30)
+    assert np.array_equal(ids, cached.ids_at(0, 30))
+    one, other = plain.documents(ids), cached.documents(ids)
+    assert one is not None and other is not None and np.array_equal(one, other)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_cache_is_written_once_and_follows_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, cache = folder_of_texts(tmp_path), tmp_path / "cache"
+    first = opened(data, cache)
+
+    def never(*arguments: object) -> None:
+        raise AssertionError("tokenized again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moemesh.data.token_cache._write", never)
+        assert opened(data, cache).fingerprint() == first.fingerprint()
+    lines(tmp_path / "text" / "0.jsonl", "word", 41)
+    changed = opened(data, cache)
+    assert changed.num_tokens == first.num_tokens + 11
+    assert changed.fingerprint() != first.fingerprint()
+    # A damaged entry is written anew.
+    for entry in cache.glob("*.bin"):
+        entry.write_bytes(entry.read_bytes()[:-1])
+    assert opened(data, cache).fingerprint() == changed.fingerprint()
+
+
+@pytest.mark.usefixtures("small")
+def test_nothing_half_written_is_left(tmp_path: Path) -> None:
+    data, cache = folder_of_texts(tmp_path), tmp_path / "cache"
+    bad = tmp_path / "text" / "3.jsonl"
+    bad.write_text(bad.read_text() + "{\n")
+    with pytest.raises(DataError, match=r"3\.jsonl, line 44, byte"):
+        opened(data, cache)
+    assert [entry for entry in cache.iterdir() if not entry.name.endswith(".lock")] == []
+    skipping = data.model_copy(update={"bad_records": "skip", "bad_record_share": 0.1})
+    for _ in range(2):  # written, and read
+        said: list[str] = []
+        open_samples(skipping, seed=0, vocab_size=256, cache=cache, say=said.append)
+        assert any("1 of 212 records" in text or "records are bad" in text for text in said)
+
+
+_OPEN = """
+import sys
+from pathlib import Path
+from moemesh.config.data import DataConfig
+from moemesh.data import sources
+sources.SMALL_BYTES = 0
+data = DataConfig(path=sys.argv[1], seq_len=8, global_batch=2)
+samples = sources.open_samples(
+    data, seed=0, vocab_size=256, cache=Path(sys.argv[2]), say=lambda text: print(text)
+)
+print(samples.num_tokens)
+"""
+
+
+def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
+    data = folder_of_texts(tmp_path)
+    assert data.path is not None
+    command = [sys.executable, "-c", _OPEN, data.path, str(tmp_path / "cache")]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [process.communicate(timeout=60)[0] for process in started]
+    assert all(process.returncode == 0 for process in started)
+    assert len({text.splitlines()[-1] for text in printed}) == 1
+    assert sum(" s\n" in text for text in printed) == 1
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    data = folder_of_texts(tmp_path)
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(DataError, match=r"set data\.cache"):
+        opened(data, tmp_path / "cache")
+
+
+def test_pieces_of_a_long_text_are_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr("moemesh.data.records.PIECE", 64)
+    data = folder_of_texts(tmp_path)
+    plain, cached = opened(data), opened(data, tmp_path / "cache")
+    assert np.array_equal(plain.corpora[0].tokens, cached.corpora[0].tokens)
+    for samples in (plain, cached):
+        assert len(samples.corpora[0].starts) == 5 * 40 + 10 + 1
+
+
+# --- looking at the data beforehand ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"path": "nots"}, "nots: No such file"),
+        ({"path": "a.jsonl", "tokenizer": "nowhere"}, "nowhere"),
+        ({"path": "a.jsonl", "validation": "v.txt"}, r"v\.txt"),
+        ({"sources": (DataSource(path="a.jsonl"), DataSource(path="b"))}, "b: No such file"),
+        ({"path": "raw.txt"}, "gzip data"),
+        ({"path": "t.idx"}, r"t\.bin|t\.idx"),
+    ],
+)
+def test_check_finds_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "a.jsonl", "word", 3)
+    (tmp_path / "raw.txt").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(DataError, match=reason):
+        check(DataConfig(**data), 256)
+    check(DataConfig(path="a.jsonl"), 256)
+
+
+def test_fingerprints_follow_tokens_and_order() -> None:
+    def of(num_tokens: int, seed: int = 0, weight: float = 1.0) -> dict[str, str]:
+        made = [Source("a", (stream("a", num_tokens),), weight), Source("b", (stream("b", 900),))]
+        return Samples(made, seq_len=10, seed=seed).fingerprint()
+
+    first = of(1001)
+    assert of(1001) == first
+    assert {key for key in first if of(1001, seed=1)[key] != first[key]} == {"order"}
+    assert {key for key in first if of(1001, weight=2.0)[key] != first[key]} == {"order"}
+    assert {key for key in first if of(1002)[key] != first[key]} == {"source 1"}
+
+
+def test_fingerprints_of_large_files_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moemesh.data.corpus.MAP_FROM_BYTES", 1)
+    monkeypatch.setattr("moemesh.data.corpus.DIGEST_WHOLE", 1000)
+    monkeypatch.setattr("moemesh.data.corpus.BLOCK", 16)
+    file = tmp_path / "a.txt"
+    content = bytearray(b"0123456789" * 5000)
+
+    def fingerprint() -> str:
+        file.write_bytes(content)
+        return Corpus.open(str(file)).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    content[3] = content[-3] = 65
+    other = fingerprint()
+    assert other != first
+    content.append(65)
+    assert fingerprint() not in (first, other)
+
+
+def test_documents_of_token_files_open(tmp_path: Path) -> None:
+    assert IndexedTokens.open(tokens_in(tmp_path / "one", 3)).starts.tolist() == [0, 12, 24]
