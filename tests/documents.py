@@ -11,7 +11,9 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
+from moemesh.config.data import DataSource
 from moemesh.config.dispatchers import expected_distinct
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
@@ -37,6 +39,7 @@ DOCUMENTS = (
     "docs/architecture.md",
     "docs/modules.md",
     "docs/configuration.md",
+    "docs/data.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
     "docs/data_parallelism.md",
@@ -148,6 +151,8 @@ def keys(old: str) -> str:
 def legal_values(annotation: object, limits: Range | None) -> str:
     if choices := choices_of(annotation):
         return ", ".join(f"`{choice}`" for choice in choices)
+    if get_args(annotation)[:1] == (DataSource,):
+        return "tables"
     if limits is None:
         return "true, false" if annotation is bool else "text"
     low = f"{'>' if limits.open_low else '≥'} {limits.low:g}"
