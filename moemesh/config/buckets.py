@@ -1,10 +1,11 @@
 """Buckets of parameters: what is summed, sharded and gathered in one operation, by one rule.
 
 A bucket joins parameters whose gradients are summed over the same axis, whose weights have the same
-dtype, and which two pipeline ranks hold both or not. Parameters come in reversed order, because the
-backward reaches the last layers first; a bucket is closed when it is large enough. A bucket of n
-numbers is one flat vector: where states are sharded, rank i of the N ranks that share them owns
-``shard_range(n, N, i)`` of it (:func:`owned_sizes`; of a parameter server those that serve).
+dtype, which two pipeline ranks hold both or not, and which train or not. Parameters come in
+reversed order, because the backward reaches the last layers first; a bucket is closed when it is
+large enough. A bucket of n numbers is one flat vector: where states are sharded, rank i of the N
+ranks that share them owns ``shard_range(n, N, i)`` of it (:func:`owned_sizes`; of a parameter
+server those that serve).
 
 | plan.data | a bucket ends | because |
 |---|---|---|
@@ -32,8 +33,8 @@ SERVED_BUCKET_BYTES = 4 << 20
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One parameter on one rank: its local `numbers`, bytes of a number as a weight, the axis over
-    which its gradient is summed, whether another pipeline rank holds it too, and the pipeline
-    `stages` of this rank that use it."""
+    which its gradient is summed, whether another pipeline rank holds it too, the pipeline `stages`
+    of this rank that use it, and whether it trains."""
 
     name: str
     numbers: int
@@ -41,6 +42,7 @@ class Member:
     axis: str
     mirrored: bool = False
     stages: tuple[int, ...] = (0,)
+    trains: bool = True
 
     @property
     def gradient_bytes(self) -> int:
@@ -63,6 +65,10 @@ class Bucket:
     @property
     def mirrored(self) -> bool:
         return self.members[0].mirrored
+
+    @property
+    def trains(self) -> bool:
+        return self.members[0].trains
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -112,6 +118,7 @@ def buckets(
             member.axis,
             member.weight_bytes,
             member.mirrored,
+            member.trains,
             member.stages if stages else None,
             unit_of(member.name) if units else None,
         )

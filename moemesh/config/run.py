@@ -11,6 +11,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.projections import adapter_rules
 from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import Tuning, tuning_problems
 
 DEFAULT_PRESET = "tiny"
 
@@ -34,6 +35,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", self.model.with_lora(self.lora))
 
+    @property
+    def tuning(self) -> Tuning:
+        """Which parameters train."""
+        return Tuning(freeze=self.train.freeze, train_only=self.train.train_only)
+
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
         own = self.model.check() + self.data.check() + self.train.check() + self.lora.check()
@@ -42,6 +48,8 @@ class RunConfig:
         )
         rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
         rules += adapter_rules(self.model)
+        if not own:
+            own += tuning_problems(self.tuning, self.model, self.plan)
         return own + independent(rules, {problem.key for problem in own})
 
     def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:

@@ -25,6 +25,14 @@ Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
+def _as_patterns(value: object) -> object:
+    """One pattern may be given without a list around it."""
+    return (value,) if isinstance(value, str) else as_tuple(value)
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
+
+
 class TrainConfig(Section):
     """The training of a run."""
 
@@ -48,6 +56,10 @@ class TrainConfig(Section):
     momentum: float = 0.0
     #: Largest norm of the gradient; 0 turns clipping off.
     clip: float = 1.0
+    #: Patterns over names of parameters: those that keep their values, and those that alone train
+    #: (none: all); see :mod:`moemesh.config.tuning`.
+    freeze: Patterns = ()
+    train_only: Patterns = ()
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: int = 100
     checkpoints_kept: int = 2

@@ -13,6 +13,7 @@ from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
 
 #: Schedules that run weight gradients by themselves, with the nearest one that does not.
 DEFERRING_SCHEDULES = {
@@ -40,6 +41,7 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_slices(config),
         *_context(config),
         *_adapters(config),
+        *_frozen(config),
     ]
 
 
@@ -107,6 +109,17 @@ def _context(config: RunConfig) -> Iterator[Problem]:
             fix="cp = 1, or another schedule such as 1f1b",
             related=("plan.schedule", "plan.slices"),
         )
+
+
+def _frozen(config: RunConfig) -> Iterator[Problem]:
+    """Weights that do not train beside schedules that keep versions of all."""
+    plan, train = config.plan, config.train
+    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or config.tuning.is_full:
+        return
+    key = "freeze" if train.freeze else "train_only"
+    clash = Clash(True, "keeps versions of all weights, which all train", "schedule = 1f1b")
+    setting = f"{key} = {format_value(getattr(train, key))}"
+    yield from _clashes(plan, {"schedule": clash}, f"train.{key}", setting, "[]")
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

@@ -5,9 +5,9 @@ Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,8 @@ class Transformer(nn.Module):
         self.tokens: Tokens = LocalTokens()
         self.memory: Memory = KeepAll()
         self.weights: Weights = ResidentWeights()
+        #: The units ("embedding", "layers.3", "head") that no backward reaches.
+        self.without_backward: Collection[str] = ()
 
     def forward(
         self,
@@ -166,6 +168,13 @@ class Transformer(nn.Module):
         multiplier = self.config.embedding_multiplier
         return x_TH if multiplier == 1.0 else x_TH * multiplier
 
+    def begin_graph(self, unit: str, x_TH: Tensor) -> Tensor:
+        """The input of a unit that has a backward, with a place in autograd's graph: where nothing
+        before trains it has none, but the whole unit shall have its backward, on all ranks."""
+        if unit in self.without_backward or x_TH.requires_grad or not torch.is_grad_enabled():
+            return x_TH
+        return _Begin.apply(x_TH, x_TH.new_zeros((), requires_grad=True))
+
     def losses(self, x_TH: Tensor, norm: RMSNorm, targets_BS: Tensor) -> Tensor:
         """Norm, head and loss: nats of all tokens of the microbatch."""
         x_TH, weight_VH = self._before_head(x_TH, norm)
@@ -184,7 +193,7 @@ class Transformer(nn.Module):
         """The rows that enter the head, and its weight."""
         head = self.embedding if self.head is None else self.head
         assert head is not None
-        x_TH = norm(self.weights.enter("head", x_TH))
+        x_TH = norm(self.weights.enter("head", self.begin_graph("head", x_TH)))
         scaling = self.config.logits_scaling
         return x_TH if scaling == 1.0 else x_TH / scaling, head.weight
 
@@ -219,6 +228,18 @@ class Transformer(nn.Module):
         }
 
 
+class _Begin(torch.autograd.Function):
+    """The identity; its result has a gradient, its input none."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, anchor: Tensor) -> Tensor:
+        return x_TH.view_as(x_TH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class Loads:
     """What MoE layers report besides their output, added up and collected layer by layer."""
 
@@ -245,7 +266,7 @@ class Loads:
         """The stream behind layer `index` of `model`; `known_TH`: embeddings of the tokens that an
         extra prediction layer knows."""
         layer, unit = model.layers[str(index)], f"layers.{index}"
-        x_TH = model.weights.enter(unit, x_TH)
+        x_TH = model.weights.enter(unit, model.begin_graph(unit, x_TH))
         if known_TH is not None:
             assert isinstance(layer, PredictionLayer)
             x_TH = layer.join(x_TH, known_TH)

@@ -5,13 +5,13 @@
    parallelism)
 3. vocabulary shards
 4. dispatchers (expert parallelism), and activation recomputation
-5. parameter placements, local shards and their initial values
+5. parameter placements, local shards and their initial values, which of them train
 6. gradient reducer (data parallelism), and the executor of the schedule
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import FULL, Tuning, first_stage, first_unit, units_without_backward
 from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
@@ -56,7 +57,7 @@ class ParallelModel:
     """The model of one rank: its stages with their seams set, the placements of the parameters of
     all ranks, the reducer of its gradients, the executor of its schedule, `notes` on decisions for
     the log, whether experts have replicas on any rank, and the `homes` of experts that have
-    migrated."""
+    migrated, and what trains (`tuning`)."""
 
     model: Transformer
     mesh: Mesh
@@ -66,6 +67,12 @@ class ParallelModel:
     notes: list[str]
     has_replicas: bool = False
     homes: Homes = field(default_factory=dict)
+    tuning: Tuning = FULL
+
+    @property
+    def trained(self) -> dict[str, Placement]:
+        """The placements of the parameters that train."""
+        return {name: one for name, one in self.placements.items() if one.trains}
 
     def close(self) -> None:
         """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""
@@ -83,12 +90,15 @@ def parallelize(
     dtype: torch.dtype,
     tokens_per_rank: int,
     schedule: Schedule | None = None,
+    tuning: Tuning = FULL,
 ) -> ParallelModel:
     """Build this rank's part of the model; on a mesh of one rank that is the plain model.
 
     `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
     known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. `schedule`
-    None makes that of the plan. Raises ValueError when it cannot be made, with the numbers.
+    None makes that of the plan. `tuning` tells which parameters train: others have no gradient and
+    no state, and the backward ends where nothing before trains. Raises ValueError when it cannot be
+    made, with the numbers.
     """
     schedule = schedule or build_step(plan, config)
     if plan.data == "zero3" and schedule.split_backwards:
@@ -97,8 +107,12 @@ def parallelize(
             "they read have been freed: it needs plan.data = zero2, zero1 or replicate"
         )
     parts = stage_parts(config, plan, schedule)
+    begin = first_unit(tuning, config, plan)
+    ends_at = first_stage(begin, [part.layers for part in parts])
+    schedule = replace(schedule, first_trained_stage=ends_at)
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = Transformer(config, list(held.values()))
+    model.without_backward = units_without_backward(begin, config)
     set_tokens(model, mesh)
     set_context(model, plan, mesh)
     if mesh["tp"].size > 1:
@@ -106,7 +120,7 @@ def parallelize(
         model.vocabulary = ShardedVocabulary(mesh["tp"], config.vocab_size)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     set_recompute(model, plan, mesh.ledger)
-    where = placements(Transformer(config), plan, holders(config, schedule, parts))
+    where = placements(Transformer(config), plan, holders(config, schedule, parts), tuning)
     initialize(
         model,
         seed=seed,
@@ -114,6 +128,8 @@ def parallelize(
         device=mesh.device,
         slices=lambda name, shape: where[name].slices(mesh),
     )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(where[name].trains)
     reducer = GradientReducer(
         [(name, parameter, where[name]) for name, parameter in model.named_parameters()],
         mesh,
@@ -124,11 +140,16 @@ def parallelize(
     )
     if plan.data == "zero3":
         reducer.units = model.weights = GatheredWeights(
-            (bucket for bucket in reducer.buckets if isinstance(bucket, GatheredBucket)),
+            [
+                bucket
+                for bucket in (*reducer.buckets, *reducer.frozen)
+                if isinstance(bucket, GatheredBucket)
+            ],
             held.values(),
             ahead=config.mtp_layers,
             tied=config.tied_embeddings,
             reshard=plan.reshard,
+            without_backward=model.without_backward,
         )
     return ParallelModel(
         model=model,
@@ -146,6 +167,7 @@ def parallelize(
         ),
         notes=notes,
         has_replicas=spreads_replicas(plan),
+        tuning=tuning,
     )
 
 

@@ -28,6 +28,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import EXPERT_AXES, shard_range
 from moemesh.config.lora import factors_of
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, VocabularyRows
@@ -38,15 +39,16 @@ from moemesh.parallel.data.ownership import OwnRange
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum, and
-    which pipeline ranks hold it (ascending). ``places``: of a stack of experts, the logical id of
-    the one in each place; None: they are in order."""
+    """Of one parameter: its logical shape, which axis shards which dim, where gradients sum,
+    which pipeline ranks hold it (ascending), and whether it trains. ``places``: of a stack of
+    experts, the logical id of the one in each place; None: they are in order."""
 
     name: str
     shape: tuple[int, ...]
     shards: dict[str, int]
     summed_over: str
     holders: tuple[int, ...] = (0,)
+    trains: bool = True
     places: tuple[int, ...] | None = None
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
@@ -89,11 +91,15 @@ class Placement:
 
 
 def placements(
-    model: Transformer, plan: Plan, holders: Mapping[str, tuple[int, ...]] | None = None
+    model: Transformer,
+    plan: Plan,
+    holders: Mapping[str, tuple[int, ...]] | None = None,
+    tuning: Tuning = FULL,
 ) -> dict[str, Placement]:
     """Of every parameter of `model`, which still has its logical shapes (on the meta device).
 
-    `holders`: parameter name -> pipeline ranks that hold it; None: there is one.
+    `holders`: parameter name -> pipeline ranks that hold it; None: there is one. `tuning`: which of
+    them train.
     """
     found: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
@@ -103,12 +109,14 @@ def placements(
             shards, summed_over = rules.get(leaf) or _rule(module, leaf, plan)
             if isinstance(module, AdaptedModule):
                 rules |= _factor_rules(module, leaf, shards, summed_over)
+            experts = parameter.shape[0] if summed_over in EXPERT_AXES else 0
             found[name] = Placement(
                 name=name,
                 shape=tuple(parameter.shape),
                 shards=shards,
                 summed_over=summed_over,
                 holders=(0,) if holders is None else holders[name],
+                trains=bool(tuning.rows(name, experts)),
             )
     return found
 

@@ -64,7 +64,8 @@ class Schedule:
     ``num_microbatches[pipe]`` how many enter each pipe in a step, `num_slices` into how many
     pieces a sequence is cut (1 = whole). `update` is None for a synchronous schedule: all
     gradients belong to one version of the weights. `parameters` are the generator's arguments that
-    cannot be read off the rest, for people.
+    cannot be read off the rest, for people. Backwards end at `first_trained_stage`: in the stages
+    before it nothing trains, and no gradient is sent to them.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Schedule:
     num_microbatches: tuple[int, ...]
     num_slices: int = 1
     update: UpdateRule | None = None
+    first_trained_stage: int = 0
     parameters: Mapping[str, int | float | str] = field(
         default_factory=dict[str, int | float | str]
     )
@@ -153,7 +155,7 @@ class Schedule:
                 found.append(Op("F", stage, microbatch, pipe, slice - 1))
             return tuple(found)
         found = [Op("F", stage, microbatch, pipe, slice)]
-        if stage < self.num_stages - 1:
+        if self.first_trained_stage <= stage < self.num_stages - 1:
             found.append(self.backward(stage + 1, microbatch, pipe, slice))
         if slice < self.num_slices - 1:
             found.append(self.backward(stage, microbatch, pipe, slice + 1))

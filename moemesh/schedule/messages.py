@@ -23,11 +23,12 @@ class Message(NamedTuple):
 
 
 def successor(schedule: Schedule, op: Op) -> Op | None:
-    """The operation of the neighbouring stage that takes `op`'s output; None at the ends."""
+    """The operation of the neighbouring stage that takes `op`'s output; None at the ends,
+    of backwards at the first stage in which anything trains."""
     kind, stage, microbatch, pipe, slice = op
     if kind == "F" and stage < schedule.num_stages - 1:
         return Op("F", stage + 1, microbatch, pipe, slice)
-    if kind in ("B", "I") and stage > 0:
+    if kind in ("B", "I") and stage > schedule.first_trained_stage:
         return schedule.backward(stage - 1, microbatch, pipe, slice)
     return None
 

@@ -14,6 +14,7 @@ import torch
 from moemesh.comm.collectives import gather_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
@@ -170,6 +171,7 @@ class Artifacts:
                 "validation_loss": self._validation,
                 "unigram_loss": self._unigram,
                 "parameters": self._num_parameters(),
+                "trained_parameters": self._num_trained(),
             },
         )
         page.write(self.folder.path)
@@ -187,6 +189,9 @@ class Artifacts:
 
     def _num_parameters(self) -> int:
         return sum(where.num_elements for where in self.parallel.placements.values())
+
+    def _num_trained(self) -> int:
+        return num_trained(self.config.tuning, self.config.model, self.config.plan)
 
     def summary(self) -> str:
         """The losses that say whether it worked."""

@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moemesh.config.run import RunConfig
+from moemesh.config.tuning import FULL, num_trained
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
@@ -36,6 +37,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         [
             f"model    {size:,} parameters, {model.num_layers} layers, "
             f"{kind if model.num_experts else 'dense'}",
+            *_tuned(config),
             f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
             *(["         " + "  ".join(chosen)] if chosen else []),
             *_data_lines(config, samples),
@@ -66,6 +68,15 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
             f"         validation {data.validation}: {len(samples.held_out_ids):,} samples"
         )
     return lines
+
+
+def _tuned(config: RunConfig) -> list[str]:
+    """A line on what trains, where that is not everything."""
+    if config.tuning.is_full:
+        return []
+    trained = num_trained(config.tuning, config.model, config.plan)
+    total = num_trained(FULL, config.model, config.plan)
+    return [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
 
 
 class Console:

@@ -267,8 +267,8 @@ def _kind(
         return "model"  # masters are fp32 or fp64, and a checkpoint is never cast
     if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
         return "training"
-    if key == "data.tokenizer":
-        return "model"
+    if key in ("data.tokenizer", "train.freeze", "train.train_only"):
+        return "model"  # a checkpoint has the moments of what trains, and of nothing else
     section = key.partition(".")[0]
     if section == "plan":
         return "layout"

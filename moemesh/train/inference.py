@@ -70,6 +70,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
         seed=train.seed,
         dtype=getattr(torch, train.dtype),
         tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
+        tuning=config.tuning,
     )
     # Masters, so that weights are rounded once; an optimizer without state beside them.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))

@@ -226,7 +226,7 @@ class PostValidation:
         loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel, reducer = self.parallel, self.parallel.reducer
         squares = gradient_squares(
-            reducer.gradients, parallel.placements, reducer.owned, parallel.mesh
+            reducer.gradients, parallel.trained, reducer.owned, parallel.mesh
         )
         stop = squares.new_tensor([float(self._stop_requested())])
         return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])

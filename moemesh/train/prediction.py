@@ -17,6 +17,7 @@ def predicted_for(config: RunConfig, rank: int) -> dict[str, Any] | None:
         "global_batch": config.data.global_batch,
         "dtype": config.train.dtype,
         "rank": rank,
+        "tuning": config.tuning,
     }
     model, plan, train = config.model, config.plan, config.train
     try:

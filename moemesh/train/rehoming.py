@@ -128,7 +128,9 @@ class Rehoming:
         All ranks that share them call."""
         reducer, optimizer = self._parallel.reducer, self._optimizer
         weights = reducer.whole_weights(name)
-        yield _WholeState(weights, reducer.weights.get(name), reducer.owned.get(name))
+        yield _WholeState(weights, reducer.held_weights.get(name), reducer.held.get(name))
+        if not self._parallel.placements[name].trains:
+            return
         moments = optimizer.state()
         parts = [moments.get(kind, {}).get(name) for kind in optimizer.kinds()]
         if has_master(weights.dtype):

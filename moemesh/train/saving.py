@@ -43,7 +43,7 @@ def save(
     """
     mesh = parallel.mesh
     moments = optimizer.state()
-    shards = list(_counted(parallel, "model", optimizer.masters))
+    shards = list(_counted(parallel, "model", _weights(parallel, optimizer)))
     for kind, tensors in moments.items():
         shards += _counted(parallel, f"optimizer.{kind}", tensors)
     if mesh["stage"].index == 0:
@@ -77,7 +77,7 @@ def newest(
 
 def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) -> None:
     """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
-    shards = list(_owned(parallel, "model", optimizer.masters))
+    shards = list(_owned(parallel, "model", _weights(parallel, optimizer)))
     moments: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer.state_names():
         if kind in checkpoint.state["moments"]:
@@ -98,24 +98,32 @@ class Weights(Protocol):
 def load_weights(weights: Weights, parallel: ParallelModel, optimizer: Optimizer) -> None:
     """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
     each reads only what it holds."""
-    weights.load_into([*_owned(parallel, "model", optimizer.masters), *_buffers(parallel)])
+    weights.load_into(
+        [*_owned(parallel, "model", _weights(parallel, optimizer)), *_buffers(parallel)]
+    )
     optimizer.round_masters()
+
+
+def _weights(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What this rank owns of every parameter: masters of what trains, the weights of the rest."""
+    return {**optimizer.masters, **parallel.reducer.frozen_weights}
 
 
 def _counted(
     parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]
 ) -> Iterator[Shard]:
     """The shards that this rank saves: every logical element is counted by one rank."""
-    for name, own in parallel.reducer.owned.items():
+    for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if where.counts(own, parallel.mesh):
+        if name in tensors and where.counts(own, parallel.mesh):
             yield from _shards(parallel, prefix, where, own, tensors[name])
 
 
 def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
     """The shards that this rank reads: all it owns, what others own too."""
-    for name, own in parallel.reducer.owned.items():
-        yield from _shards(parallel, prefix, parallel.placements[name], own, tensors[name])
+    for name, own in parallel.reducer.held.items():
+        if name in tensors:
+            yield from _shards(parallel, prefix, parallel.placements[name], own, tensors[name])
 
 
 def _shards(

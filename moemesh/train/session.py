@@ -87,6 +87,7 @@ class Session:
             dtype=getattr(torch, train.dtype),
             tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
             schedule=schedule,
+            tuning=config.tuning,
         )
         optimizer = Optimizer.of(parallel, train)
         artifacts = Artifacts(folder, config, parallel, optimizer, console.say)

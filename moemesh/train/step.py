@@ -245,7 +245,7 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        norm = gradient_norm(reducer.gradients, parallel.placements, reducer.owned, mesh)
+        norm = gradient_norm(reducer.gradients, parallel.trained, reducer.owned, mesh)
     if not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
     return step_result(counts=counts, losses=sums.losses, loads=sums.loads, norm=norm)
@@ -270,7 +270,8 @@ def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
     model = parallel.model
     places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
     for layer, moe in model.moe_layers().items():
-        if moe.router.selection_bias is not None:
+        name = f"layers.{layer}.feed_forward.router.selection_bias"
+        if moe.router.selection_bias is not None and parallel.tuning.trains(name):
             counts_E = counts_LE[places[layer]]
             moe.router.update_selection_bias(counts_E.to(parallel.mesh.device))
 

@@ -124,7 +124,7 @@ class TrainingStream:
         self._read_at = time.perf_counter()
         forget_rank_tokens(parallel)
         pp = parallel.mesh["pp"].index
-        self._own = {name: w for name, w in parallel.placements.items() if pp in w.holders}
+        self._own = {name: w for name, w in parallel.trained.items() if pp in w.holders}
 
     @property
     def last(self) -> int:

@@ -15,6 +15,7 @@ from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.data.ownership import boxes, part_of
@@ -70,6 +71,8 @@ class Trained(NamedTuple):
     biases: list[Tensor]
     #: Losses of extra prediction layers; None where there are none.
     mtp: list[float | None]
+    #: Weights that do not train, before and after.
+    frozen: list[dict[str, Tensor]]
 
 
 def microbatches(
@@ -127,8 +130,10 @@ def train_on_rank(
             dtype=dtype,
             tokens_per_rank=tokens,
             schedule=build_step(plan, config, shape.seq_len),
+            tuning=Tuning(freeze=train.freeze, train_only=train.train_only),
         )
     optimizer = Optimizer.of(parallel, train)
+    frozen = owned(parallel, parallel.reducer.frozen_weights)
     steps = []
     for step in range(1, train.steps + 1):
         batches = microbatches(config, plan, shape, step, mesh)
@@ -149,6 +154,7 @@ def train_on_rank(
         "steps": steps,
         "gradients": gradients,
         "weights": owned(parallel, parallel.reducer.weights),
+        "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "ledger": mesh.ledger.to_json(),
     }
@@ -161,9 +167,9 @@ Part: TypeAlias = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]
 def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     """What this rank owns and counts of `tensors`, states of parameters by name."""
     found: list[Part] = []
-    for name, own in parallel.reducer.owned.items():
+    for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if where.counts(own, parallel.mesh):
+        if name in tensors and where.counts(own, parallel.mesh):
             slices = where.slices(parallel.mesh)
             for box in boxes([len(part) for part in slices], own.numbers):
                 inside = tuple(
@@ -214,4 +220,5 @@ def train(
         weights=assemble([rank["weights"] for rank in ranks]),
         biases=[biases[name] for name in sorted(biases)],
         mtp=list(mtp),
+        frozen=[assemble([rank["frozen"][i] for rank in ranks]) for i in range(2)],
     )

@@ -15,6 +15,7 @@ from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.router import Router, Routing
 from moemesh.parallel.parallelize import ParallelModel, parallelize
@@ -43,6 +44,7 @@ def step_on_rank(
     batch: int,
     seq_len: int,
     count_saved: bool,
+    tuning: Tuning = FULL,
 ) -> dict[str, Any]:
     """One step of one rank: ledger, the router's choices, and what memory held."""
     config, plan = ModelConfig(**model_keys), Plan(**plan_keys)
@@ -54,6 +56,7 @@ def step_on_rank(
         seed=0,
         dtype=getattr(torch, dtype),
         tokens_per_rank=plan.tokens_per_rank(seq_len, batch),
+        tuning=tuning,
     )
     optimizer = Optimizer.of(parallel, train)
     batches = microbatches(config, plan, Shape(batch, seq_len), 1, mesh)
@@ -183,11 +186,12 @@ def measure(
     seq_len: int = SEQ_LEN,
     *,
     count_saved: bool = False,
+    tuning: Tuning = FULL,
 ) -> list[dict[str, Any]]:
     """What every rank of `plan` measured."""
     checked = Plan(**plan)
     assert checked.check(ModelConfig(**model)) == []
-    arguments = (model, plan, dtype, batch, seq_len, count_saved)
+    arguments = (model, plan, dtype, batch, seq_len, count_saved, tuning)
     if checked.world_size == 1:
         return [step_on_rank(Mesh.single("cpu"), *arguments)]
     return mesh_on_ranks(checked.layout, step_on_rank, *arguments)

@@ -9,8 +9,10 @@
 | :class:`GatheredBucket` (zero3) | own | own | as zero2, but all_gather of the weights before use |
 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
-Gradients accumulate in fp32 (float64 for float64 weights). Sums over ranks are plain sums, added
-in rank order; under ``combine = exact`` those of experts in a tree.
+Parameters that do not train have neither gradients nor sums: their buckets hold weights only, which
+are sharded and gathered under zero3. Gradients accumulate in fp32 (float64 for float64 weights).
+Sums over ranks are plain sums, added in rank order; under ``combine = exact`` those of experts in a
+tree.
 """
 
 from __future__ import annotations
@@ -62,9 +64,24 @@ class ReplicatedBucket:
 
     def allocate(self) -> None:
         """Make the memory of gradients and weights."""
-        self.total = torch.zeros(self.rule.numbers, dtype=self.dtype, device=self.device)
-        self._views = dict(zip(self.parameters, self.views(self.total), strict=True))
+        self.allocate_gradients()
         self._work: Wait | None = None
+
+    def allocate_gradients(self) -> None:
+        """Make the memory of gradients."""
+        self.total = self.zeros(self.rule.numbers)
+        self._views = self.views_of(self.total)
+
+    def zeros(self, numbers: int) -> Tensor:
+        """Memory for so many gradients: none where nothing trains."""
+        numbers = numbers if self.rule.trains else 0
+        return torch.zeros(numbers, dtype=self.dtype, device=self.device)
+
+    def views_of(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        """:meth:`views` by parameter; nothing where nothing trains."""
+        if not self.rule.trains:
+            return {}
+        return dict(zip(self.parameters, self.views(flat), strict=True))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat vector of the bucket as tensors with the members' local shapes."""
@@ -75,7 +92,7 @@ class ReplicatedBucket:
 
     def owned(self) -> dict[str, OwnRange]:
         """The numbers of every member that this rank owns."""
-        first = self.axis.index == 0
+        first = self.axis.index == 0 and self.copies.index == 0
         return {
             member.name: OwnRange(numbers=range(member.numbers), is_first=first)
             for member in self.rule.members
@@ -179,11 +196,6 @@ class ShardedBucket(ReplicatedBucket):
         for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
             parameter.data = view.copy_(parameter.data)
 
-    def allocate_gradients(self) -> None:
-        """Make the memory of gradients."""
-        self.total = torch.zeros(self.rule.numbers, dtype=self.dtype, device=self.device)
-        self._views = dict(zip(self.parameters, self.views(self.total), strict=True))
-
     def _range(self, index: int) -> range:
         """The numbers that rank `index` of the axis owns."""
         start = sum(self.sizes[:index])
@@ -273,7 +285,7 @@ class ScatteredBucket(ShardedBucket):
     reduce-scatter; what a rank owns of the sum is added up over microbatches."""
 
     def allocate_gradients(self) -> None:
-        self._sums = torch.zeros(len(self.own), dtype=self.dtype, device=self.device)
+        self._sums = self.zeros(len(self.own))
         self._clear()
 
     def _clear(self) -> None:
@@ -281,7 +293,7 @@ class ScatteredBucket(ShardedBucket):
         self._flat = self._sums if self.axis.size == 1 else None
         self._filled = set(self.parameters) if self.axis.size == 1 else set[nn.Parameter]()
         if self._flat is not None:
-            self._views = dict(zip(self.parameters, self.views(self._flat), strict=True))
+            self._views = self.views_of(self._flat)
 
     def own_sums(self) -> Tensor:
         return self._sums
@@ -305,7 +317,7 @@ class ScatteredBucket(ShardedBucket):
     def _fill(self) -> Tensor:
         if self._flat is None:
             self._flat = self._sums.new_empty(self.rule.numbers)
-            self._views = dict(zip(self.parameters, self.views(self._flat), strict=True))
+            self._views = self.views_of(self._flat)
         return self._flat
 
     def launch(self) -> None:
@@ -401,6 +413,9 @@ class GatheredBucket(ScatteredBucket):
         self.weights.untyped_storage().resize_(0)
         self.is_here = False
 
+
+#: `plan.data` -> how parameters are held that do not train.
+FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 BUCKETS: dict[str, type[ReplicatedBucket]] = {
     "replicate": ReplicatedBucket,

@@ -20,7 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.buckets import Member, buckets
 from moemesh.config.layout import EXPERT_AXES
 from moemesh.config.plan import DataStrategy
-from moemesh.parallel.data.buckets import BUCKETS, ReplicatedBucket
+from moemesh.parallel.data.buckets import BUCKETS, FROZEN_BUCKETS, ReplicatedBucket
 from moemesh.parallel.data.ownership import OwnRange
 from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.placement import Placement
@@ -57,7 +57,8 @@ class GradientReducer:
         exact: bool = False,
         stages: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`stages`: those of this rank that use each parameter (None: there is one stage)."""
+        """`stages`: those of this rank that use each parameter (None: there is one stage). Where
+        ``requires_grad`` is off, a parameter has no gradient: it is held, no more."""
         self.mesh, self.data = mesh, data
         members = [
             Member(
@@ -67,12 +68,13 @@ class GradientReducer:
                 axis=placement.summed_over,
                 mirrored=len(placement.holders) > 1,
                 stages=(0,) if stages is None else stages[name],
+                trains=parameter.requires_grad,
             )
             for name, parameter, placement in parameters
         ]
         named = {name: parameter for name, parameter, _ in parameters}
-        self.buckets = [
-            BUCKETS[data](
+        made = [
+            (BUCKETS[data] if rule.trains else FROZEN_BUCKETS.get(data, ReplicatedBucket))(
                 rule,
                 [named[member.name] for member in rule.members],
                 mesh,
@@ -81,12 +83,22 @@ class GradientReducer:
             )
             for rule in buckets(members, data, bucket_bytes)
         ]
+        #: Of parameters that train, and of the others.
+        self.buckets = [bucket for bucket in made if bucket.rule.trains]
+        self.frozen = [bucket for bucket in made if not bucket.rule.trains]
         self._home: dict[nn.Parameter, ReplicatedBucket] = {}
         #: Of what this rank owns, by name: complete gradients, and the weights to update.
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
         self.owned: dict[str, OwnRange] = {}
         self._by_name: dict[str, ReplicatedBucket] = {}
+        #: The same of what does not train, without gradients.
+        self.frozen_weights: dict[str, nn.Parameter] = {}
+        self.frozen_owned: dict[str, OwnRange] = {}
+        for bucket in self.frozen:
+            self.frozen_weights |= bucket.own_weights()
+            self.frozen_owned |= bucket.owned()
+            self._by_name |= {member.name: bucket for member in bucket.rule.members}
         for bucket in self.buckets:
             self.gradients |= bucket.own_gradients()
             self.weights |= bucket.own_weights()
@@ -109,6 +121,20 @@ class GradientReducer:
         self._under_way: deque[ReplicatedBucket] = deque()
         #: Weights that are gathered for a step (zero3).
         self.units: GatheredWeights | None = None
+
+    @property
+    def held(self) -> dict[str, OwnRange]:
+        """What this rank owns of all parameters, whether they train or not."""
+        return self.owned | self.frozen_owned
+
+    @property
+    def held_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that belong to :attr:`held`."""
+        return self.weights | self.frozen_weights
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter has a gradient here."""
+        return parameter in self._home
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -204,8 +230,8 @@ class GradientReducer:
     def weight_bytes(self, *, experts: bool) -> int:
         """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
         others."""
-        found = (bucket for bucket in self.buckets if (bucket.rule.axis in EXPERT_AXES) == experts)
-        return sum(bucket.weight_bytes for bucket in found)
+        held = (*self.buckets, *self.frozen)
+        return sum(one.weight_bytes for one in held if (one.rule.axis in EXPERT_AXES) == experts)
 
     @property
     def gathered_bytes(self) -> int:

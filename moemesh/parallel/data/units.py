@@ -14,7 +14,7 @@ reads no weights: it is gathered for forwards only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,9 +37,11 @@ class GatheredWeights:
         ahead: Sequence[int],
         tied: bool,
         reshard: Reshard,
+        without_backward: Collection[str] = (),
     ) -> None:
         """`parts`: those that this rank runs; `ahead`: extra prediction layers, which come behind
-        the head; `tied`: the head reads the embedding's weights."""
+        the head; `tied`: the head reads the embedding's weights; `without_backward`: units that no
+        backward reaches."""
         self._keeps = reshard == "step"
         #: The most bytes of weights that were here, or on their way, at once: of buckets that are
         #: shared by several ranks.
@@ -57,7 +59,7 @@ class GatheredWeights:
             for units in sequences_of(part, ahead):
                 for before, after in pairwise(units):
                     following.setdefault(("forward", before), set()).add(after)
-                    if before != "embedding":
+                    if before != "embedding" and before not in without_backward:
                         following.setdefault(("backward", after), set()).add(before)
         #: The unit to gather ahead, where it is always the same one.
         self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}

@@ -131,13 +131,19 @@ class EntryRunner:
     def _run_op(self, program: Program, op: Op, received: list[Tensor]) -> list[Tensor]:
         key = op[1:]
         if op.kind == "F":
-            leaves = _leaves(received)
+            leaves = self._leaves(op, received)
             return self._keep(op, leaves, program.forward(op, leaves))
         if op.kind == "W":
             program.weight_gradients(op, self._contexts.pop(key))
             return []
         context = self._contexts.pop(key) if op.kind == "B" else self._contexts[key]
         return program.backward(op, context, received)
+
+    def _leaves(self, op: Op, received: list[Tensor]) -> list[Tensor]:
+        """Received tensors as the inputs of a stage, whose gradients will be sent back, if any."""
+        if op.stage <= self._schedule.first_trained_stage:
+            return received
+        return [x.requires_grad_() if x.is_floating_point() else x for x in received]
 
     def _keep(self, op: Op, leaves: list[Tensor], forward: Forward) -> list[Tensor]:
         """Keep what the backward needs of a forward; returns what is sent on."""
@@ -170,7 +176,7 @@ class EntryRunner:
                     program.finished(op)
 
         with self._naming(forward):
-            leaves = _leaves(received[forward])
+            leaves = self._leaves(forward, received[forward])
             found = program.forward_with_pauses(forward, leaves, turn)
             ended[forward] = self._keep(forward, leaves, found)
         while unsent:
@@ -181,8 +187,3 @@ class EntryRunner:
     ) -> Steps[list[Tensor]]:
         context = self._contexts.pop(op[1:])
         return (yield from program.backward_steps(op, context, received))
-
-
-def _leaves(received: list[Tensor]) -> list[Tensor]:
-    """Received tensors as the inputs of a stage, whose gradients will be sent back."""
-    return [x.requires_grad_() if x.is_floating_point() else x for x in received]

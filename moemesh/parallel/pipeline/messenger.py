@@ -40,7 +40,7 @@ def producer_of(schedule: Schedule, op: Op) -> Op | None:
     kind, stage, microbatch, pipe, slice = op
     if kind == "F" and stage > 0:
         return Op("F", stage - 1, microbatch, pipe, slice)
-    if kind in ("B", "I") and stage < schedule.num_stages - 1:
+    if kind in ("B", "I") and schedule.first_trained_stage <= stage < schedule.num_stages - 1:
         return schedule.backward(stage + 1, microbatch, pipe, slice)
     return None
 

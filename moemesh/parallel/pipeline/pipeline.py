@@ -73,9 +73,12 @@ class Pipeline:
         self._hooks = GradientHooks(
             schedule,
             self.rank,
-            {stage: parameters_of(model, part) for stage, part in parts.items()},
+            {
+                stage: list(filter(reducer.has, parameters_of(model, part)))
+                for stage, part in parts.items()
+            },
             reducer,
-            in_parts,
+            list(filter(reducer.has, in_parts)),
         )
 
     def run(

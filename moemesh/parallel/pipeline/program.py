@@ -84,7 +84,7 @@ def make_context(inputs: list[Tensor], forward: Forward) -> Context:
     """The context of a forward."""
     objective = forward.objective
     return Context(
-        inputs=[x for x in inputs if x.is_floating_point()],
+        inputs=[x for x in inputs if x.requires_grad],
         roots=[_edge(x) for x in forward.outputs if x.is_floating_point()],
         objective=_edge(objective) if objective is not None else None,
         state=forward.state,
@@ -107,7 +107,9 @@ def roots_of(
     """Where the backward begins: at the outputs with their gradients, at the stage's objective."""
     roots: list[GradientEdge] = []
     values: list[Tensor | None] = []
-    for root, gradient in zip(context.roots, gradients, strict=True):
+    # A stage before the first one that trains is given no gradients: its roots are None.
+    given = gradients or [None] * len(context.roots)
+    for root, gradient in zip(context.roots, given, strict=True):
         if root is not None:
             roots.append(root)
             values.append(gradient)

@@ -53,7 +53,7 @@ class GatheredUnits:
         for stage in placement.stages(pp_rank):
             for before, after in chain.from_iterable(map(pairwise, self._sequences(stage))):
                 following.setdefault(("forward", before), set()).add(after)
-                if before != "embedding":
+                if before != "embedding" and placement.has_backward(before):
                     following.setdefault(("backward", after), set()).add(before)
         #: The unit to gather ahead, where it is always the same one.
         self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
@@ -80,7 +80,11 @@ class GatheredUnits:
             self._free(unit)
 
     def _backward(self, stage: int) -> None:
-        for unit in reversed(self._uses(stage)):
+        main, *ahead = self._sequences(stage)
+        reached = [unit for unit in main if self._placement.has_backward(unit)]
+        for _, layer, head in ahead:
+            reached += [layer, head] if self._placement.has_backward(layer) else []
+        for unit in reversed(reached):
             if unit != "embedding":  # its backward reads no weights
                 self._gather(unit, "backward")
                 self._free(unit)

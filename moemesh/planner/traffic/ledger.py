@@ -24,9 +24,10 @@ bytes one rank sends):
 | pipeline | T/N h w to the next stage | T/N h w to the one before |
 | one auxiliary loss of all layers | 8 (2 E + 1) a scope to the next stage | the same |
 
-Full recomputation enters once more, as "recompute", what enters a block and what is dispatched; not
-what only leaves a layer. Where AMPNet runs a stage again with the weights of now, everything of the
-forward happens twice. What a step does once is in `step_end`.
+Units before the first one that trains have no backward: nothing of that column, and nothing once
+more. Full recomputation enters once more, as "recompute", what enters a block and what is
+dispatched; not what only leaves a layer. Where AMPNet runs a stage again with the weights of now,
+everything of the forward happens twice. What a step does once is in `step_end`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import NamedTuple
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.context_traffic import CONTEXT_CALLERS, ContextTraffic
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
 from moemesh.planner.traffic.ledger_lines import LedgerLines
@@ -67,14 +69,15 @@ def predict_ledger(
     dtype: str = "bfloat16",
     rank: int = 0,
     routing: Routing | None = None,
+    tuning: Tuning = FULL,
 ) -> Ledger:
     """The ledger of `rank` after one training step (no evaluation, no checkpoint).
 
-    Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform.
-    Raises ValueError when the plan's schedule cannot be made. ZeRO is not in it: see `volumes`,
-    and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
+    Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform;
+    `tuning`: what trains. Raises ValueError when the plan's schedule cannot be made. See also
+    `volumes`, and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
     """
-    return _Step(model, plan, seq_len, global_batch, dtype, rank, routing).ledger()
+    return _Step(model, plan, seq_len, global_batch, dtype, rank, routing, tuning).ledger()
 
 
 class _Forward(NamedTuple):
@@ -96,6 +99,7 @@ class _Step:
         dtype: str,
         rank: int,
         routing: Routing | None,
+        tuning: Tuning,
     ) -> None:
         self.model, self.plan, self.batch = model, plan, global_batch
         self.layout = plan.layout
@@ -103,7 +107,7 @@ class _Step:
         self.wide = max(self.element, 4)
         self.is_uniform = routing is None
         self.routing = routing or uniform_routing(model, self.layout)
-        self.placement = StagePlacement(model, plan, seq_len)
+        self.placement = StagePlacement(model, plan, seq_len, tuning)
         self.schedule = self.placement.schedule
         self.max_tokens = plan.tokens_per_rank(seq_len, global_batch)
         self.is_full = plan.recompute == "full"
@@ -154,11 +158,25 @@ class _Step:
     # One forward of one stage, and its backward.
 
     def _stage(self, stage: int, forward: _Forward) -> None:
-        here = self.lines.here["dp"]
-        tokens = self.tokens(here, self.lines.here["cp"], forward)
+        tokens = self.tokens(self.lines.here["dp"], self.lines.here["cp"], forward)
+        placement = self.placement
         if stage == 0:
-            self._scatter(tokens, "embedding")
-        layers = self.placement.layers_of(stage)
+            with self.lines.backward(placement.has_backward("embedding")):
+                self._scatter(tokens, "embedding")
+        for exists in (False, True):
+            layers = [
+                index
+                for index in placement.layers_of(stage)
+                if placement.has_backward(f"layers.{index}") == exists
+            ]
+            if layers:
+                with self.lines.backward(exists):
+                    self._layers(layers, tokens, forward)
+        if stage == self.schedule.num_stages - 1:
+            self._head(tokens, forward)
+
+    def _layers(self, layers: list[int], tokens: int, forward: _Forward) -> None:
+        here = self.lines.here["dp"]
         num_moe = sum(self.model.is_moe_layer(index) for index in layers)
         self._attention(tokens, len(layers))
         self.context.enter(
@@ -177,15 +195,21 @@ class _Step:
             routed = [index for index in layers if self.model.is_moe_layer(index)]
             for layer in routed[:1] if self.is_uniform else routed:
                 self._experts(forward, layer, num_moe if self.is_uniform else 1)
-        if stage == self.schedule.num_stages - 1:
-            ahead = self.model.num_mtp_layers
+
+    def _head(self, tokens: int, forward: _Forward) -> None:
+        """The head, and around every extra prediction layer the embedding and the head again."""
+        placement, ahead = self.placement, self.model.mtp_layers
+        with self.lines.backward(placement.has_backward("embedding")):
             if ahead:
-                self._scatter(tokens, "embedding", ahead)
-            self._gather(tokens, "head.enter", 1 + ahead)
-            for numbers in (tokens, 2 * tokens):
-                self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss", 1 + ahead)
-            if self.model.has_joint_aux_loss and forward.slice == self.schedule.num_slices - 1:
-                self._counts(here, forward)
+                self._scatter(tokens, "embedding", len(ahead))
+        for unit in ("head", *(f"layers.{index}" for index in ahead)):
+            with self.lines.backward(placement.has_backward(unit)):
+                self._gather(tokens, "head.enter")
+        for numbers in (tokens, 2 * tokens):
+            times = 1 + len(ahead)
+            self.lines.all_reduce("tp", numbers, self.wide, "forward", "head.loss", times)
+        if self.model.has_joint_aux_loss and forward.slice == self.schedule.num_slices - 1:
+            self._counts(self.lines.here["dp"], forward)
 
     def _blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         width = (self.model.hidden_size if channels is None else channels) * self.element
@@ -289,7 +313,8 @@ class _Step:
                     sent_by,
                     is_uniform=self.is_uniform,
                 )
-                replicas.enter(times)
+                with self.lines.backward(self.placement.trains_experts(layer)):
+                    replicas.enter(times)
                 travels = cache(replicas.sent)
             DispatchTraffic(
                 self.lines, self.model, plan, rows, self.max_tokens, travels, times

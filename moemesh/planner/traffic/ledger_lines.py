@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 from moemesh.config.layout import AXES, Layout
@@ -27,6 +28,15 @@ class LedgerLines:
         self._forwards, self._recomputed = forwards, recomputed
         self._members: dict[str, tuple[int, ...]] = {}
         self._sums: dict[_Key, list[float]] = {}
+        self._has_backward = True
+
+    @contextmanager
+    def backward(self, exists: bool) -> Generator[None]:
+        """Inside, forwards have a backward only where `exists`: else nothing of a backward is
+        entered, nor what is computed again for it."""
+        before, self._has_backward = self._has_backward, self._has_backward and exists
+        yield
+        self._has_backward = before
 
     @cached_property
     def here(self) -> dict[str, int]:
@@ -108,6 +118,8 @@ class LedgerLines:
     def _add(
         self, axis: str, op: str, phase: str, caller: str, moved: Sequence[float], times: int
     ) -> None:
+        if phase in ("backward", "recompute") and not self._has_backward:
+            return
         if phase == "forward":
             if caller in self._recomputed:
                 self._add(axis, op, "recompute", caller, moved, times)

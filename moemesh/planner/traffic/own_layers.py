@@ -73,18 +73,20 @@ class LayerMemory:
         return self.placement.sequences(self.batch, dp, number // len(self.lengths))
 
     def stage(self, stage: int, number: int) -> list[Layer]:
-        """One forward on one stage."""
+        """One forward on one stage: what has a backward."""
         whole, local = self.tokens(self.rank, number)
         length = self.placement.positions(self.here["cp"], number % len(self.lengths))
         found: list[Layer] = []
-        if stage == 0:
+        kept = self.placement.has_backward
+        if stage == 0 and kept("embedding"):
             found.append(Layer([Saved("stream", self._ids(whole))]))
-        layers = self.placement.layers_of(stage)
+        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
         for layer in (index for index in layers if index < self.model.num_layers):
             found.append(self._layer(number, layer, whole, local, length))
         if stage < self.placement.schedule.num_stages - 1:
             return found
-        found.append(Layer([*self._norm(local), self._head(whole)]))
+        if kept("head"):
+            found.append(Layer([*self._norm(local), self._head(whole)]))
         for layer in (index for index in layers if index >= self.model.num_layers):
             found.append(Layer(list(self._ahead(whole, local))))
             found.append(self._layer(number, layer, whole, local, length))

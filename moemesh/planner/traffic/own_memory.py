@@ -9,6 +9,7 @@ from typing import Literal
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.routing import Routing
@@ -29,13 +30,15 @@ def predict_memory(
     momentum: float = 0.0,
     rank: int = 0,
     routing: Routing | None = None,
+    tuning: Tuning = FULL,
 ) -> MemoryProfile:
     """What `rank` holds in a training step; `peak` is the sum of the parts.
 
-    `momentum` is that of SGD; `routing` None: uniform. Raises ValueError when the plan's schedule
-    cannot be made.
+    `momentum` is that of SGD; `routing` None: uniform; `tuning`: what trains. Raises ValueError
+    when the plan's schedule cannot be made.
     """
-    placement, layout, element = StagePlacement(model, plan, seq_len), plan.layout, _ELEMENT[dtype]
+    placement = StagePlacement(model, plan, seq_len, tuning)
+    layout, element = plan.layout, _ELEMENT[dtype]
     states = predict_states(
         placement, layout, element=element, optimizer=optimizer, momentum=momentum, rank=rank
     )

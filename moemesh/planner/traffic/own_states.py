@@ -2,7 +2,7 @@
 
 Every parameter's local shard times its bytes, or what the rank owns of it: of masters, moments and
 snapshots where `plan.data` is not replicate, of gradients under zero2 and zero3, of weights under
-zero3, which also gathers units of them.
+zero3, which also gathers units of them. Of what does not train only the weights are there.
 
 | state | bytes a number |
 |---|---|
@@ -63,6 +63,8 @@ def predict_states(
         wide, own = bucket.gradient_bytes, owned(plan, layout, rank, bucket)
         kept = own if plan.data == "zero3" else bucket.numbers
         weights[bucket.axis in EXPERT_AXES] += kept * bucket.weight_bytes
+        if not bucket.trains:
+            continue
         gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
         masters += own * wide if bucket.weight_bytes < wide else 0
         moments += kinds * own * wide

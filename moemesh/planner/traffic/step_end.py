@@ -72,6 +72,8 @@ class StepEnd:
         backwards = self._backwards() if plan.data in ("zero2", "zero3") else None
         for bucket in data_buckets(self.placement, self.layout, lines.rank, self.element):
             axis, size, own = bucket.axis, bucket.gradient_bytes, bucket.numbers
+            if not bucket.trains:
+                continue
             if plan.data == "replicate":
                 lines.all_reduce(axis, own, size, "backward", "gradients", times)
             else:
@@ -108,8 +110,10 @@ class StepEnd:
         ops = self.placement.schedule.ops(self.at)
         return Counter(op.stage for op in ops if op.kind in ("B", "W"))
 
-    def _squares(self, tensors: list[ParameterTensor]) -> int:
-        return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in tensors)
+    def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
+        """Of what trains of `tensors`, by default of the whole model."""
+        found = self.placement.trained(tensors or self.placement.every_tensor())
+        return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in found)
 
     def _before(self) -> None:
         lines, model = self.lines, self.model
@@ -120,12 +124,12 @@ class StepEnd:
                     lines.all_reduce(axis, numbers, _INT64, "optimizer", "step.loads")
             if model.capacity_factor:
                 lines.all_reduce(axis, self.layers, _INT64, "optimizer", "step.dropped")
-        squares = self._squares(self.placement.every_tensor())
+        squares = self._squares()
         lines.all_reduce("world", squares, _FLOAT64, "optimizer", "gradient_norm")
 
     def _behind(self) -> None:
         """A stop request, the losses, loads, choices dropped, squares: one vector."""
-        squares = self._squares(self.placement.every_tensor())
+        squares = self._squares()
         numbers = 3 + self.ahead + self.loads + self.layers + self.rank_tokens + squares
         self.lines.all_reduce("stage", numbers, _FLOAT64, "optimizer", "step.report")
         neighbours = (self.at > 0) + (self.at < self.plan.pp - 1)

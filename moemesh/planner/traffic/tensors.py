@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 
 from moemesh.config.buckets import Bucket, Member, buckets
@@ -11,6 +13,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
+from moemesh.config.tuning import FULL, Tuning, first_stage, first_unit, units_without_backward
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
@@ -20,13 +23,21 @@ class StagePlacement:
     """Which parameters each pipeline rank holds, under the schedule that the plan names: of one
     step, also where steps follow each other without a pause.
 
-    Raises ValueError, with the numbers, when there is no such schedule or cut.
+    `tuning` tells which of them train. Raises ValueError, with the numbers, when there is no such
+    schedule or cut.
     """
 
-    def __init__(self, model: ModelConfig, plan: Plan, seq_len: int = 0) -> None:
-        self.model, self.plan, self.seq_len = model, plan, seq_len
-        self.schedule: Schedule = build_step(plan, model, seq_len)
-        self.layers = cut_layers(model, self.schedule.num_stages, plan.layers_per_stage)
+    def __init__(
+        self, model: ModelConfig, plan: Plan, seq_len: int = 0, tuning: Tuning = FULL
+    ) -> None:
+        self.model, self.plan, self.seq_len, self.tuning = model, plan, seq_len, tuning
+        schedule = build_step(plan, model, seq_len)
+        self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
+        #: At whose input the backward ends.
+        self.first_trained_unit = first_unit(tuning, model, plan)
+        ends_at = first_stage(self.first_trained_unit, self.layers)
+        self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
+        self._frozen_units = units_without_backward(self.first_trained_unit, model)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -56,6 +67,16 @@ class StagePlacement:
         is_last = stage == self.schedule.num_stages - 1
         return [*self.layers[stage], *(self.model.mtp_layers if is_last else ())]
 
+    def has_backward(self, unit: str) -> bool:
+        """Whether the backward reaches a unit: "embedding", "layers.3", "head"."""
+        return unit not in self._frozen_units
+
+    def trains_experts(self, layer: int) -> bool:
+        """Whether any weight of the routed experts of a layer trains."""
+        experts, module = self.model.num_experts, f"layers.{layer}.feed_forward.experts"
+        leaves = ("gate_up", "down", "gate_up_bias", "down_bias")
+        return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in leaves)
+
     def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
         """Whether a pipeline rank holds `tensor` (a slice of it)."""
         return bool(self.users(tensor, pp_rank))
@@ -79,6 +100,10 @@ class StagePlacement:
         """The parameters of the whole model."""
         return list(tensors(self.model, self.plan))
 
+    def trained(self, found: Iterable[ParameterTensor]) -> list[ParameterTensor]:
+        """Those of `found` that train."""
+        return list(filter(self.tuning.trains_any, found))
+
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
         return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
@@ -100,6 +125,7 @@ def data_buckets(
                 axis=tensor.summed_over,
                 mirrored=holders > 1,
                 stages=placement.users(tensor, pp_rank),
+                trains=placement.tuning.trains_any(tensor),
             )
         )
     return buckets(members, placement.plan.data)

@@ -1,0 +1,177 @@
+"""Parameters that do not train: any plan gives what one device gives that drops their gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.comm.mesh import Mesh
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import Tuning
+from moemesh.parallel.norm import clip_gradients, gradient_norm
+from moemesh.parallel.parallelize import parallelize
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.step import gradients_of_step, move_selection_biases
+from tests.parity.test_parity import MODELS, PADDED, TRAIN
+from tests.parity.training import Shape, Trained, microbatches, name_of, train
+
+TUNINGS: dict[str, dict[str, Any]] = {
+    "experts": {"train_only": ("*.experts.*",)},
+    "no_experts": {"freeze": ("*.experts.*",)},
+    "down": {"train_only": ("*.experts.*.down", "layers.2.attention.*")},
+    "late": {"freeze": ("embedding.*", "layers.0.*", "layers.1.*")},
+    "layer": {"train_only": ("layers.2.*",)},
+    "head": {"train_only": ("head.*", "norm.*")},
+    "attention": {"train_only": ("*.attention.*",), "freeze": ("layers.0.*", "*.output")},
+    "norms": {"train_only": ("*norm.weight",)},
+    "routers": {"freeze": ("*.router.*", "embedding.*")},
+    "router_weights": {"train_only": ("*.router.weight", "layers.2.*")},
+    "embedding": {"train_only": ("embedding.*",)},
+    "ahead": {"train_only": ("layers.4.*",)},
+    "second_ahead": {"train_only": ("layers.5.*",)},
+    "tail": {"train_only": ("layers.3.*", "ahead_norms.*")},
+}
+MODELS = MODELS | {
+    "deep": MODELS["moe"] | {"num_layers": 4},
+    "ahead": MODELS["moe"] | {"num_layers": 4, "num_mtp_layers": 2},
+    "ahead_tied": MODELS["grouped"] | {"num_layers": 3, "num_mtp_layers": 1},
+}
+
+HALVES: dict[str, Any] = {"pp": 2, "microbatches": 4}
+CASES: list[tuple[str, str, dict[str, Any], Shape]] = [
+    ("experts", "moe", {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "microbatches": 2}, PADDED),
+    ("late", "deep", HALVES | {"dp": 2, "ep": 2, "schedule": "zb_h1"}, Shape()),
+    ("layer", "deep", {"dp": 4, "ep": 2, "data": "zero3", "microbatches": 2}, Shape()),
+    ("attention", "grouped", {"tp": 2, "cp": 2, "ep": 4, "data": "zero2"}, Shape()),
+    ("late", "deep", HALVES | {"dp": 2, "ep": 2, "schedule": "dualpipe"}, Shape()),
+    ("head", "deep", HALVES | {"dp": 2, "recompute": "full"}, Shape()),
+    ("routers", "sigmoid", {"dp": 2, "tp": 2, "ep": 2}, PADDED),
+    ("router_weights", "sigmoid", {"dp": 2, "tp": 2, "ep": 2, "data": "zero1"}, PADDED),
+    ("norms", "grouped", {"pp": 2, "tp": 2, "microbatches": 3}, Shape()),
+    ("down", "moe", {"dp": 4, "ep": 2, "combine": "exact", "microbatches": 2}, Shape()),
+    ("embedding", "grouped", {"pp": 2, "dp": 2, "microbatches": 2, "data": "zero1"}, Shape()),
+    ("embedding", "grouped", {"dp": 2, "tp": 2, "data": "zero3"}, Shape()),
+    ("ahead", "ahead", {"dp": 2, "tp": 2, "ep": 2}, Shape()),
+    ("second_ahead", "ahead", {"pp": 2, "dp": 2, "microbatches": 2, "data": "zero2"}, Shape()),
+    ("tail", "ahead_tied", {"dp": 2, "ep": 2, "data": "zero3"}, Shape()),
+    ("no_experts", "moe", {"dp": 4, "ep": 4, "spare_slots": 1, "microbatches": 2}, Shape()),
+    ("late", "deep", {"dp": 4, "ep": 4, "data": "parameter_server"}, Shape(1, 5)),
+    ("late", "deep", {"pp": 2, "tp": 2, "schedule": "terapipe", "microbatches": 2}, Shape()),
+    ("layer", "deep", {"pp": 2, "dp": 2, "schedule": "zb_v", "microbatches": 4}, Shape()),
+    ("late", "deep", HALVES | {"schedule": "chimera", "dp": 2, "data": "zero1"}, Shape()),
+    ("experts", "deep", HALVES | {"schedule": "zb_h2", "dp": 2, "ep": 2}, Shape()),
+    (
+        "late",
+        "deep",
+        {"pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 2}
+        | {"recompute": "selective", "data": "zero2"},
+        Shape(),
+    ),
+    (
+        "layer",
+        "deep",
+        {"dp": 4, "ep": 2, "dispatcher": "hierarchical", "ranks_per_node": 2},
+        PADDED,
+    ),
+    ("experts", "moe", {"dp": 4, "ep": 2, "data": "zero1", "shard_group": 2}, Shape()),
+    ("attention", "moe", {"cp": 4, "ep": 2, "context": "all_to_all"}, PADDED),
+]
+
+
+@cache
+def oracle(tuning: str, model: str, shape: Shape) -> Trained:
+    """One device that computes every gradient, forgets those of what does not train, and gives the
+    weights their values back that do not train."""
+    choice, config = Tuning(**TUNINGS[tuning]), ModelConfig(**MODELS[model])
+    settings, mesh, plan = TrainConfig(**TRAIN), Mesh.single("cpu"), Plan()
+    parallel = parallelize(
+        config, plan, mesh, seed=0, dtype=torch.float64, tokens_per_rank=shape.seq_len * 5
+    )
+    optimizer = Optimizer.of(parallel, settings)
+    reducer, experts = parallel.reducer, config.num_experts
+    kept: dict[str, torch.Tensor] = {}
+    for name, where in parallel.placements.items():
+        rows = choice.rows(name, experts if where.is_expert else 0)
+        size = experts if where.is_expert else 1
+        mask = torch.tensor([row in rows for row in range(size)], dtype=torch.bool)
+        kept[name] = mask.view(-1, *[1] * (len(where.shape) - 1))
+    steps = []
+    for step in range(1, settings.steps + 1):
+        batches = microbatches(config, plan, shape, step, mesh)
+        result = gradients_of_step(parallel, batches, TimelineRecorder(0))
+        for name, gradient in reducer.gradients.items():
+            gradient *= kept[name]
+        norm = gradient_norm(reducer.gradients, parallel.placements, reducer.owned, mesh).value
+        gradients = {name: gradient.clone() for name, gradient in reducer.gradients.items()}
+        clip_gradients(reducer.gradients, norm, settings.clip)
+        before = {name: weight.detach().clone() for name, weight in reducer.weights.items()}
+        optimizer.step(reducer.gradients, learning_rate(settings, step))
+        for name, weight in reducer.weights.items():
+            weight.data.copy_(torch.where(kept[name], weight.data, before[name]))
+        biases = {
+            name: (buffer, buffer.clone())
+            for name, buffer in parallel.model.named_buffers()
+            if not choice.trains(name)
+        }
+        move_selection_biases(parallel, result.counts_LE)
+        for buffer, old in biases.values():
+            buffer.copy_(old)
+        steps.append(
+            (result.loss, result.aux_loss, norm, result.counts_LE.tolist(), result.mtp_loss)
+        )
+    losses, aux, norms, loads, mtp = zip(*steps, strict=True)
+    return Trained(
+        losses=list(losses),
+        aux=list(aux),
+        norms=list(norms),
+        loads=list(loads),
+        gradients=gradients,
+        weights={name: weight.detach() for name, weight in reducer.weights.items()},
+        biases=[buffer for _, buffer in sorted(parallel.model.named_buffers())],
+        mtp=list(mtp),
+        frozen=[{}, {}],
+    )
+
+
+def assert_same(got: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(got.losses, expected.losses, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got.aux, expected.aux, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got.norms, expected.norms, rtol=0, atol=1e-10)
+    assert got.loads == expected.loads
+    assert all(
+        a is b or abs(a - b) < 1e-10
+        for a, b in zip(got.mtp, expected.mtp, strict=True)  # type: ignore[operator]
+    )
+    for mine, theirs in zip(got.biases, expected.biases, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    before, after = got.frozen
+    assert got.weights.keys() | after.keys() == expected.weights.keys()
+    for name, weight in (got.weights | after).items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=0, atol=1e-10, msg=name)
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name]), name
+    for name, gradient in got.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=1e-10, msg=name)
+
+
+def case_name(value: object) -> str:
+    return value if isinstance(value, str) else name_of(value)
+
+
+@pytest.mark.representative(
+    "experts-moe-dp=2-tp=2-ep=2-etp=2-microbatches=2-padded",
+    "late-deep-pp=2-microbatches=4-dp=2-ep=2-schedule=zb_h1-",
+    "layer-deep-dp=4-ep=2-data=zero3-microbatches=2-",
+    "router_weights-sigmoid-dp=2-tp=2-ep=2-data=zero1-padded",
+)
+@pytest.mark.parametrize(("tuning", "model", "plan", "shape"), CASES, ids=case_name)
+def test_parity(tuning: str, model: str, plan: dict[str, Any], shape: Shape) -> None:
+    got = train(MODELS[model], plan, TRAIN | TUNINGS[tuning], shape)
+    assert_same(got, oracle(tuning, model, shape))
+    assert got.frozen[0], "something must be frozen"
