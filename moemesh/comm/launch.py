@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from moemesh.comm.interrupts import InterruptWatch
 from moemesh.config.errors import UserError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -197,7 +198,8 @@ def launch(
 
     The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to this process is passed on to every rank, once:
     ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as well. They
-    have `grace_seconds` to save and leave before they are killed; the exit code is 128 + signal.
+    have `grace_seconds` to save and leave before they are killed; the exit code is 128 + signal. A
+    second Ctrl-C kills them at once.
     """
     _silence_the_agent()
     handlers = {number: signal.getsignal(number) for number in _FORWARDED}
@@ -221,7 +223,8 @@ def launch(
             shutdown_timeout=grace_seconds,
         )
         try:
-            elastic_launch(config, sys.executable)(*entry, *arguments)
+            with InterruptWatch():
+                elastic_launch(config, sys.executable)(*entry, *arguments)
         except ChildFailedError as error:
             _write_untold(error.failures, logs)
             rank, failure = _first_cause(error.failures)

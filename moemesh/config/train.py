@@ -65,6 +65,8 @@ class TrainConfig(Section):
     checkpoints_kept: int = 2
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
     rebalance_every: int = 0
+    #: Steps between lines of a log; 0: at most one a minute, at least one in 50 steps.
+    log_every: int = 0
     #: Steps between validations; 0 validates only at the end.
     validate_every: int = 100
     validation_batches: int = 8
@@ -89,6 +91,7 @@ class TrainConfig(Section):
         "checkpoint_every": COUNT,
         "checkpoints_kept": SIZE,
         "rebalance_every": COUNT,
+        "log_every": COUNT,
         "validate_every": COUNT,
         "validation_batches": SIZE,
         # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.

@@ -41,6 +41,10 @@ FILES: tuple[str, ...] = (
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
+#: Fields of a row of metrics that may be missing.
+_OPTIONAL = ("validation_loss", "mtp_loss", "data_seconds", "memory_bytes", "tflops_per_rank")
+
+
 class RunError(ValueError):
     """The folder holds no run."""
 
@@ -51,7 +55,9 @@ class MetricsRow:
 
     `loss` and `aux_loss` in nats per token, `mtp_loss` the mean over extra prediction layers of
     theirs (None: there are none), `tokens` of this step over all ranks, `seconds` of this
-    step. A number that is not finite is written as null and read as NaN, so that each line is
+    step. Of rank 0 (None: an older run): `data_seconds` that it waited for its batch,
+    `memory_bytes` at most so far, and `tflops_per_rank`, 10^12 model FLOPs a second of the mean
+    rank. A number that is not finite is written as null and read as NaN, so that each line is
     strict JSON.
     """
 
@@ -65,10 +71,13 @@ class MetricsRow:
     seconds: float
     validation_loss: float | None = None
     mtp_loss: float | None = None
+    data_seconds: float | None = None
+    memory_bytes: float | None = None
+    tflops_per_rank: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         row = {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
-        for name in ("validation_loss", "mtp_loss"):
+        for name in _OPTIONAL:
             if getattr(self, name) is None:
                 del row[name]
         return row
@@ -83,9 +92,7 @@ class MetricsRow:
 
         Raises KeyError, TypeError or ValueError when a key is missing or of another type.
         """
-        some = {
-            name: _number(data[name]) for name in ("validation_loss", "mtp_loss") if name in data
-        }
+        some = {name: _number(data[name]) for name in _OPTIONAL if name in data}
         return cls(
             step=int(data["step"]),
             tokens=int(data["tokens"]),

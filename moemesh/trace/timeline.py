@@ -317,6 +317,11 @@ class TimelineRecorder:
         record = Record(rank=self.rank, step=self.step, name=name, start=start, end=end, **details)
         self._records.append(record)
 
+    def seconds(self, name: str, step: int) -> float:
+        """Time spent in the records of this name in step `step`."""
+        found = (r for r in self._records if r.name == name and r.step == step)
+        return sum(record.end - record.start for record in found)
+
     def replace_since(self, start: float, name: str, kind: str = "") -> None:
         """What began at `start` or later was in vain: one record, until now, stands for it."""
         self._records = [record for record in self._records if record.start < start]

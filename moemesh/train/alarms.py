@@ -26,9 +26,9 @@ class AlarmLimits:
 
 
 class LoadAlarms:
-    """Looks at every layer of every step, in order; `say` prints one line."""
+    """Looks at every layer of every step, in order; ``say(text, "alarm")`` prints one line."""
 
-    def __init__(self, say: Callable[[str], None], limits: AlarmLimits | None = None) -> None:
+    def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
         self._say, self._limits = say, limits or AlarmLimits()
         self._idle: dict[int, list[int]] = {}
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
@@ -77,7 +77,7 @@ class LoadAlarms:
     def _ring(self, loads: LayerLoads, kind: str, rings: bool, text: str) -> None:
         if rings and (loads.layer, kind) not in self._rung:
             self._rung.add((loads.layer, kind))
-            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}")
+            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
 def _experts(ids: list[int]) -> str:

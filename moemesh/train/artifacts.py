@@ -18,6 +18,8 @@ from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
+from moemesh.planner.flops import count_flops
+from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
 from moemesh.trace.ledger import Ledger
@@ -33,7 +35,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.prediction import predicted_for
 from moemesh.train.simulated_timeline import simulated
 from moemesh.train.states import state_bytes
-from moemesh.train.step import StepResult
+from moemesh.train.step import FinishedStep, StepResult
 
 #: So many steps in a row without a finite gradient end a run: the weights cannot recover.
 SKIPPED_STEPS = 5
@@ -52,12 +54,16 @@ class Artifacts:
         config: RunConfig,
         parallel: ParallelModel,
         optimizer: Optimizer,
-        say: Callable[[str], None],
+        say: Callable[[str, str], None],
     ) -> None:
         self.folder, self.config = folder, config
         self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
         self._writes = self.mesh.rank == 0
         self._alarms = LoadAlarms(say)
+        shape = from_model_config(config.model)
+        flops = count_flops(shape, config.data.seq_len, "causal")
+        #: Model FLOPs of a training step, per token: recomputation adds nothing to them.
+        self._flops_per_token = flops.training + 3 * flops.mtp
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
@@ -83,6 +89,16 @@ class Artifacts:
         for name in ("metrics.jsonl", "loads.jsonl"):
             self.folder.truncate_after(name, done)
         (self.folder.path / "failure.json").unlink(missing_ok=True)
+
+    def measured(self, step: FinishedStep) -> dict[str, float]:
+        """Of a finished step on this rank: fields of its row that no loss follows from."""
+        data, plan = self.config.data, self.config.plan
+        flops = self._flops_per_token * data.global_batch * data.seq_len
+        return {
+            "data_seconds": step.recorder.seconds("data", step.number),
+            "memory_bytes": _peak_bytes(self.mesh.device),
+            "tflops_per_rank": flops / plan.world_size / step.seconds / 1e12,
+        }
 
     def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
         """One finished step."""

@@ -22,6 +22,7 @@ from moemesh.data.samples import Samples
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_weights
 from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
+from moemesh.train.events import Events
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 from moemesh.train.preflight import untrainable
@@ -154,7 +155,7 @@ def _rank(
     samples: Samples | None = None,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
-    stop, rank = StopRequest(), launch.own_rank()
+    stop, rank = StopRequest(alone=not launch.joined()), launch.own_rank()
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
         _check_world_size(config, ranks.world_size)
@@ -172,7 +173,11 @@ def _rank(
             mesh=mesh,
             folder=folder,
             samples=samples,
-            console=Console(silent=rank > 0),
+            console=Console(
+                silent=rank > 0,
+                events=Events(folder if rank == 0 else None),
+                log_every=config.train.log_every,
+            ),
             stop=stop,
         )
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.

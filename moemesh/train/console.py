@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
 
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, num_trained
@@ -17,6 +19,8 @@ from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.trace.run import MetricsRow
+from moemesh.train.events import Events
+from moemesh.train.progress import Progress, duration
 
 #: Plan keys of the first line of a plan; what else differs from its default fills a second one.
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
@@ -80,30 +84,36 @@ def _tuned(config: RunConfig) -> list[str]:
 
 
 class Console:
-    """Prints for one rank; a silent one prints nothing, so that no caller asks who it is."""
+    """Prints for one rank; a silent one prints nothing, so that no caller asks who it is.
 
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
+    A console that is gone (a closed pipe, a full disk behind it) stops no run: from the first
+    failure on nothing is printed any more, and ``events.jsonl`` says so.
+    """
+
+    def __init__(self, *, silent: bool, events: Events, log_every: int = 0) -> None:
+        """`log_every`: as of :class:`Progress`."""
+        self._silent, self._events, self._log_every = silent, events, log_every
         self._terminal = not silent and sys.stdout.isatty()
         self._rich = RichConsole(highlight=False)
-        self._progress: Progress | None = None
-        self._task = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._progress = Progress(0, 0)
 
-    def say(self, text: str) -> None:
-        if self._silent:
-            return
-        if self._terminal:
-            (self._progress.console if self._progress else self._rich).print(text, markup=False)
-        else:
-            print(text, flush=True)
+    def say(self, text: str, kind: str = "note") -> None:
+        """Print `text` and keep it as an event of this `kind`."""
+        self._events.add(kind, text, self._progress.step)
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """To stderr; also from a silent console, since a warning of one rank concerns the run."""
-        print(f"moemesh: {text}", file=sys.stderr, flush=True)
+        self._events.add("warning", text, self._progress.step)
+        with suppress(OSError, ValueError):
+            print(f"moemesh: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def training(self, done: int, total: int) -> Iterator[None]:
         """Show progress from step `done` of `total` while inside."""
+        self._progress = Progress(done, total, self._log_every)
         if not self._terminal:
             yield
             return
@@ -111,23 +121,70 @@ class Console:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[state]}"),
         )
-        with Progress(*columns, console=self._rich) as self._progress:
-            self._task = self._progress.add_task("training", total=total, completed=done, state="")
+        bar = RichProgress(*columns, console=self._rich)
+        self._task = bar.add_task("training", total=total, completed=done, state="", left="")
+        self._bar = bar
+        self._safely(bar.start)
+        try:
             yield
-        self._progress = None
+        finally:
+            self._bar = None
+            self._safely(bar.stop)
 
     def step(self, row: MetricsRow, total: int) -> None:
-        """One finished step: moves the bar, or prints every twentieth of the run."""
+        """One finished step: moves the bar, or prints a line where one is due."""
         text = (
             f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}  "
             f"{row.tokens_per_second:,.0f} tokens/s"
         )
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=row.step, state=text)
-        elif row.step in (1, total) or row.step % max(total // 20, 1) == 0:
-            self.say(f"step {row.step}/{total}  {text}  lr {row.lr:.2e}")
+        is_due = self._progress.finished(row.step)
+        seconds = self._progress.seconds_left
+        left = "" if seconds is None or row.step == total else f"{duration(seconds)} left"
+        if self._bar is not None and self._task is not None:
+            bar, task = self._bar, self._task
+            self._safely(lambda: bar.update(task, completed=row.step, state=text, left=left))
+        elif is_due:
+            more = [f"lr {row.lr:.2e}"]
+            if row.tflops_per_rank is not None:
+                more.append(f"{_rate(row.tflops_per_rank)} a rank")
+            if row.memory_bytes is not None:
+                more.append(f"{row.memory_bytes / 2**30:.2f} GiB")
+            self._print("  ".join([f"step {row.step}/{total}", text, *more, *filter(None, [left])]))
         if row.validation_loss is not None and row.step < total:  # the summary tells the last
-            self.say(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
+            self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
+
+    def _print(self, text: str) -> None:
+        if self._silent:
+            return
+        if not self._terminal:
+            self._safely(lambda: print(text, flush=True))
+            return
+        console = self._bar.console if self._bar else self._rich
+        self._safely(lambda: console.print(text, markup=False))
+
+    def _safely(self, show: Callable[[], object]) -> None:
+        """Call `show`; where the console turns out to be gone, be silent from now on."""
+        if self._silent:
+            return
+        try:
+            show()
+        except (OSError, ValueError) as error:  # ValueError: a stream that was closed
+            self._silent, self._terminal, self._bar = True, False, None
+            _point_at_nothing()
+            why = f"{type(error).__name__}: {error}"
+            self._events.add("console", f"nobody reads the console any more ({why})")
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"
+
+
+def _point_at_nothing() -> None:
+    """Let stdout lead nowhere, so that what is still in its buffer is no error at the end."""
+    with suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)

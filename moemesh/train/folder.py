@@ -194,6 +194,7 @@ FREE = frozenset(
         "data.cache",
         "train.checkpoint_every",
         "train.checkpoints_kept",
+        "train.log_every",
         "train.validate_every",
         "train.validation_batches",
         "train.resume",

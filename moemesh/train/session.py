@@ -130,7 +130,8 @@ class Session:
             validates = self._is_due(step, train.validate_every)
             self.record(finished, self.validate() if validates else None)
             if num_moved := self.rehoming.after(step, finished.result.counts_LE):
-                self.console.say(f"step {step}: {num_moved} experts of all layers moved")
+                text = f"step {step}: {num_moved} experts of all layers moved"
+                self.console.say(text, "experts")
             stopping = steps.is_stopping()
             if stopping or self._is_due(step, train.checkpoint_every):
                 self.save(step)
@@ -162,12 +163,13 @@ class Session:
             seconds=step.seconds,
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
+            **self.artifacts.measured(step),
         )
         if result.skipped:
             who = "no rank updates its weights"
             if self.parallel.pipeline.schedule.update is not None:
                 who = "its stage skipped that update"
-            self.console.say(f"step {step.number}: a gradient is not finite; {who}")
+            self.console.say(f"step {step.number}: a gradient is not finite; {who}", "skipped")
         self.artifacts.record(row, result, step.recorder)
         self.console.step(row, self.config.train.steps)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
+
+from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING, STOPPING_NOW
 
 #: Signals closer together than this are one request that came by two ways.
 SAME_REQUEST_SECONDS = 2.0
@@ -14,10 +18,13 @@ class StopRequest:
     """Set by SIGINT, SIGTERM, SIGHUP and SIGUSR1. Only a second Ctrl-C stops at once.
 
     A signal to a whole job reaches a rank twice, directly and through its launcher, and must not
-    interrupt the save that the first one has requested.
+    interrupt the save that the first one has requested. A process that is `alone` has no launcher:
+    it answers on stderr itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
+        self._same_seconds = SAME_KEY_SECONDS if alone else SAME_REQUEST_SECONDS
         self._signal: int | None = None
         self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -27,8 +34,17 @@ class StopRequest:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._since = number, now
-        elif number == signal.SIGINT and now - self._since > SAME_REQUEST_SECONDS:
+            if number == signal.SIGINT:
+                self._answer(STOPPING)
+        elif number == signal.SIGINT and now - self._since > self._same_seconds:
+            self._answer(STOPPING_NOW)
             raise KeyboardInterrupt
+
+    def _answer(self, text: str) -> None:
+        # Not print: the signal may have come in the middle of one.
+        if self._alone:
+            with suppress(OSError):
+                os.write(2, f"\nmoemesh: {text}\n".encode())
 
     @property
     def requested(self) -> bool:

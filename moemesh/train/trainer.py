@@ -26,12 +26,12 @@ def train(
     stop: StopRequest,
 ) -> int:
     """Train to the last step, or until asked to stop. Returns the process's exit code."""
-    console.say(banner(config, folder.path, samples, mesh.device))
+    console.say(banner(config, folder.path, samples, mesh.device), "start")
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
     for warning in preflight_warnings(config, on_cpu, schedule):
-        console.say(f"note: {warning}")
+        console.say(f"note: {warning}", "note")
     session = Session.open(
         config=config,
         mesh=mesh,
@@ -53,17 +53,18 @@ def train(
     for note in session.parallel.notes:
         console.say(note)
     if warning := config.model.layout_warning:
-        console.say(f"warning: {warning}")
+        console.say(f"warning: {warning}", "warning")
     if done:
-        console.say(f"resumed from step {done}; {last - done} steps to go")
+        console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
     with console.training(done, last):
         saved = session.train(_steps(session))
     session.artifacts.finish()
     session.parallel.close()
     if saved < last:
-        console.say(f"stopped at step {saved}, saved; the same command goes on from there")
+        text = f"stopped at step {saved}, saved; the same command goes on from there"
+        console.say(text, "stopped")
         return stop.exit_code
-    console.say(session.artifacts.summary())
+    console.say(session.artifacts.summary(), "finished")
     return 0
 
 

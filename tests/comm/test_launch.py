@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moemesh.comm import launch
+from moemesh.comm.interrupts import STOPPING
 from moemesh.comm.mesh import Mesh
 from tests import commands
 
@@ -138,7 +139,8 @@ def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
     os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert err == f"moemesh: stopped by {number.name}\n"
+    answer = f"\nmoemesh: {STOPPING}\n" if number == signal.SIGINT else ""
+    assert err == f"{answer}moemesh: stopped by {number.name}\n"
     for rank in range(2):
         assert (script.parent / f"saved-{rank}").read_text() == number.name
 

@@ -1,0 +1,148 @@
+"""The console of a run: lines that are due, time that is left, a console that is gone, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING, STOPPING_NOW
+from moemesh.train.progress import Progress
+from tests.commands import python
+from tests.train.runs import arguments, metrics, moemesh
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps_with_lines(seconds: float, total: int, log_every: int = 0, done: int = 0) -> list[int]:
+    clock = Clock()
+    progress, due = Progress(done, total, log_every, clock), []
+    for step in range(done + 1, total + 1):
+        clock.now += seconds
+        if progress.finished(step):
+            due.append(step)
+    return due
+
+
+def test_fast_steps_have_a_line_in_fifty() -> None:
+    assert steps_with_lines(0.01, 200) == [1, 51, 101, 151, 200]
+
+
+def test_slow_steps_have_a_line_a_minute() -> None:
+    assert steps_with_lines(25.0, 12) == [1, 4, 7, 10, 12]
+    assert steps_with_lines(600.0, 4) == [1, 2, 3, 4]
+
+
+def test_lines_by_the_number_of_steps_and_after_a_resume() -> None:
+    assert steps_with_lines(1.0, 10, log_every=4) == [1, 4, 8, 10]
+    assert steps_with_lines(0.01, 110, done=100) == [101, 110]
+
+
+def test_time_that_is_left() -> None:
+    clock = Clock()
+    progress = Progress(0, 10, clock=clock)
+    clock.now = 50.0  # a slow start is not a step's time
+    progress.finished(1)
+    assert progress.seconds_left is None
+    for step in (2, 3, 4):
+        clock.now += 2.0
+        progress.finished(step)
+    assert progress.seconds_left == pytest.approx(12.0)
+    clock.now += 4.0  # two steps in one report
+    progress.finished(6)
+    assert progress.seconds_left == pytest.approx(8.0)
+
+
+def events(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    given = arguments(tmp_path / "run", plan__dp=ranks, train__log_every=1)
+    done = subprocess.run(
+        [python(), "-m", "moemesh", *given],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "report.html").exists()
+    assert "BrokenPipe" in str(
+        [e["text"] for e in events(tmp_path / "run") if e["kind"] == "console"]
+    )
+
+
+def test_events_are_kept_over_a_resume(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for steps in (2, 4):
+        assert moemesh(*arguments(out, train__steps=steps, train__log_every=1)).returncode == 0
+    kinds = [event["kind"] for event in events(out)]
+    assert kinds.count("start") == kinds.count("finished") == 2
+    assert "resumed" in kinds
+    assert [e["step"] for e in events(out) if e["kind"] == "finished"] == [2, 4]
+
+
+def test_rows_say_what_a_watcher_asks(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = moemesh(*arguments(out, train__log_every=2))
+    rows = metrics(out)
+    assert all(0 <= row["data_seconds"] <= row["seconds"] for row in rows)
+    assert all(row["tflops_per_rank"] > 0 and row["memory_bytes"] > 1 << 20 for row in rows)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "4/4"]
+    assert "FLOP/s a rank" in lines[0] and " left" in lines[1]
+
+
+RANK = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
+print("ready", flush=True)
+time.sleep(100)
+time.sleep(100)
+"""
+LAUNCHER = """
+import sys
+from moemesh.comm.launch import launch
+sys.exit(launch(2, [], entry=("-c", {rank!r})))
+"""
+
+
+def test_the_second_interrupt_ends_ranks_that_do_not_listen() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER.format(rank=RANK)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(1.0)  # rank 1 is as far
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(2 * SAME_KEY_SECONDS)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert STOPPING in err and STOPPING_NOW in err
