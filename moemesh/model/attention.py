@@ -75,7 +75,7 @@ class Attention(AdaptedModule):
 
     def squares(self, qkv_TA: Tensor) -> Tensor:
         """Sums of squares over the query heads and the key heads held here, fp32 or fp64 [T, 2]."""
-        qkv = qkv_TA.view(len(qkv_TA), self.qkv.shape[0], self.num_groups + 2, -1)
+        qkv = qkv_TA.view(len(qkv_TA), *self.qkv.shape[:3])
         query, key, _ = qkv.split([self.num_groups, 1, 1], dim=2)
         wide = torch.promote_types(qkv.dtype, torch.float32)
         return torch.stack([part.to(wide).square().sum((1, 2, 3)) for part in (query, key)], dim=1)

@@ -196,7 +196,8 @@ def _family(config: RunConfig, origin: Path | None, dtype: str) -> tuple[str, di
         stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
     added = {key: ours[key] for key in VERSION_KEYS if key in ours}
     for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
-        values = {key: value for key, value in values.items() if value is not None}
+        if values["quantization_config"] is None:
+            del values["quantization_config"]
         if not differences(config.model, kind, model_values(values)):
             return kind, values
     found = ", ".join(sorted(differences(config.model, kind)))

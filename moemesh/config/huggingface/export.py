@@ -34,6 +34,8 @@ _CLASSES = {
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
 #: The number of extra prediction layers behind the last.
 AHEAD_KEY = "num_nextn_predict_layers"
+#: Keys whose null says something: classes of transformers have other defaults.
+_NULLS = ("sliding_window", "q_lora_rank")
 #: Positions that a configuration names when the model has no limit.
 _NO_LIMIT = 1 << 17
 
@@ -91,7 +93,7 @@ def family_or_refusal(model: ModelConfig) -> str:
 
 def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
     """``config.json`` of `model` as one of the family `kind`: keys of old and new versions."""
-    values = _sizes(model, kind) | _attention(model, kind) | _rope(model)
+    values = _sizes(model) | _attention(model, kind) | _rope(model, kind)
     if model.num_experts:
         values |= _experts(model, kind)
     values |= {
@@ -105,7 +107,7 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
     known = trained_families()["keys"]
     for key in ("norm_eps", "init_std", *trained_families()["family"][kind].get("reads", ())):
         values[known[key][0]] = getattr(model, key, None)
-    return {key: value for key, value in values.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None or key in _NULLS}
 
 
 def _meaning(model: ModelConfig) -> dict[str, object]:
@@ -143,7 +145,7 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
     return {key: value for key, value in found.items() if key not in without_effect}
 
 
-def _sizes(model: ModelConfig, kind: str) -> dict[str, Any]:
+def _sizes(model: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -167,6 +169,7 @@ def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
             "qk_rope_head_dim": model.qk_rotary_head_dim,
             "v_head_dim": model.v_head_dim,
             "head_dim": model.qk_rotary_head_dim,
+            "attention_bias": model.qkv_bias,
         }
     else:
         values |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
@@ -187,7 +190,7 @@ def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
     return values
 
 
-def _rope(model: ModelConfig) -> dict[str, Any]:
+def _rope(model: ModelConfig, kind: str) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
     defaults = ModelConfig.model_fields
     if model.rope_type != "default":
@@ -198,7 +201,8 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_type != "default":
         values["rope_scaling"] = {k: v for k, v in table.items() if k != "rope_theta"}
-    if model.partial_rotary_factor != 1:
+    usual = trained_families()["family"][kind].get("defaults", {}).get("partial_rotary_factor", 1)
+    if model.partial_rotary_factor != 1 or usual != 1:
         table["partial_rotary_factor"] = model.partial_rotary_factor
         values["partial_rotary_factor"] = model.partial_rotary_factor
         values["rotary_dim"] = round(model.head_dim * model.partial_rotary_factor)
@@ -238,7 +242,8 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if "ernie" in reads:
         values |= {"moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
-        values["moe_layer_interval"] = 1
+        # Evenly spaced layers whose numbers, from 1, are multiples of their distance.
+        values["moe_layer_interval"] = moe[1] - moe[0] if len(moe) > 1 else moe[0] + 1
     if "router_groups" in reads:
         values |= {"n_group": model.router_groups, "topk_group": model.router_groups_kept}
         if kind == "deepseek_v2":

@@ -106,7 +106,9 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         "num_heads": heads,
         "tied_embeddings": bool(config.get("tie_word_embeddings")),
         "num_mtp_layers": first(config, "num_mtp_layers", 0),
-        "windows": attention_windows(config, family.get("windows", 0)),
+        "windows": attention_windows(
+            config, family.get("windows", 0), has_switch=family.get("window_switch", True)
+        ),
     }
     if "num_kv_heads" not in found:
         size, *left_out = family.get("kv_heads", ("num_kv_heads",))

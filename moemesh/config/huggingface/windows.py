@@ -22,17 +22,20 @@ WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attent
 _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
 
 
-def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
+def attention_windows(
+    config: Config, usual: int | str, *, has_switch: bool = True
+) -> tuple[int, ...]:
     """The attention window of every layer in tokens, 0 for none; () when no layer has one.
 
     `usual`: where no list says which layers have it, one in so many sees the whole sequence, or
-    the key of the first layer that has it. Raises ConfigError for kinds of layers without a
-    formula, for a list of another length, and for a list that is missing.
+    the key of the first layer that has it. `has_switch`: `use_sliding_window` counts. Raises
+    ConfigError for kinds of layers without a formula, for a list of another length, and for a list
+    that is missing.
     """
     layers = num_layers(config)
     kinds = _kinds(config, layers)
     is_on = config.get("use_sliding_window")
-    if is_on is not None and not is_on:
+    if has_switch and is_on is not None and not is_on:
         return ()
     window = _window(config)
     if not window:
