@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from moemesh.data.documents import between
+from moemesh.data.indexed import IndexedWriter
+from moemesh.data.tokenizer import Tokenizer
 from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.tiny import save
@@ -17,7 +20,7 @@ from tests.planner.published_configs import WITH_EXPERTS
 RECIPES = Path(__file__).parent.parent / "recipes"
 LINES = 40
 #: The files of a user, as the recipes name them.
-MODEL, CHATS = "Qwen3-30B-A3B", "chats.jsonl"
+MODEL, CHATS, TOKENIZER, TOKENS = "Qwen3-30B-A3B", "chats.jsonl", "DeepSeek-V3", "tokens"
 #: Sizes that keep a recipe's other keys and run in seconds on four processes at most.
 SMALL = {
     "data.seq_len": 32,
@@ -65,11 +68,29 @@ def test_every_recipe_is_in_the_table_and_short() -> None:
         assert lines[0].startswith("# "), "what it is for"
 
 
+def write_data(folder: Path) -> None:
+    """The files that the recipes name, of a few tokens each."""
+    write_sums(folder / CHATS, 3)
+    add_tokenizer(folder / MODEL)
+    (folder / TOKENIZER).mkdir()
+    tokenizer = Tokenizer.open(str(add_tokenizer(folder / TOKENIZER)))
+    with IndexedWriter(
+        folder / TOKENS,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.fingerprint,
+        end_of_document=between(tokenizer),
+        ends_last=True,
+    ) as writer:
+        writer.add(tokenizer.encode(b"a text", "a text"))
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_a_recipe_is_accepted_and_fits(name: str, tmp_path: Path) -> None:
-    """With nothing but the model's config.json, as before a download."""
+    """With nothing of the model but its config.json and its tokenizer, as before a download."""
+    pytest.importorskip("tokenizers")
     (tmp_path / MODEL).mkdir()
     (tmp_path / MODEL / "config.json").write_text(json.dumps(WITH_EXPERTS[MODEL].config))
+    write_data(tmp_path)
     path = RECIPES / f"{name}.toml"
     assert f"ok: {DEVICES[name]} rank" in moemesh(tmp_path, "config", "check", path)
     words = ["estimate", "--config", path, "--cluster", TABLE[name].cluster, "--json"]

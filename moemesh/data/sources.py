@@ -102,8 +102,9 @@ def check(data: DataConfig, vocab_size: int) -> None:
     validation = () if data.validation is None else (validation_source(data),)
     for source in (*data.all_sources, *validation):
         if (prefixes := token_files(source)) is not None:
-            for prefix in prefixes:
-                IndexedTokens.open(prefix)
+            for one in map(IndexedTokens.open, prefixes):
+                if one.sidecar is not None:  # else all tokens would have to be read
+                    one.check(vocab_size, reader.fingerprint)
             continue
         for file in find(source.path, source.format)[:CHECKED_FILES]:
             check_head(file)

@@ -58,8 +58,7 @@ class Tokenizer:
             from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
         except ImportError as error:
             raise DataError(
-                f"data.tokenizer {tokenizer} needs the package tokenizers: "
-                "pip install 'moemesh[tokenizers]'"
+                f"data.tokenizer {tokenizer} needs the package tokenizers: pip install tokenizers"
             ) from error
         content = read_whole(file)
         try:

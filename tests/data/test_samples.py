@@ -170,7 +170,7 @@ def test_tokenizer_folder_and_missing_package(
         Corpus.open(tokenizer=str(tmp_path / "nowhere"))
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'moemesh\[tokenizers\]'"):
+    with pytest.raises(DataError, match=r"pip install tokenizers"):
         Corpus.open(tokenizer=str(tmp_path))
 
 
