@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +50,8 @@ class Sidecar:
 
     `tokenizer` is the fingerprint of :class:`moemesh.data.tokenizer.Tokenizer`; `vocab_size` counts
     its ids, and `max_id` is the largest in the file. `end_of_document` are the ids behind each
-    document (behind the last one where `ends_last`). `files` has bytes and blake2b-128 by suffix.
+    document (behind the last one where `ends_last`). `files` has bytes and blake2b-128 by suffix;
+    `made_from` says what of, in the words of who wrote it.
     """
 
     tokenizer: str
@@ -61,6 +62,7 @@ class Sidecar:
     end_of_document: tuple[int, ...]
     ends_last: bool
     files: dict[str, dict[str, Any]]
+    made_from: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class HashedFile:
@@ -218,8 +220,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         numbers = (known.vocab_size, known.max_id, known.num_tokens, known.num_documents)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError("counts must be numbers")
-        if not isinstance(known.tokenizer, str):
-            raise ValueError('"tokenizer" must be a text')
+        if not isinstance(known.tokenizer, str) or not isinstance(known.made_from, dict):
+            raise ValueError('"tokenizer" must be a text, and "made_from" an object')
         if BIN not in known.files or not set(known.files) <= {BIN, IDX, MASK}:
             raise ValueError(f'"files" must name {BIN}, {IDX} and {MASK} at most')
         for facts in known.files.values():

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -155,9 +157,11 @@ class IndexedWriter:
         tokenizer: str,
         end_of_document: np.ndarray,
         ends_last: bool,
+        made_from: Mapping[str, Any] | None = None,
     ) -> None:
         """`tokenizer` is a fingerprint. `end_of_document` (ids, may be empty) is written behind
-        every document and counted to it; behind the last one only with `ends_last`.
+        every document and counted to it; behind the last one only with `ends_last`. `made_from`
+        goes into the sidecar.
 
         Ids are uint8 up to a vocabulary of 256, then uint16 as far as it goes, then int32. Raises
         DataError where there are such files.
@@ -170,6 +174,7 @@ class IndexedWriter:
             "u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4"
         )
         self.vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._made_from = dict(made_from or {})
         self._end, self._ends_last = end_of_document.astype(self.dtype), ends_last
         self._lengths = array("q")
         self._max_id, self._owes_end = 0, False
@@ -273,6 +278,7 @@ class IndexedWriter:
             end_of_document=tuple(self._end.tolist()),
             ends_last=self._ends_last,
             files={suffix: file.facts() for suffix, file in written.items()},
+            made_from=self._made_from,
         )
         text = {"format": SIDECAR_FORMAT, "version": SIDECAR_VERSION, **asdict(facts)}
         meta = HashedFile(beside(self.prefix, META))

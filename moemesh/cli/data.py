@@ -1,0 +1,140 @@
+"""Verbs of data: tokenize, data show."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+
+#: Seconds between two lines of progress where there is no terminal.
+LINE_SECONDS = 10
+
+
+@app.command(short_help="Tokenize text once, for many runs.")
+def tokenize(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="IN", help="A file, folder or glob: text, jsonl, parquet, .gz, .zst."
+        ),
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="A prefix (OUT.bin, OUT.idx, ...), or a folder.")
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="FOLDER", help='A folder with tokenizer.json, the file, or "bytes".'),
+    ],
+    data_format: Annotated[
+        str, typer.Option("--format", help="Of the files, as data.format; by their names.")
+    ] = "auto",
+    text_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Key or column of a text, as data.text_key.")
+    ] = "text",
+    append_eod: Annotated[
+        bool,
+        typer.Option(
+            "--append-eod", help="Behind each document the tokenizer's eos_token, not a newline."
+        ),
+    ] = False,
+    eod_token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="The same with the token of this name.")
+    ] = None,
+    bad_records: Annotated[
+        Literal["fail", "skip"], typer.Option(help="A record that cannot be read.")
+    ] = "fail",
+    bad_record_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With skip: the most that may be bad.")
+    ] = 0.01,
+    processes: Annotated[
+        int, typer.Option(min=1, help="So many files at once; one file uses all cores, too.")
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
+    conversations OUT.mask.bin, which says what carries loss.
+
+    The same command goes on where it was interrupted. Example:
+
+        moemesh tokenize corpus/ tokens/corpus --tokenizer ./Qwen3-30B-A3B
+        moemesh train --set data.path=tokens/corpus.idx --set model.path=./Qwen3-30B-A3B
+    """
+    from moemesh.data.parts import EOS, Settings
+    from moemesh.data.tokenizing import Job
+
+    def note(text: str) -> None:
+        typer.echo(text, err=True)
+
+    # The first line comes before anything is read.
+    note(f"tokenizing {source} with {tokenizer}")
+    settings = Settings(
+        tokenizer=tokenizer,
+        text_key=text_key,
+        end_of_document=eod_token or (EOS if append_eod else None),
+        bad_records=bad_records,
+        bad_record_share=bad_record_share,
+    )
+    job = Job.open(source, out, settings, data_format)
+    note(f"{len(job.parts):,} file(s), {job.num_bytes / 1e6:,.1f} MB, into {job.prefix}")
+    with _progress(job.num_bytes, len(job.parts)) as advance:
+        facts = job.run(processes=processes, on_note=note, advance=advance)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    typer.echo(
+        f"{facts['prefix']}.bin: {facts['num_tokens']:,} tokens in {facts['num_documents']:,} "
+        f"documents, largest id {facts['max_id']:,} of {facts['vocab_size']:,}"
+    )
+
+
+@contextmanager
+def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, int], None]]:
+    """A function that is told what was done more (bytes, tokens, files) and shows it on stderr."""
+    start = time.monotonic()
+    done = [0, 0, 0]
+
+    def state() -> str:
+        seconds = max(time.monotonic() - start, 1e-9)
+        return (
+            f"{done[2]:,} of {num_files:,} files  {done[1]:,} tokens  "
+            f"{done[0] / seconds / 1e6:.1f} MB/s"
+        )
+
+    def add(*more: int) -> None:
+        done[:] = [one + other for one, other in zip(done, more, strict=True)]
+
+    if not sys.stderr.isatty():
+        last = start
+
+        def say(*more: int) -> None:
+            nonlocal last
+            add(*more)
+            if time.monotonic() - last >= LINE_SECONDS:
+                last = time.monotonic()
+                typer.echo(f"{done[0] / max(num_bytes, 1):4.0%}  {state()}", err=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+    ]
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("", total=max(num_bytes, 1), state=state())
+
+        def draw(*more: int) -> None:
+            add(*more)
+            shown.update(task, completed=done[0], state=state())
+
+        yield draw

@@ -1,0 +1,317 @@
+"""moemesh tokenize: the tokens of a corpus read directly, and the same bytes after any end."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moemesh.data import index_file
+from moemesh.data.corpus import Corpus
+from moemesh.data.indexed import IndexedTokens
+from moemesh.data.parts import Part, Settings
+from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizing import Job, output_prefix
+
+TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!"}]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """Characters as tokens, with a template and an end of text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer"
+    path.mkdir()
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=["<|end|>", "<|other|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    made.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Files of several formats; one of them is empty, one begins with the first conversation."""
+    folder = tmp_path / "text"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("An essay.\n\nÜber alles.")
+    (folder / "b.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    (folder / "c.txt").write_text("")
+    lines = [{"messages": TALK}, {"text": "three"}, {"messages": [*TALK, *TALK]}]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(content, mtime=0))
+    (folder / "sub" / "e.jsonl").write_text('{"text": "four"}\n')
+    return folder
+
+
+def job(text: Path, out: Path, tokenizer: str, **settings: Any) -> Job:
+    return Job.open(str(text), str(out), Settings(tokenizer=tokenizer, **settings))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but those of the lock, by its name."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("name", ["bytes", "BPE"])
+def test_the_tokens_are_those_of_a_corpus(
+    text: Path, tmp_path: Path, tokenizer: str, name: str
+) -> None:
+    if name == "bytes":
+        (text / "d.jsonl.gz").unlink()
+        tokenizer = "bytes"
+    facts = job(text, tmp_path / "out" / "x", tokenizer).run()
+    found = IndexedTokens.open(tmp_path / "out" / "x")
+    found.verify()
+    corpus = Corpus.open(str(text), tokenizer=tokenizer, vocab_size=300)
+    assert np.array_equal(found.tokens, corpus.tokens)
+    assert np.array_equal(found.starts, corpus.starts)
+    assert facts["num_documents"] == len(corpus.starts) == (4 if name == "bytes" else 7)
+    assert facts["made_from"]["records"] == (5 if name == "bytes" else 8)
+    assert facts["tokenizer"] == corpus.tokenizer
+    if name == "bytes":
+        assert found.learned is None and corpus.learned is None
+    else:
+        assert found.learned is not None
+        assert np.array_equal(found.learned, corpus.learned)
+        assert 0 < found.learned.sum() < len(found.learned)
+    suffixes = [".bin", ".idx", *([".mask.bin"] if name == "BPE" else []), ".meta.json"]
+    assert sorted(contents(tmp_path / "out")) == [f"x{suffix}" for suffix in suffixes]
+
+
+@pytest.mark.parametrize(("end", "ids"), [("eos", [0]), ("<|other|>", [1])])
+def test_an_end_of_text_behind_every_document(
+    text: Path, tmp_path: Path, tokenizer: str, end: str, ids: list[int]
+) -> None:
+    facts = job(text, tmp_path / "x", tokenizer, end_of_document=end).run()
+    found = IndexedTokens.open(tmp_path / "x")
+    ends = np.append(found.starts[1:], len(found.tokens)) - 1
+    assert found.tokens[ends].tolist() == ids * 7 and np.isin(found.tokens, ids).sum() == 7
+    assert facts["end_of_document"] == ids and facts["ends_last"]
+    with pytest.raises(DataError, match="no token"):
+        job(text, tmp_path / "y", tokenizer, end_of_document="<|none|>")
+    with pytest.raises(DataError, match="bytes"):
+        job(text, tmp_path / "y", "bytes", end_of_document="eos")
+
+
+class EndedError(Exception):
+    """Stands for the end of the process."""
+
+
+def ending_after(calls: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which raises at the call after so many."""
+    left = calls
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise EndedError
+        return original(*arguments, **named)
+
+    return call
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that become parts from now on."""
+    made: list[str] = []
+    original = Part.make
+
+    def counted(part: Part, *arguments: Any) -> dict[str, Any]:
+        made.append(part.file.path.name)
+        return original(part, *arguments)
+
+    monkeypatch.setattr(Part, "make", counted)
+    return made
+
+
+@pytest.mark.parametrize("place", ["parts", "renaming"])
+def test_a_run_goes_on_after_any_end(
+    text: Path, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ended before each part, and before each renaming of a file."""
+    job(text, tmp_path / "whole" / "x", tokenizer).run()
+    expected = contents(tmp_path / "whole")
+    ends = 0
+    for calls in range(100):
+        out = tmp_path / f"out{calls}"
+        with monkeypatch.context() as patched:
+            if place == "parts":
+                patched.setattr(Part, "make", ending_after(calls, Part.make))
+            else:
+                patched.setattr(index_file.os, "replace", ending_after(calls, os.replace))
+                # A process that is killed removes nothing behind itself.
+                patched.setattr("moemesh.data.indexed.IndexedWriter.abandon", lambda _: None)
+            try:
+                job(text, out / "x", tokenizer).run()
+            except EndedError:
+                ends += 1
+            else:
+                break
+        made, notes = counting(monkeypatch), list[str]()
+        job(text, out / "x", tokenizer).run(on_note=notes.append)
+        monkeypatch.undo()
+        if place == "parts":
+            assert len(made) == 5 - calls
+            assert notes == ([f"{calls} of 5 files are tokenized already"] if calls else [])
+        assert contents(out) == expected
+    assert ends == (5 if place == "parts" else 24)
+
+
+def test_several_processes_give_the_same_bytes(text: Path, tmp_path: Path, tokenizer: str) -> None:
+    job(text, tmp_path / "one" / "x", tokenizer).run()
+    told: list[tuple[int, ...]] = []
+    job(text, tmp_path / "two" / "x", tokenizer).run(
+        processes=2, advance=lambda *done: told.append(done)
+    )
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    total = tuple(int(one) for one in np.sum(told, axis=0))
+    found = IndexedTokens.open(tmp_path / "two" / "x")
+    size = sum(path.stat().st_size for path in text.rglob("*") if path.is_file())
+    assert total == (size, len(found.tokens) - 6, 5), "six newlines stand between"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_errors_come_from_where_they_are(
+    text: Path, tmp_path: Path, tokenizer: str, processes: int
+) -> None:
+    (text / "b.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2, byte 26: not valid JSON"):
+        job(text, tmp_path / "x", tokenizer).run(processes=processes)
+    (text / "b.jsonl").write_text('{"text": "one"}\n{"messages": []}\n')
+    with pytest.raises(DataError, match=r'b\.jsonl, line 2, byte 16: "messages" must be'):
+        job(text, tmp_path / "x", tokenizer).run(processes=processes)
+    (text / "b.jsonl").unlink()
+    job(text, tmp_path / "x", tokenizer).run(processes=processes)
+
+
+def test_bad_records_are_left_out_and_counted(text: Path, tmp_path: Path, tokenizer: str) -> None:
+    (text / "b.jsonl").write_text('{"text": "one"}\n{"messages": []}\n{\n{"text": "two"}\n')
+    settings = {"bad_records": "skip", "bad_record_share": 0.3}
+    notes: list[str] = []
+    facts = job(text, tmp_path / "x", tokenizer, **settings).run(on_note=notes.append)
+    assert facts["made_from"]["records"] == 9 and facts["made_from"]["bad_records"] == 2
+    assert "2 of 9 records are bad" in notes[-1] and "line 3, byte" in notes[-1]
+    settings["bad_record_share"] = 0.2
+    with pytest.raises(DataError, match=r"2 of 9 records are bad"):
+        job(text, tmp_path / "y", tokenizer, **settings).run()
+
+
+def test_the_output_is_not_overwritten(text: Path, tmp_path: Path, tokenizer: str) -> None:
+    job(text, tmp_path / "x", tokenizer).run()
+    notes: list[str] = []
+    facts = job(text, tmp_path / "x", tokenizer).run(on_note=notes.append)
+    assert "is complete" in notes[0] and facts["num_documents"] == 7
+    with pytest.raises(DataError, match="exists, and was made of other files or with other"):
+        job(text, tmp_path / "x", tokenizer, end_of_document="eos").run()
+    (text / "a.txt").write_text("More.")
+    with pytest.raises(DataError, match="exists, and was made of other files"):
+        job(text, tmp_path / "x", tokenizer).run()
+    (tmp_path / "y.bin").write_text("mine")
+    with pytest.raises(DataError, match=r"y\.bin exists"):
+        job(text, tmp_path / "y", tokenizer).run()
+    assert (tmp_path / "y.bin").read_text() == "mine"
+    with pytest.raises(DataError, match="is inside the folder"):
+        job(text, text / "tokens" / "x", tokenizer)
+
+
+def test_parts_of_other_settings_and_changed_files_are_made_again(
+    text: Path, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*calls: int) -> None:
+        with monkeypatch.context() as patched, pytest.raises(EndedError):
+            patched.setattr(Part, "make", ending_after(calls[0], Part.make))
+            job(text, tmp_path / "x", tokenizer).run()
+
+    ended(3)
+    (text / "a.txt").write_text("Other.")
+    notes: list[str] = []
+    job(text, tmp_path / "x", tokenizer).run(on_note=notes.append)
+    assert notes == ["2 of 5 files are tokenized already"]
+    corpus = Corpus.open(str(text), tokenizer=tokenizer, vocab_size=300)
+    assert np.array_equal(IndexedTokens.open(tmp_path / "x").tokens, corpus.tokens)
+    for path in tmp_path.glob("x.*"):
+        path.unlink()
+    ended(3)
+    job(text, tmp_path / "x", tokenizer, end_of_document="eos").run(on_note=notes.append)
+    assert "is of other settings" in notes[-1]
+    found = IndexedTokens.open(tmp_path / "x")
+    assert found.tokens[-1] == 0 and (found.tokens == 0).sum() == 7
+
+
+def test_two_at_once_and_no_text(text: Path, tmp_path: Path) -> None:
+    parts = tmp_path / "x.parts"
+    parts.mkdir()
+    (text / "d.jsonl.gz").unlink()
+    with (parts / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another process is writing"):
+            job(text, tmp_path / "x", "bytes").run()
+    job(text, tmp_path / "x", "bytes").run()
+    with pytest.raises(DataError, match="no text in them"):
+        job(text / "c.txt", tmp_path / "y", "bytes").run()
+    assert sorted(path.name for path in tmp_path.glob("y*")) == ["y.parts"]
+
+
+def test_the_names_of_outputs(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    there = str(tmp_path / "there")
+    assert output_prefix("a/chat.jsonl.gz", there) == tmp_path / "there" / "chat"
+    assert output_prefix("a/*.txt", there) == tmp_path / "there" / "tokens"
+    assert output_prefix("a/b/", f"{tmp_path}/new/") == tmp_path / "new" / "b"
+    assert output_prefix("a", f"{tmp_path}/v1.5") == tmp_path / "v1.5"
+    assert output_prefix("a", f"{tmp_path}/v1.idx") == tmp_path / "v1"
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(text: Path, tmp_path: Path, tokenizer: str) -> None:
+    """Killed at other times, with processes of its own, which end with it."""
+    for number in range(40):
+        lines = "".join(f'{{"text": "{"word " * 50}{number} {i}"}}\n' for i in range(2000))
+        (text / f"f{number}.jsonl").write_text(lines)
+    job(text, tmp_path / "whole" / "x", tokenizer).run()
+    command = [sys.executable, "-m", "moemesh", "tokenize", str(text), str(tmp_path / "out" / "x")]
+    command += ["--tokenizer", tokenizer]
+    kills = 0
+    for attempt in range(60):
+        more = ["--processes", "2"] if attempt % 2 else []
+        with subprocess.Popen([*command, *more], stderr=subprocess.DEVNULL) as process:
+            try:
+                code = process.wait(timeout=1.0 + 0.15 * attempt)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                continue
+        assert code == 0
+        break
+    assert kills > 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    time.sleep(1.0)
+    left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, check=False)
+    assert not left.stdout
