@@ -25,8 +25,10 @@ app = typer.Typer(
     **_PLAIN,
 )
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
+data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, **_PLAIN)
 bench_app = typer.Typer(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 ConfigFile = Annotated[

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from moemesh.cli.application import AsJson, app
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
 
 #: Seconds between two lines of progress where there is no terminal.
 LINE_SECONDS = 10
@@ -32,7 +33,8 @@ def tokenize(
         typer.Option(metavar="FOLDER", help='A folder with tokenizer.json, the file, or "bytes".'),
     ],
     data_format: Annotated[
-        str, typer.Option("--format", help="Of the files, as data.format; by their names.")
+        Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset"],
+        typer.Option("--format", help="Of the files, as data.format; auto: by their names."),
     ] = "auto",
     text_key: Annotated[
         str, typer.Option(metavar="KEY", help="Key or column of a text, as data.text_key.")
@@ -91,6 +93,47 @@ def tokenize(
         f"{facts['prefix']}.bin: {facts['num_tokens']:,} tokens in {facts['num_documents']:,} "
         f"documents, largest id {facts['max_id']:,} of {facts['vocab_size']:,}"
     )
+
+
+@data_app.command("show", short_help="The first samples, as training reads them.")
+def data_show(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many samples.")] = 4,
+    step: Annotated[int, typer.Option(min=1, help="From the first sample of this step on.")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of the run: long texts are tokenized into its cache."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the samples that a run reads first, decoded: documents, positions, what carries loss.
+
+    Takes what `moemesh train` takes, and starts no rank. Example:
+
+        moemesh data show --set data.path=chat.jsonl --set model.path=./Qwen3-30B-A3B
+    """
+    from moemesh.cli.data_text import samples_json, samples_text
+    from moemesh.data.preview import previews
+    from moemesh.data.sources import open_samples
+    from moemesh.data.token_cache import cache_beside
+    from moemesh.data.tokenizer import Tokenizer
+
+    resolved = load(config, overrides).config
+    data = resolved.data
+    opened = open_samples(
+        data,
+        seed=resolved.train.seed,
+        vocab_size=resolved.model.vocab_size,
+        cache=cache_beside(out or Path("runs") / "any"),
+        say=lambda text: typer.echo(text, err=True),
+    )
+    position = (step - 1) * data.global_batch
+    shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
+    if as_json:
+        typer.echo(json.dumps(samples_json(opened, shown, data.global_batch)))
+    else:
+        typer.echo(samples_text(opened, shown, data.global_batch))
 
 
 @contextmanager

@@ -65,15 +65,20 @@ class Windows:
         return self._gather(ids, numbers, np.int64)
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all."""
-        if all(corpus.learned is None for corpus in self.corpora):
-            return None
+        """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all. Where
+        documents are kept apart, the first token of one is not predicted from the one before."""
+        found: np.ndarray | None = None
+        if any(corpus.learned is not None for corpus in self.corpora):
 
-        def learned(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
-            mask = corpus.learned
-            return np.ones(positions.shape, dtype=bool) if mask is None else mask[positions]
+            def learned(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
+                mask = corpus.learned
+                return np.ones(positions.shape, dtype=bool) if mask is None else mask[positions]
 
-        return self._gather(ids, learned, np.bool_)[:, 1:]
+            found = self._gather(ids, learned, np.bool_)[:, 1:]
+        if (documents := self.documents(ids)) is not None:
+            inside = documents[:, 1:] == documents[:, :-1]
+            found = inside if found is None else inside & found
+        return found
 
     def windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], int64."""

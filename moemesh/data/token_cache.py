@@ -34,6 +34,11 @@ REPORT_EVERY = 10.0
 Say = Callable[[str], None]
 
 
+def cache_beside(run: Path) -> Path:
+    """The folder of the cache of a run: one for all runs in a folder."""
+    return run.absolute().parent / "token_cache"
+
+
 def cached_tokens(
     folder: Path,
     files: Sequence[DataFile],

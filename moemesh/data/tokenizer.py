@@ -140,10 +140,11 @@ class Tokenizer:
             f'{self.folder} names no "eos_token" in {SETTINGS} or {SPECIAL}: name the token'
         )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; what is no text becomes U+FFFD."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`, with the names of special tokens where `special`; what is no text
+        becomes U+FFFD."""
         if self._loaded is not None:
-            return self._loaded.decode(list(ids))
+            return self._loaded.decode(list(ids), skip_special_tokens=not special)
         return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
 
 

@@ -31,20 +31,14 @@ def own_batches(
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
         tokens, targets = (on_device(array) for array in samples.batch(ids[rows]))
-        known, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
-        documents = None if known is None else on_device(known)
-        mask = None if learned is None else on_device(learned)
-        if documents is not None:
-            # The first token of a document is not foretold by the document before.
-            inside = documents[:, 1:] == documents[:, :-1]
-            mask, documents = inside if mask is None else inside & mask, documents[:, :-1]
+        documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
         found.append(
             Batch(
                 tokens_BS=tokens,
                 targets_BS=targets,
                 sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
-                loss_mask_BS=mask,
-                documents_BS=documents,
+                loss_mask_BS=None if learned is None else on_device(learned),
+                documents_BS=None if documents is None else on_device(documents[:, :-1]),
                 seed=seed,
                 step=step,
             )

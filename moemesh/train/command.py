@@ -19,6 +19,7 @@ from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
+from moemesh.data.token_cache import cache_beside
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_weights
 from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
@@ -30,9 +31,6 @@ from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.run_schedule import readable, settle
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
-
-#: Folder of tokenized text beside the folders of runs.
-TOKEN_CACHE = "token_cache"
 
 
 class WorldSizeError(UserError):
@@ -107,7 +105,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         config.data,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
-        cache=path.absolute().parent / TOKEN_CACHE,
+        cache=cache_beside(path),
         say=Console(silent=launch.own_rank() > 0 or launch.launched()).say,
     )
 

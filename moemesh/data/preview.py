@@ -1,0 +1,116 @@
+"""Training samples as text, document by document, with the targets that carry loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from moemesh.config.data import NUM_BYTES
+from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one document: their text, and whether they carry loss as targets."""
+
+    document: int
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A sample as training reads it.
+
+    `position` counts the samples of the run before it, `sample` is its number among all windows,
+    `offset` the place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs,
+    and one further, targets; ``learned`` bool [S]: which targets carry loss; ``documents`` int64
+    [S + 1]: the number of each token's document in the stream; ``positions`` int64 [S]: those that
+    the model's position embedding gets. `continued`: how many tokens of the first document stand
+    before the sample.
+    """
+
+    position: int
+    sample: int
+    source: str
+    stream: str
+    offset: int
+    continued: int
+    tokens: np.ndarray
+    learned: np.ndarray
+    documents: np.ndarray
+    positions: np.ndarray
+    pieces: tuple[Piece, ...]
+
+
+def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) -> list[Preview]:
+    """The samples of the global positions ``position .. position + count - 1``."""
+    ids = samples.ids_at(position, count)
+    windows, mask = samples.windows(ids), samples.loss_mask(ids)
+    learned_BS = np.ones((count, samples.seq_len), dtype=bool) if mask is None else mask
+    sources = [
+        (split.source.name, corpus) for split in samples.splits for corpus in split.source.corpora
+    ]
+    found: list[Preview] = []
+    for row, sample in enumerate(ids.tolist()):
+        owner = int(np.searchsorted(samples.firsts, sample, side="right")) - 1
+        source, corpus = sources[owner]
+        offset = (sample - int(samples.firsts[owner])) * samples.seq_len
+        places = np.arange(offset, offset + samples.seq_len + 1)
+        documents = np.searchsorted(corpus.starts, places, side="right") - 1
+        positions = np.arange(samples.seq_len)
+        if samples.masks_documents:
+            starts = np.flatnonzero(np.diff(documents[:-1], prepend=-1))
+            positions -= np.repeat(starts, np.diff(np.append(starts, samples.seq_len)))
+        found.append(
+            Preview(
+                position=position + row,
+                sample=sample,
+                source=source,
+                stream=corpus.source,
+                offset=offset,
+                continued=offset - int(corpus.starts[documents[0]]),
+                tokens=windows[row],
+                learned=learned_BS[row],
+                documents=documents,
+                positions=positions,
+                pieces=_pieces(tokenizer, windows[row], learned_BS[row], documents),
+            )
+        )
+    return found
+
+
+def _pieces(
+    tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
+) -> tuple[Piece, ...]:
+    """The first token of a sample is no target, and goes with the piece of the second."""
+    marks = np.concatenate([learned[:1], learned])
+    changes = (np.diff(documents) != 0) | (np.diff(marks) != 0)
+    borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
+    texts = _texts(tokenizer, tokens, borders)
+    return tuple(
+        Piece(int(documents[start]), text, bool(marks[start]))
+        for start, text in zip(borders[:-1], texts, strict=True)
+    )
+
+
+def _texts(tokenizer: Tokenizer, tokens: np.ndarray, borders: list[int]) -> list[str]:
+    """The text between neighbouring borders.
+
+    A token may stand for a part of a character, and a decoder may treat the first token in its own
+    way: so each text is what its tokens add to the text before them.
+    """
+    ids = tokens.tolist()
+    if tokenizer.folder is None and max(ids) >= NUM_BYTES:
+        # Ids of a file that other programs wrote, whose tokenizer is not known.
+        return ["".join(f"{one} " for one in ids[start:end]) for start, end in pairwise(borders)]
+    whole = tokenizer.decode(ids, special=True)
+    ends = [0]
+    for border in borders[1:-1]:
+        before = tokenizer.decode(ids[:border], special=True).rstrip("\ufffd")
+        ends.append(max(ends[-1], min(len(before), len(whole))))
+    ends.append(len(whole))
+    return [whole[start:end] for start, end in pairwise(ends)]
