@@ -90,9 +90,10 @@ class Console:
     failure on nothing is printed any more, and ``events.jsonl`` says so.
     """
 
-    def __init__(self, *, silent: bool, events: Events, log_every: int = 0) -> None:
-        """`log_every`: as of :class:`Progress`."""
-        self._silent, self._events, self._log_every = silent, events, log_every
+    def __init__(self, *, silent: bool, events: Events | None = None, log_every: int = 0) -> None:
+        """`events` None: none are kept. `log_every`: as of :class:`Progress`."""
+        self._silent, self._log_every = silent, log_every
+        self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
         self._rich = RichConsole(highlight=False)
         self._bar: RichProgress | None = None
