@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
-        say=Console(silent=launch.own_rank() > 0 or launch.launched()).say,
+        say=_say_once,
     )
 
 
@@ -116,13 +117,17 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
         return config
     batch = config.data.global_batch
     steps = math.ceil(epochs * samples.num_training / batch)
-    if launch.own_rank() == 0 and not launch.launched():
-        print(
-            f"steps    {steps}: {epochs:g} epoch(s) of {samples.num_training:,} samples, "
-            f"{batch} a step",
-            flush=True,
-        )
+    _say_once(
+        f"steps    {steps}: {epochs:g} epoch(s) of {samples.num_training:,} samples, {batch} a step"
+    )
     return replace(config, train=config.train.model_copy(update={"steps": steps, "epochs": None}))
+
+
+def _say_once(text: str) -> None:
+    """Print before there is a run: for all ranks once, and not at all where nobody reads on."""
+    if launch.own_rank() == 0 and not launch.launched():
+        with suppress(OSError, ValueError):
+            print(text, flush=True)
 
 
 def _open_folder(
