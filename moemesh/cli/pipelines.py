@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 #: Characters of a line of text.
 LINE = 80
+_LEGEND = """\
+bubble rate: idle share of the longest span of a rank. activation: most of a
+rank, in microbatches on its layers. weights: copies that a rank keeps. sent:
+activations and gradients that the busiest rank sends, in microbatches.
+Asynchronous schedules drain at the end of a run only, which here is these
+microbatches long."""
 
 
 @app.command("schedule", short_help="Simulate, draw and check a pipeline.")
@@ -29,6 +35,9 @@ def show_schedule(
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace for Perfetto.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="As text, or .csv.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Compare all schedules, in place of a name.")
+    ] = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print only the picture.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +46,16 @@ def show_schedule(
     Activation counts microbatches on one rank's layers. Example:
 
         moemesh schedule zb_h2 --ranks 4 --microbatches 8 --svg zb_h2.svg
+
+        moemesh schedule --all --ranks 4 --microbatches 8
     """
+    if everything == bool(request.name):
+        raise typer.BadParameter("give the NAME of a schedule, or --all")
+    if everything:
+        if svg is not None or trace is not None or save is not None or as_text:
+            raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")
+        _compare_all(request, as_json)
+        return
     from moemesh.report import timeline_text
     from moemesh.schedule import files
     from moemesh.schedule.answer import answer, saved
@@ -58,6 +76,23 @@ def show_schedule(
         typer.echo(schedule_text(found, timeline_text.draw(timeline)))
         if save is not None:
             typer.echo(saved(found.schedule, save))
+
+
+def _compare_all(request: Request, as_json: bool) -> None:
+    from moemesh.schedule.comparison import compare, comparison_rows
+
+    found = compare(request)
+    if as_json:
+        typer.echo(json.dumps([one.to_json() for one in found]))
+        return
+    header = (
+        "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
+    )  # fmt: skip
+    typer.echo(table(header, comparison_rows(found)))
+    typer.echo(f"\n{_LEGEND}")
+    for one in found:
+        if one.answer is None:
+            typer.echo("\n".join(_wrapped([f"{one.name}: {one.refused}"])))
 
 
 def schedule_text(found: "Answer", picture: str = "", *, width: int = 160) -> str:

@@ -12,9 +12,9 @@ class Request:
 
     name: Annotated[
         str,
-        "A schedule, 'search', or a text or CSV file.",
+        "A schedule, 'search', or a text or CSV file (none with --all).",
         {"argument": True, "metavar": "NAME"},
-    ]
+    ] = ""
     ranks: Annotated[int | None, "Pipeline ranks."] = None
     microbatches: Annotated[int | None, "Of a step, all pipes together."] = None
     stages_per_rank: Annotated[int | None, "Chunks of layers per rank."] = None

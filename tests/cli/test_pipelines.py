@@ -277,3 +277,42 @@ class TestCommandLine:
         words = ("schedule", "zb_v", "--ranks", "4", "--microbatches", "8")
         done = run_guarded(forbidden, *words)
         assert done.returncode == 0, done.stderr
+
+
+def test_all_schedules_in_one_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("--ranks", "4", "--microbatches", "8")
+    code, out, _ = run(capsys, monkeypatch, "schedule", "--all", *sizes)
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert code == 0
+    assert set(RECIPES) <= set(rows)
+    assert rows["gpipe"][3] == "8" and rows["1f1b"][3] == "4"  # activation
+    assert rows["chimera"][4] == rows["dualpipe"][4] == "2"  # copies of weights
+    # A rank between two others sends each microbatch on and its gradient back; twice with two
+    # chunks of layers.
+    assert rows["1f1b"][5] == rows["terapipe"][5] == "16"
+    assert rows["interleaved_1f1b"][5] == "32"
+
+
+def test_a_schedule_that_cannot_be_made_is_told_beside_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("--ranks", "3", "--microbatches", "5")
+    _, out, _ = run(capsys, monkeypatch, "schedule", "--all", *sizes, "--json")
+    found = {row["name"]: row for row in json.loads(out)}
+    single = json.loads(run(capsys, monkeypatch, "schedule", "zb_h1", *sizes, "--json")[1])
+    assert "ranks % 2 == 0" in found["dualpipe"]["refused"]
+    assert found["zb_h1"]["bubble_rate"] == single["bubble_rate"]
+    assert found["zb_h1"]["peak_activation"] == max(single["peak_activation"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["1f1b", "--all"], ["--all"], ["--all", "--ranks", "2", "--microbatches", "0"],
+     ["--all", "--ranks", "2", "--microbatches", "2", "--svg", "a.svg"]],
+)  # fmt: skip
+def test_wrong_comparisons(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(capsys, monkeypatch, "schedule", *arguments)[0] == 2
