@@ -1,8 +1,8 @@
 """Orders: pure functions of seed, epoch and position, the same for every layout and platform.
 
-Random numbers come from the Philox counter generator, keyed by (seed, purpose), counted by epoch.
-Permutations sort its raw 64-bit words, so the order is the same on every platform and under every
-version of numpy (`Generator.permutation` promises neither).
+Random numbers are raw 64-bit words of the Philox counter generator, keyed by (seed, purpose),
+counted by epoch: the same on every platform and under every version of numpy
+(`Generator.permutation` promises neither).
 """
 
 from __future__ import annotations
@@ -13,21 +13,62 @@ from math import lcm
 
 import numpy as np
 
+from moemesh.data.ids import IdRanges
+
 #: Purposes that key the random streams; changing one changes every run. Source i of a run adds
 #: i * SOURCE_STRIDE.
 HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 SOURCE_STRIDE = 1 << 16
 #: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
 LONGEST_PERIOD = 1 << 16
+#: Numbers up to which a permutation is a table, and rounds of the network behind larger ones.
+LARGEST_TABLE, ROUNDS = 1 << 20, 8
 
 
-def permutation(size: int, seed: int, purpose: int, epoch: int) -> np.ndarray:
-    """A permutation of 0..size-1, a pure function of its arguments on every platform."""
-    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, purpose], dtype=np.uint64)
-    # The epoch sits in the counter's highest word: no epoch can run into the next one's numbers.
-    counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=counter).random_raw(size)
-    return np.argsort(words, kind="stable")
+class Permutation:
+    """A permutation of 0..size-1, a pure function of its arguments on every platform.
+
+    Small ones are a table: the order of `size` random words. For large ones, of which a rank needs
+    few entries and has no room for all, an entry is computed: a Feistel network permutes the
+    numbers below a power of four, and is applied again until the result is below `size`.
+    """
+
+    def __init__(self, size: int, seed: int, purpose: int, epoch: int) -> None:
+        key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, purpose], dtype=np.uint64)
+        # The epoch sits in the counter's highest word: none can run into the next one's numbers.
+        counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
+        words = np.random.Philox(key=key, counter=counter)
+        self._size = size
+        self._table: np.ndarray | None = None
+        if size <= LARGEST_TABLE:
+            self._table = np.argsort(words.random_raw(size), kind="stable")
+        else:
+            self._keys = words.random_raw(ROUNDS)
+            self._half = np.uint64(((size - 1).bit_length() + 1) // 2)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The entries at `places` [n], int64."""
+        if self._table is not None:
+            return self._table[places]
+        found = self._network(places.astype(np.uint64))
+        while (outside := found >= np.uint64(self._size)).any():
+            found[outside] = self._network(found[outside])
+        return found.astype(np.int64)
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        mask = (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = numbers >> self._half, numbers & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return (left << self._half) | right
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014), uint64 [n]: every bit of a word
+    moves every bit of the result."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 class Interleaving:
@@ -79,25 +120,33 @@ def _counts(weights: Sequence[float]) -> np.ndarray:
     return np.array(whole, dtype=np.int64)
 
 
-def held_out_places(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
-    """`count` of the places 0..size-1, ascending, as about 32 blocks spread by seed: a block of
-    neighbours meets training text at its two ends only."""
+def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
+    """`count` of the places 0..size-1 as about 32 blocks spread by seed, from and to, int64 [n, 2],
+    ascending: a block of neighbours meets training text at its two ends only."""
+    if not count:
+        return np.empty((0, 2), dtype=np.int64)
     block = max(1, count // 32)
-    starts = np.arange(0, size, block)
+    num_blocks = -(-size // block)
     purpose = HELD_OUT_STREAM + source * SOURCE_STRIDE
-    order = starts[permutation(len(starts), seed, purpose, 0)]
-    places = (order[:, None] + np.arange(block)).reshape(-1)
-    return np.sort(places[places < size][:count]).astype(np.int64)
+    drawn = min(-(-count // block) + 1, num_blocks)  # the last block of all may be short
+    starts = block * Permutation(num_blocks, seed, purpose, 0).at(np.arange(drawn, dtype=np.int64))
+    stops = np.minimum(starts + block, size)
+    surplus = np.cumsum(stops - starts) - count
+    stops -= np.clip(surplus, 0, stops - starts)
+    blocks = np.stack([starts, stops], axis=1)[stops > starts]
+    return blocks[np.argsort(blocks[:, 0])]
 
 
 class Epochs:
     """The ids of one source, in a new order in each epoch."""
 
-    def __init__(self, ids: np.ndarray, seed: int, source: int = 0) -> None:
-        """`ids` int64 [n], at least one."""
+    def __init__(self, ids: IdRanges, seed: int, source: int = 0) -> None:
         self.ids, self._seed = ids, seed
         self._purpose = ORDER_STREAM + source * SOURCE_STRIDE
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, Permutation] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     def at(self, draws: np.ndarray) -> np.ndarray:
         """The ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, and each epoch
@@ -106,14 +155,13 @@ class Epochs:
         found = np.empty(len(draws), dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._order(int(epoch))[places[here]]
+            found[here] = self.ids.at(self._order(int(epoch)).at(places[here]))
         return found
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The ids in the order of `epoch`; the two epochs a batch can span stay cached."""
+    def _order(self, epoch: int) -> Permutation:
+        """The order of `epoch`; those of the two epochs that a batch can span stay cached."""
         if epoch not in self._orders:
             for old in [key for key in self._orders if key != epoch - 1]:
                 del self._orders[old]
-            order = permutation(len(self.ids), self._seed, self._purpose, epoch)
-            self._orders[epoch] = self.ids[order]
+            self._orders[epoch] = Permutation(len(self.ids), self._seed, self._purpose, epoch)
         return self._orders[epoch]

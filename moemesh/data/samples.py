@@ -19,7 +19,8 @@ import numpy as np
 
 from moemesh.config.data import Documents
 from moemesh.data.corpus import Corpus
-from moemesh.data.order import Epochs, Interleaving, held_out_places
+from moemesh.data.ids import IdRanges
+from moemesh.data.order import Epochs, Interleaving, held_out_blocks
 from moemesh.data.tokenizer import DataError
 
 #: Tokens handled at once where a whole stream is counted: bounds the extra memory.
@@ -102,23 +103,23 @@ class Windows:
             found[rows] = take(self.corpora[owner], places + np.arange(self.seq_len + 1))
         return found
 
-    def _with_loss(self, first: int, last: int) -> np.ndarray:
-        """The windows of streams first..last-1 in which some target carries loss, ascending."""
-        parts: list[np.ndarray] = []
+    def _with_loss(self, first: int, last: int) -> IdRanges:
+        """The windows of streams first..last-1 in which some target carries loss."""
+        parts: list[IdRanges] = []
         rows = max(1, CHUNK_TOKENS // self.seq_len)
         for stream in range(first, last):
             start, end = int(self.firsts[stream]), int(self.firsts[stream + 1])
             learned = self.corpora[stream].learned
             if learned is None:
-                parts.append(np.arange(start, end, dtype=np.int64))
+                parts.append(IdRanges(np.array([start]), np.array([end])))
                 continue
             for begin in range(start, end, rows):
                 stop = min(begin + rows, end)
                 place = (begin - start) * self.seq_len + 1
                 targets = learned[place : place + (stop - begin) * self.seq_len]
                 has_loss = targets.reshape(-1, self.seq_len).any(axis=1)
-                parts.append(begin + np.flatnonzero(has_loss))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+                parts.append(IdRanges.of(begin + np.flatnonzero(has_loss)))
+        return IdRanges.joined(parts)
 
 
 class Source(NamedTuple):
@@ -131,12 +132,12 @@ class Source(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The windows of one source: `training` draws and `held_out`, int64, ascending; `without_loss`
+    """The windows of one source: those of `training` by epoch, and `held_out`; `without_loss`
     counts those in which no target carries loss, which are neither."""
 
     source: Source
     training: Epochs
-    held_out: np.ndarray
+    held_out: IdRanges
     without_loss: int
 
     @property
@@ -148,7 +149,7 @@ class Samples(Windows):
     """The windows of all sources, split into training and validation, in a seeded order.
 
     All answers are functions of (sources, validation, seq_len, seed, held_out) alone: no rank,
-    layout or earlier call enters. `held_out_ids` int64, ascending.
+    layout or earlier call enters.
     """
 
     def __init__(
@@ -186,39 +187,48 @@ class Samples(Windows):
             first = last
         self._check_size(global_batch, None if validation else held_out)
         if validation:
-            self.held_out_ids = self._with_loss(first, len(self.corpora))
-            if not len(self.held_out_ids):
+            self._held_out = self._with_loss(first, len(self.corpora))
+            if not len(self._held_out):
                 raise DataError(
                     f"data.validation {validation[0].source} makes no sample of data.seq_len "
                     f"{seq_len}, which takes {seq_len + 1} tokens, with a target that carries loss"
                 )
         else:
-            self.held_out_ids = np.sort(np.concatenate([split.held_out for split in self.splits]))
+            self._held_out = IdRanges.joined([split.held_out for split in self.splits])
         self._own_validation = bool(validation)
 
     @property
     def num_training(self) -> int:
         """Training samples of all sources."""
-        return sum(len(split.training.ids) for split in self.splits)
+        return sum(len(split.training) for split in self.splits)
+
+    @property
+    def num_validation(self) -> int:
+        """Samples that validation can draw from."""
+        return len(self._held_out)
 
     @property
     def training_ids(self) -> np.ndarray:
         """The training samples of all sources, int64, ascending."""
-        return np.concatenate([split.training.ids for split in self.splits])
+        return IdRanges.joined([split.training.ids for split in self.splits]).all()
+
+    @property
+    def held_out_ids(self) -> np.ndarray:
+        """The validation samples of all sources, int64, ascending."""
+        return self._held_out.all()
 
     def _split(self, source: Source, first: int, last: int, held_out: float | None) -> Split:
         """Of streams first..last-1; `held_out` None keeps nothing from training."""
         usable = self._with_loss(first, last)
         number = len(self.splits)
         count = 0 if held_out is None else max(1, round(len(usable) * held_out))
-        places = held_out_places(len(usable), min(count, len(usable)), self.seed, number)
-        is_training = np.ones(len(usable), dtype=bool)
-        is_training[places] = False
+        blocks = held_out_blocks(len(usable), min(count, len(usable)), self.seed, number)
+        held, training = usable.divided(blocks)
         num_windows = int(self.firsts[last] - self.firsts[first])
         return Split(
             source=source,
-            training=Epochs(usable[is_training], self.seed, number),
-            held_out=usable[places],
+            training=Epochs(training, self.seed, number),
+            held_out=held,
             without_loss=num_windows - len(usable),
         )
 
@@ -237,15 +247,15 @@ class Samples(Windows):
         """Up to `count` validation samples, evenly spread over own files for validation, or over
         the held-out part of each source, in the sources' shares."""
         if self._own_validation or len(self.splits) == 1:
-            return _spread(self.held_out_ids, count)
+            return self._held_out.spread(count)
         counts = self.interleaving.drawn(count).tolist()
-        parts = [_spread(split.held_out, n) for split, n in zip(self.splits, counts, strict=True)]
+        parts = [split.held_out.spread(n) for split, n in zip(self.splits, counts, strict=True)]
         return np.concatenate(parts)
 
     def epochs(self, num_samples: int) -> list[float]:
         """How often a run of `num_samples` reads the training samples of each source."""
         drawn = self.interleaving.drawn(num_samples).tolist()
-        return [n / len(split.training.ids) for n, split in zip(drawn, self.splits, strict=True)]
+        return [n / len(split.training) for n, split in zip(drawn, self.splits, strict=True)]
 
     def unigram_loss(self) -> float:
         """Cross-entropy of validation, nats a token, of the training targets' unigram model: of
@@ -254,13 +264,13 @@ class Samples(Windows):
         What a model scores that has learned how often each token occurs and nothing of its context:
         a training run that does not get below it has learned nothing else.
         """
-        held_V = self._count_targets(self.held_out_ids)
+        held_V = self._count_targets(self._held_out.spread(self._most_counted))
         probability_V = np.zeros(len(held_V))
         shares = self.interleaving.counts / self.interleaving.period
         for share, split in zip(shares, self.splits, strict=True):
-            counts_V = self._count_targets(_spread(split.training.ids, self._most_counted))
+            counts_V = self._count_targets(split.training.ids.spread(self._most_counted))
             probability_V += share * (counts_V + 1.0) / (int(counts_V.sum()) + len(counts_V))
-        return float(-(held_V * np.log(probability_V)).sum() / held_V.sum())
+        return float(-(held_V * np.log(probability_V)).sum() / max(held_V.sum(), 1))
 
     @property
     def _most_counted(self) -> int:
@@ -292,14 +302,14 @@ class Samples(Windows):
             self.seed,
             None if self._own_validation else self.held_out,
             self.interleaving.counts.tolist(),
-            [len(split.training.ids) for split in self.splits],
+            [len(split.training) for split in self.splits],
         ]
         found["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         return found
 
     def _check_size(self, global_batch: int, held_out: float | None) -> None:
         for number, split in enumerate(self.splits):
-            if len(self.splits) > 1 and not len(split.training.ids):
+            if len(self.splits) > 1 and not len(split.training):
                 raise DataError(
                     f"data.sources[{number}] {split.source.name} holds {split.num_tokens} tokens, "
                     f"which leave no training sample of data.seq_len {self.seq_len}"
@@ -323,12 +333,6 @@ class Samples(Windows):
         if not split.without_loss:
             return ""
         return f" ({split.without_loss} samples have no target that carries loss)"
-
-
-def _spread(ids: np.ndarray, count: int) -> np.ndarray:
-    """`count` of `ids`, evenly spread; all of them if there are fewer."""
-    count = min(count, len(ids))
-    return ids[np.arange(count, dtype=np.int64) * len(ids) // max(count, 1)]
 
 
 def _tokens_needed(seq_len: int, held_out: float | None, training_samples: int) -> int:

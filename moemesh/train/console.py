@@ -68,9 +68,7 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
     if len(samples.splits) > 1:
         lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
     if data.validation is not None:
-        lines.append(
-            f"         validation {data.validation}: {len(samples.held_out_ids):,} samples"
-        )
+        lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return lines
 
 

@@ -23,12 +23,12 @@ def record(samples: Samples) -> dict[str, Any]:
             {
                 "name": split.source.name,
                 "tokens": split.num_tokens,
-                "training_samples": len(split.training.ids),
+                "training_samples": len(split.training),
                 "share": float(share),
             }
             for split, share in zip(samples.splits, shares, strict=True)
         ],
-        "validation_samples": len(samples.held_out_ids),
+        "validation_samples": samples.num_validation,
         "fingerprint": samples.fingerprint(),
     }
 

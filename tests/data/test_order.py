@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.data.order import LONGEST_PERIOD, Epochs, Interleaving
+from moemesh.data import order
+from moemesh.data.ids import IdRanges
+from moemesh.data.order import (
+    LONGEST_PERIOD,
+    Epochs,
+    Interleaving,
+    Permutation,
+    held_out_blocks,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +74,70 @@ def test_a_position_far_away_costs_nothing() -> None:
 
 def test_epochs_hold_every_id_once_and_differ_between_sources() -> None:
     ids = np.arange(100, 137)
-    epochs = Epochs(ids, seed=3)
+    held = IdRanges.of(ids)
+    epochs = Epochs(held, seed=3)
     first, second = epochs.at(np.arange(37)), epochs.at(np.arange(37, 74))
     assert sorted(first) == sorted(second) == ids.tolist() and not np.array_equal(first, second)
     assert np.array_equal(epochs.at(np.arange(30, 50)), np.r_[first[30:], second[:13]])
     # From any draw on, without the draws before.
-    assert np.array_equal(Epochs(ids, seed=3).at(np.arange(40, 60)), second[3:23])
-    assert not np.array_equal(Epochs(ids, seed=3, source=1).at(np.arange(37)), first)
+    assert np.array_equal(Epochs(held, seed=3).at(np.arange(40, 60)), second[3:23])
+    assert not np.array_equal(Epochs(held, seed=3, source=1).at(np.arange(37)), first)
+
+
+# --- large permutations and sets of ids ------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 5))
+def test_computed_permutations_are_permutations(size: int, seed: int, epoch: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "LARGEST_TABLE", 0)
+        whole = Permutation(size, seed, 2, epoch).at(np.arange(size))
+        assert sorted(whole.tolist()) == list(range(size))
+        some = np.array([size - 1, 0, size // 2])
+        assert np.array_equal(Permutation(size, seed, 2, epoch).at(some), whole[some])
+
+
+def test_computed_permutations_look_random() -> None:
+    """By position, by difference of neighbours, and between epochs."""
+    size = 3_000_000_000
+    places = np.arange(100_000)
+    found = Permutation(size, 7, 2, 0).at(places)
+    other = Permutation(size, 7, 2, 1).at(places)
+    for numbers in (found, np.diff(found) % size, (found - other) % size, found[::64]):
+        counts = np.histogram(numbers, bins=100, range=(0, size))[0]
+        expected = len(numbers) / 100
+        # Chi-square of 99 degrees of freedom: 99 +- 14, and below 170 but once in 80,000.
+        assert ((counts - expected) ** 2 / expected).sum() < 170
+    assert len(np.unique(found)) == len(found)
+    assert np.unique(found & 1, return_counts=True)[1].min() > 49_000
+
+
+def test_a_computed_order_of_a_seed_stays() -> None:
+    """Other numbers would be another order of every large run."""
+    found = Permutation(10**12, 3, 2, 1).at(np.array([0, 1, 10**12 - 1]))
+    assert found.tolist() == [229610656527, 887308079916, 356167207873]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.booleans(), max_size=60), st.data())
+def test_ranges_are_the_ids_they_stand_for(chosen: list[bool], data: st.DataObject) -> None:
+    ids = np.flatnonzero(np.array(chosen, dtype=bool)) + 5
+    ranges = IdRanges.of(ids)
+    assert len(ranges) == len(ids) and np.array_equal(ranges.all(), ids)
+    count = data.draw(st.integers(0, len(ids)))
+    blocks = held_out_blocks(len(ids), count, seed=1)
+    inside, outside = ranges.divided(blocks)
+    assert len(inside) == count
+    assert sorted([*inside.all(), *outside.all()]) == ids.tolist()
+    places = [place for start, stop in blocks.tolist() for place in range(start, stop)]
+    assert np.array_equal(inside.all(), ids[places] if places else ids[:0])
+
+
+def test_trillions_of_tokens_cost_no_memory() -> None:
+    size = 4_000_000_000
+    ranges = IdRanges(np.array([10]), np.array([10 + size]))
+    held, training = ranges.divided(held_out_blocks(size, size // 20, seed=1))
+    assert len(held) == size // 20 and len(training) == size - size // 20
+    found = Epochs(training, seed=1).at(np.arange(10**11, 10**11 + 1000))
+    assert len(np.unique(found)) == 1000

@@ -62,7 +62,7 @@ def test_windows_are_drawn_in_the_shares_and_small_sources_repeat() -> None:
     # 28 windows of b and c train; each is drawn once before one of them comes again.
     ids = samples.ids_at(0, 2000)
     small = ids[ids >= 400]
-    assert len(set(small[:28].tolist())) == 28 == len(samples.splits[1].training.ids)
+    assert len(set(small[:28].tolist())) == 28 == len(samples.splits[1].training)
     assert sorted(small[:28]) == sorted(small[28:56])
     assert samples.epochs(2000) == [1400 / 380, 600 / 28]
 
