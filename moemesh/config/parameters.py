@@ -27,12 +27,15 @@ from moemesh.config.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
-    """One parameter. `shards`: axis -> sharded dim; `layer` -1 stands for the ends of the model."""
+    """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
+    stack that holds some experts of a layer only, how many each rank of ep has."""
 
     name: str
     shape: tuple[int, ...]
     shards: dict[str, int] = field(default_factory=dict[str, int])
     summed_over: str = "stage"
+    trains: bool = True
+    per_rank: tuple[int, ...] = ()
 
     @property
     def is_expert(self) -> bool:
@@ -47,7 +50,9 @@ class ParameterTensor:
         at, sizes = layout.coordinates(rank), list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
-            sizes[dim] = shard_sizes(sizes[dim], degree)[at[axis]]
+            is_uneven = axis == "ep" and self.per_rank
+            shares = self.per_rank if is_uneven else shard_sizes(sizes[dim], degree)
+            sizes[dim] = shares[at[axis]]
         return prod(sizes)
 
 

@@ -112,14 +112,39 @@ def _context(config: RunConfig) -> Iterator[Problem]:
 
 
 def _frozen(config: RunConfig) -> Iterator[Problem]:
-    """Weights that do not train beside schedules that keep versions of all."""
-    plan, train = config.plan, config.train
-    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or config.tuning.is_full:
+    """Weights that do not train beside schedules that keep versions of all, and some experts of a
+    layer beside what moves or copies experts."""
+    model, plan, train = config.model, config.plan, config.train
+    if config.tuning.is_full:
         return
     key = "freeze" if train.freeze else "train_only"
-    clash = Clash(True, "keeps versions of all weights, which all train", "schedule = 1f1b")
     setting = f"{key} = {format_value(getattr(train, key))}"
-    yield from _clashes(plan, {"schedule": clash}, f"train.{key}", setting, "[]")
+    clashes = {
+        "schedule": Clash(
+            plan.schedule in ASYNCHRONOUS_SCHEDULES,
+            "keeps versions of all weights, which all train",
+            "schedule = 1f1b",
+        )
+    }
+    if any(config.tuning.chosen(layer, model.num_experts) for layer in model.routed_layers):
+        clashes["combine"] = Clash(
+            plan.combine == "exact",
+            "adds rows in the order of experts' places, where those that train come first",
+            "combine = fast",
+        )
+        clashes["spare_slots"] = Clash(
+            plan.spare_slots > 0, "copies experts that train like others", "spare_slots = 0"
+        )
+        if train.rebalance_every:
+            yield Problem(
+                code="conflict",
+                key="train.rebalance_every",
+                value=train.rebalance_every,
+                message="experts of a layer of which only some train cannot move to other ranks",
+                fix=f"rebalance_every = 0, or {key} = []",
+                related=(f"train.{key}",),
+            )
+    yield from _clashes(plan, clashes, f"train.{key}", setting, "[]")
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

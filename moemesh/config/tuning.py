@@ -18,8 +18,8 @@ its norms, and extra prediction layers. The backward ends at the first unit in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
@@ -29,6 +29,8 @@ from re import sub
 
 from moemesh.config.buckets import unit_of
 from moemesh.config.errors import Problem
+from moemesh.config.layout import shard_range
+from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
@@ -61,7 +63,15 @@ class Tuning:
         """Whether the parameter trains, or any expert of the stack."""
         return bool(self.rows(tensor.name, tensor.shape[0] if tensor.is_expert else 0))
 
+    def chosen(self, layer: int, num_experts: int) -> tuple[int, ...] | None:
+        """The experts of a layer of which any weight trains, where that is not none or all."""
+        module = f"layers.{layer}.feed_forward.experts"
+        found = {expert for leaf in STACKS for expert in self.rows(f"{module}.{leaf}", num_experts)}
+        return tuple(sorted(found)) if 0 < len(found) < num_experts else None
 
+
+#: The weights of routed experts.
+STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
 #: Everything trains.
 FULL = Tuning()
 
@@ -102,6 +112,43 @@ def units(model: ModelConfig) -> list[str]:
     return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
 
 
+def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
+    """Of every rank of ep, in the order of its places: its experts of `chosen`, and its others."""
+    found: list[tuple[list[int], list[int]]] = []
+    for index in range(ep):
+        own = shard_range(num_experts, ep, index)
+        mine = [expert for expert in own if expert in chosen]
+        found.append((mine, [expert for expert in own if expert not in chosen]))
+    return found
+
+
+def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
+    """The parameters of the whole model, in the order of its list, with what trains.
+
+    Where some experts of a layer train, they are stacks of their own, and the others are stacks
+    below ``rest``, behind them.
+    """
+    behind: list[ParameterTensor] = []
+    for tensor in tensors(model, plan):
+        module, _, leaf = tensor.name.rpartition(".")
+        if behind and not tensor.name.startswith(behind[0].name.partition("rest.")[0]):
+            yield from behind
+            behind = []
+        chosen = None
+        if tensor.is_expert and leaf in STACKS:
+            chosen = tuning.chosen(int(module.split(".")[1]), tensor.shape[0])
+        if chosen is None:
+            yield replace(tensor, trains=tuning.trains_any(tensor))
+            continue
+        shares = places(chosen, tensor.shape[0], plan.ep)
+        counts = [tuple(len(part[i]) for part in shares) for i in range(2)]
+        rest = f"{module}.rest.{leaf}"
+        shapes = [(sum(one), *tensor.shape[1:]) for one in counts]
+        yield replace(tensor, shape=shapes[0], per_rank=counts[0], trains=tuning.trains_any(tensor))
+        behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
+    yield from behind
+
+
 def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:
     """The units before `first`, at whose input the backward ends."""
     order = units(model)
@@ -130,7 +177,7 @@ def first_stage(unit: str, layers: Sequence[range]) -> int:
 
 def tuning_problems(tuning: Tuning, model: ModelConfig, plan: Plan) -> list[Problem]:
     """Patterns that match nothing, with the nearest names; a choice that leaves nothing to train;
-    some experts of a stack, which are not trained alone yet."""
+    weights of a layer's experts that train of different ones."""
     if tuning.is_full:
         return []
     names = list(logical_names(model, plan))
@@ -147,13 +194,33 @@ def tuning_problems(tuning: Tuning, model: ModelConfig, plan: Plan) -> list[Prob
     if not any(map(tuning.trains_any, every)):
         message = f"none of the {len(every)} parameter tensors is left to train"
         return [_problem(key, getattr(tuning, key), message, f"choose fewer in train.{key}")]
-    for tensor in every:
-        experts = tensor.shape[0] if tensor.is_expert else 0
-        if experts and 0 < (some := len(tuning.rows(tensor.name, experts))) < experts:
-            message = f"{some} of the {experts} experts of {tensor.name} would train"
-            fix = "patterns with experts.* choose all experts of a layer"
-            return [_problem(key, getattr(tuning, key), message, fix, code="not-available")]
+    for message, fix in _uneven(tuning, every):
+        return [_problem(key, getattr(tuning, key), message, fix, code="not-available")]
     return []
+
+
+def _uneven(tuning: Tuning, every: Iterable[ParameterTensor]) -> Iterator[tuple[str, str]]:
+    """(what is wrong, a fix) of choices of experts that have no stack of their own."""
+    known: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for tensor in every:
+        if not tensor.is_expert:
+            continue
+        rows, size = tuning.rows(tensor.name, tensor.shape[0]), tensor.shape[0]
+        module, _, leaf = tensor.name.rpartition(".")
+        if is_adapter(tensor.name) and 0 < len(rows) < size:
+            yield (
+                f"{len(rows)} of the {size} adapters of {tensor.name} would train",
+                "choose the adapters of all experts, or of none",
+            )
+        elif rows and not is_adapter(tensor.name):
+            other, before = known.setdefault(module, (leaf, rows))
+            if rows != before:
+                yield (
+                    f"{len(before)} of the {size} experts of {module} would train their {other}, "
+                    f"{len(rows)} their {leaf}: the weights of a layer's experts train of the same "
+                    "ones, or of none",
+                    f"a pattern like {module}.{rows[0]}.*",
+                )
 
 
 def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:

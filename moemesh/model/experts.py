@@ -5,6 +5,8 @@ Legend: R rows by expert, L experts held here, H hidden, F expert width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +46,8 @@ class Experts(AdaptedModule):
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.add_adapters(lora, "gate_up", "down", is_stack=True)
+        #: Experts behind these: those of the layer that do not train where these do.
+        self.rest: Experts | None = None
         self.form, self.column = form, 0
         self.max_rows: int | None = None
         self.recomputes = False
@@ -52,6 +56,17 @@ class Experts(AdaptedModule):
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
         return rows.compute(self.weights, deferred, self.max_rows, self.recomputes)
+
+    @torch.no_grad()
+    def split(self, own: Sequence[int], others: Sequence[int]) -> None:
+        """Keep the experts in the places `own`, in this order; those in `others` go behind them, to
+        `rest`."""
+        rest = Experts.__new__(Experts)
+        AdaptedModule.__init__(rest)
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            setattr(rest, name, nn.Parameter(parameter[list(others)]))
+            setattr(self, name, nn.Parameter(parameter[list(own)]))
+        self.rest = rest
 
     @property
     def weights(self) -> ExpertWeights:
@@ -65,4 +80,5 @@ class Experts(AdaptedModule):
             self.column,
             (*self.adapters("gate_up"), *self.adapters("down")),
             self.scaling,
+            () if self.rest is None else tuple(self.rest.parameters()),
         )

@@ -26,29 +26,38 @@ class Block(NamedTuple):
     ends_D: Tensor
 
 
-def expert_blocks(counts_E: Tensor, num_rows: int, max_rows: int | None = None) -> list[Block]:
+def expert_blocks(
+    counts_E: Tensor, num_rows: int, max_rows: int | None = None, border: int = 0
+) -> list[Block]:
     """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
     wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
+    No block has experts on both sides of a `border`; an accelerator waits for it.
     """
     if max_rows is None or num_rows <= max_rows:
-        return _blocks_of_whole_experts(counts_E, 0, num_rows)
+        return _blocks_of_whole_experts(counts_E, 0, num_rows, border)
     ends_E, blocks = counts_E.cumsum(0), list[Block]()
     for start in range(0, num_rows, max_rows):
         stop = min(start + max_rows, num_rows)
         within_E = torch.diff(ends_E.clamp(start, stop), prepend=ends_E.new_tensor([start]))
-        blocks += _blocks_of_whole_experts(within_E, start, stop)
+        blocks += _blocks_of_whole_experts(within_E, start, stop, border)
     return [block for block in blocks if block.rows.start < block.rows.stop]
 
 
-def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int) -> list[Block]:
+def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int, border: int) -> list[Block]:
     """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
     if counts_E.device.type != "cpu":
-        return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
+        if not border:
+            return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
+        middle, end = start + int(counts_E[:border].sum()), len(counts_E)
+        return [
+            Block(slice(0, border), slice(start, middle), row_ends(counts_E[:border])),
+            Block(slice(border, end), slice(middle, stop), row_ends(counts_E[border:])),
+        ]
     blocks: list[Block] = []
     expert, row, end = 0, start, start
     for index, count in enumerate(counts_E.tolist(), start=1):
         end += count
-        if end - row >= BLOCK_ROWS or index == len(counts_E):
+        if end - row >= BLOCK_ROWS or index in (border, len(counts_E)):
             ends_D = row_ends(counts_E[expert:index])
             blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
             expert, row = index, end
@@ -110,7 +119,7 @@ class WeightGradient:
 
     def result(self) -> Tensor | None:
         """The gradient; None when it is not needed, or when the queue will compute it."""
-        if not self._needed:
+        if not self._needed or not self._weight.numel():
             return None
         if not self._weight.is_leaf:
             return self.compute()
@@ -162,9 +171,9 @@ class WeightGradient:
         return total.view_as(weight)
 
 
-def of_rows(bias_EO: Tensor, block: Block) -> Tensor:
-    """The bias of each row of a block, [B, O]."""
+def of_rows(bias_DO: Tensor, block: Block) -> Tensor:
+    """The bias of each row of a block, [B, O], given those of its experts."""
     ends_D = block.ends_D.long()
     counts_D = torch.diff(ends_D, prepend=ends_D.new_zeros(1))
     size = block.rows.stop - block.rows.start
-    return bias_EO[block.experts].repeat_interleave(counts_D, dim=0, output_size=size)
+    return bias_DO.repeat_interleave(counts_D, dim=0, output_size=size)

@@ -51,7 +51,8 @@ from moemesh.ops.weight_gradient import deferring
 class ExpertWeights(NamedTuple):
     """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], biases ``gate_up_bias`` [E, 2, F] and
     ``down_bias`` [E, part of H], which is that from channel `column` on; the form of SwiGLU; and
-    the adapters of both weights, with what multiplies their products."""
+    the adapters of both weights, with what multiplies their products. ``rest``: the same weights of
+    more experts, which come behind these in the order of rows and have no gradient."""
 
     gate_up: Tensor
     down: Tensor
@@ -61,19 +62,44 @@ class ExpertWeights(NamedTuple):
     column: int = 0
     adapters: tuple[Adapter, ...] = ()
     scale: float = 1.0
+    rest: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The weights that are there, in order: without the biases, or with both; then both
-        factors of every adapter."""
+        factors of every adapter, then the rest."""
         factors = [factor for adapter in self.adapters for factor in adapter[:2]]
-        return (*(tensor for tensor in self[:4] if isinstance(tensor, Tensor)), *factors)
+        own = (tensor for tensor in self[:4] if isinstance(tensor, Tensor))
+        return (*own, *factors, *self.rest)
+
+    @property
+    def border(self) -> int:
+        """Where the rest begins; 0: there is none, or there is nothing else."""
+        return len(self.gate_up) if self.rest else 0
+
+    def of_block(self, block: Block) -> ExpertWeights:
+        """The weights of the experts of one block, all of them before the border or behind it."""
+        start, stop = block.experts.start, block.experts.stop
+        own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
+        if self.rest and start >= self.border:
+            start, stop, own = start - self.border, stop - self.border, list(self.rest)
+        return ExpertWeights(
+            *(tensor[start:stop] for tensor in own),
+            form=self.form,
+            column=self.column,
+            adapters=tuple(of_experts(self.adapters, block.experts)),
+            scale=self.scale,
+        )
+
+    def trains(self, block: Block) -> bool:
+        """Whether the experts of a block are before the border."""
+        return not self.rest or block.experts.stop <= self.border
 
     @property
     def kind(self) -> ExpertKind:
         """All but the tensors."""
         parts = tuple(adapter[2:] for adapter in self.adapters)
-        return ExpertKind(self.form, self.column, parts, self.scale)
+        return ExpertKind(self.form, self.column, parts, self.scale, len(self.rest))
 
     def of(self, tensors: Sequence[Tensor]) -> ExpertWeights:
         """Other experts of the same kind, from their :attr:`tensors`."""
@@ -103,11 +129,13 @@ class ExpertKind(NamedTuple):
     column: int
     parts: tuple[tuple[int | None, int, int], ...]
     scale: float
+    num_rest: int
 
     def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
         """From :attr:`ExpertWeights.tensors`."""
         own = tensors[: self.num_weights(tensors)]
-        factors = tensors[len(own) :]
+        end = len(tensors) - self.num_rest
+        factors = tensors[len(own) : end]
         pairs = zip(self.parts, factors[::2], factors[1::2], strict=True)
         return ExpertWeights(
             *own,
@@ -115,11 +143,12 @@ class ExpertKind(NamedTuple):
             column=self.column,
             adapters=tuple(Adapter(a, b, *part) for part, a, b in pairs),
             scale=self.scale,
+            rest=tuple(tensors[end:]),
         )
 
     def num_weights(self, tensors: Sequence[Tensor]) -> int:
-        """How many of the tensors are weights and biases: the factors follow."""
-        return len(tensors) - 2 * len(self.parts)
+        """How many of the tensors are weights and biases: the factors follow, then the rest."""
+        return len(tensors) - 2 * len(self.parts) - self.num_rest
 
 
 def expert_mlp_loop(
@@ -133,6 +162,9 @@ def expert_mlp_loop(
     x_RH = source_NH[rows.source_R]
     outputs, start = [x_RH[:0]], 0
     limit, alpha, offset = experts.form
+    if experts.rest:
+        own = [torch.cat(pair) for pair in zip(experts.tensors, experts.rest, strict=False)]
+        experts = experts._replace(rest=()).of(own)
     for expert, count in enumerate(counts_E.tolist()):
         x = x_RH[start : start + count]
         h = x @ experts.gate_up[expert].flatten(0, 1).t()
@@ -183,7 +215,8 @@ class _Anchor(torch.autograd.Function):
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
-        return None, *map(WeightGradient.compute_sum, by_weight)
+        found = list(map(WeightGradient.compute_sum, by_weight))
+        return None, *found, *(None for _ in range(ctx.num_weights - len(found)))
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -197,23 +230,22 @@ class _ExpertMLP(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         experts, rows = call.weights(tensors), call.rows
-        blocks = expert_blocks(call.counts_E, rows.num_rows, call.max_rows)
+        blocks = expert_blocks(call.counts_E, rows.num_rows, call.max_rows, experts.border)
         is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
         num_numbers = 2 * experts.gate_up.shape[2]
         h = Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
         y = Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
         for block in blocks:
-            part = block.rows
-            h_BG = _gate_and_up(source_NH, rows, experts, block, h[part] if is_kept else None)
+            part, own = block.rows, experts.of_block(block)
+            h_BG = _gate_and_up(source_NH, rows, own, block, h[part] if is_kept else None)
             product_BF = swiglu(h_BG, weights_R[part], experts.form)
-            down = experts.down[block.experts].transpose(1, 2)
-            y_BH = grouped_gemm(product_BF, down, block.ends_D, y[part])
-            if adapters := of_experts(experts.of_down, block.experts):
-                add_products(adapters, product_BF, y_BH, experts.scale, _gemm(block))
-            if experts.down_bias is not None:
-                bias = of_rows(experts.down_bias, block) * weights_R[part, None].to(y_BH.dtype)
-                y_BH[:, experts.part] += bias
+            y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y[part])
+            if own.of_down:
+                add_products(own.of_down, product_BF, y_BH, experts.scale, _gemm(block))
+            if own.down_bias is not None:
+                bias = of_rows(own.down_bias, block) * weights_R[part, None].to(y_BH.dtype)
+                y_BH[:, own.part] += bias
         kept = [h.of(h_BG)] if is_kept else []
         ctx.save_for_backward(source_NH, weights_R, *tensors, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
@@ -227,7 +259,7 @@ class _ExpertMLP(torch.autograd.Function):
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
         experts, rows = call.weights(tensors), call.rows
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        gate_up_EGH, grad_RH = experts.gate_up.flatten(1, 2), grad_RH.contiguous()
+        grad_RH = grad_RH.contiguous()
         grad_x, grad_x_BH = Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
         # hold as many numbers as were not kept.
@@ -235,23 +267,26 @@ class _ExpertMLP(torch.autograd.Function):
         # A weight that came from elsewhere has a gradient that must go on from here.
         is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
+        trained = [block for block in blocks if experts.trains(block)]
         gradients = [
             WeightGradient(
                 leaf,
-                blocks,
+                trained,
                 needed,
                 is_deferred=is_deferred,
                 are_shared=is_bounded,
                 is_bias=2 <= place < call.kind.num_weights(ctx.leaves),
             )
             for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_weights, strict=True))
+            if place < len(ctx.leaves) - call.kind.num_rest
         ]
         grad_weights: list[Tensor] = []
         for block in blocks:
             part, ends_D, gemm = block.rows, block.ends_D, _gemm(block)
-            h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, experts, block)
-            grad_product_BF = grouped_gemm(grad_RH[part], experts.down[block.experts], ends_D)
-            of_down = of_experts(experts.of_down, block.experts)
+            own = experts.of_block(block)
+            h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, own, block)
+            grad_product_BF = grouped_gemm(grad_RH[part], own.down, ends_D)
+            of_down = own.of_down
             narrow_down = [
                 narrow_gradient(one, grad_RH[part], experts.scale, gemm) for one in of_down
             ]
@@ -260,21 +295,24 @@ class _ExpertMLP(torch.autograd.Function):
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
                 grad_product_BF, h_BG, weights_R[part], experts.form
             )
-            gradients[0].add(block, grad_h_BG, source_NH, rows.source_R[part])
-            gradients[1].add(block, grad_RH[part], product_BF)
-            if experts.down_bias is not None:
+            trains = experts.trains(block)
+            if trains:
+                gradients[0].add(block, grad_h_BG, source_NH, rows.source_R[part])
+                gradients[1].add(block, grad_RH[part], product_BF)
+            if own.down_bias is not None:
                 scale_B1 = weights_R[part, None].to(grad_h_BG.dtype)
-                grad_BC = grad_RH[part, experts.part].contiguous()
-                gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
-                gradients[3].add(block, grad_BC, scale_B1)
-                bias_BC = of_rows(experts.down_bias, block)
+                grad_BC = grad_RH[part, own.part].contiguous()
+                if trains:
+                    gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
+                    gradients[3].add(block, grad_BC, scale_B1)
+                bias_BC = of_rows(own.down_bias, block)
                 grad_weights_B += torch.linalg.vecdot(grad_BC, bias_BC).to(grad_weights_B.dtype)
             grad_weights.append(grad_weights_B)
             if needs_source:
-                gate_up = gate_up_EGH[block.experts]
-                grad_x_BH = grouped_gemm(grad_h_BG, gate_up, ends_D, grad_x[part])
+                gate_up_DGH = own.gate_up.flatten(1, 2)
+                grad_x_BH = grouped_gemm(grad_h_BG, gate_up_DGH, ends_D, grad_x[part])
             factors = iter(gradients[call.kind.num_weights(ctx.leaves) :])
-            of_gate_up = of_experts(experts.of_gate_up, block.experts)
+            of_gate_up = own.of_gate_up
             if of_gate_up:
                 x_BH = source_NH.index_select(0, rows.source_R[part])
             for adapter in of_gate_up:
@@ -288,9 +326,9 @@ class _ExpertMLP(torch.autograd.Function):
                 u_BR = narrow(adapter, product_BF, experts.scale, gemm)
                 next(factors).add(block, g_BR, product_BF)
                 next(factors).add(block, grad_RH[part], u_BR)
-        found: list[Tensor | None] = [None] * len(gradients)
+        found: list[Tensor | None] = [None] * len(ctx.leaves)
         if calls is None:
-            found = [gradient.result() for gradient in gradients]
+            found[: len(gradients)] = [gradient.result() for gradient in gradients]
         else:
             calls.append(gradients)
         return (
@@ -326,18 +364,18 @@ def _gemm(block: Block) -> Gemm:
 def _gate_and_up(
     source_NH: Tensor,
     rows: RowMap,
-    experts: ExpertWeights,
+    own: ExpertWeights,
     block: Block,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The h of one block."""
+    """The h of one block, whose weights are `own`."""
     x_BH = source_NH.index_select(0, rows.source_R[block.rows])
-    gate_up_DGH = experts.gate_up[block.experts].flatten(1, 2)
+    gate_up_DGH = own.gate_up.flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
-    if adapters := of_experts(experts.of_gate_up, block.experts):
-        add_products(adapters, x_BH, h_BG, experts.scale, _gemm(block))
-    if experts.gate_up_bias is not None:
-        h_BG += of_rows(experts.gate_up_bias.flatten(1), block)
+    if own.of_gate_up:
+        add_products(own.of_gate_up, x_BH, h_BG, own.scale, _gemm(block))
+    if own.gate_up_bias is not None:
+        h_BG += of_rows(own.gate_up_bias.flatten(1), block)
     return h_BG
 
 

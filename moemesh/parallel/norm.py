@@ -62,7 +62,7 @@ def gradient_squares(
         own = owned.get(name)
         if own is not None and where.counts(own, mesh):
             local = math.prod(len(part) for part in where.slices(mesh))
-            places = where.experts(mesh) if where.is_expert else [0]
+            places = where.rows(mesh) if where.is_expert else [0]
             for row, numbers in rows(len(places), local // len(places), own.numbers):
                 piece = part_of(gradients[name], own, numbers)
                 squares[start + places[row]] = piece.double().square().sum()

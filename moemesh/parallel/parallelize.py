@@ -32,6 +32,7 @@ from moemesh.parallel.data.buckets import GatheredBucket
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
+from moemesh.parallel.expert.chosen import split_experts
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.pipeline.pipeline import Pipeline
@@ -128,10 +129,15 @@ def parallelize(
         device=mesh.device,
         slices=lambda name, shape: where[name].slices(mesh),
     )
+    split_experts(model, where, plan, tuning, mesh)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(where[name].trains)
     reducer = GradientReducer(
-        [(name, parameter, where[name]) for name, parameter in model.named_parameters()],
+        [
+            (name, parameter, where[name])
+            for name, parameter in model.named_parameters()
+            if parameter.numel()
+        ],
         mesh,
         data=plan.data,
         owners=plan.owners,

@@ -41,7 +41,8 @@ from moemesh.parallel.data.ownership import OwnRange
 class Placement:
     """Of one parameter: its logical shape, which axis shards which dim, where gradients sum,
     which pipeline ranks hold it (ascending), and whether it trains. ``places``: of a stack of
-    experts, the logical id of the one in each place; None: they are in order."""
+    experts, the logical id of the one in each place; None: they are in order. ``per_rank``: of a
+    stack that holds some experts of a layer only, how many each rank of ep has."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Placement:
     holders: tuple[int, ...] = (0,)
     trains: bool = True
     places: tuple[int, ...] | None = None
+    per_rank: tuple[int, ...] | None = None
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
         """The part of each dim that this rank holds; of experts, the places."""
@@ -57,6 +59,9 @@ class Placement:
         for axis_name, dim in self.shards.items():
             axis = mesh[axis_name]
             parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
+            if axis_name == "ep" and self.per_rank is not None:
+                first = sum(self.per_rank[: axis.index])
+                parts[dim] = range(first, first + self.per_rank[axis.index])
         return tuple(parts)
 
     def offset(self, mesh: Mesh) -> tuple[int, ...]:
@@ -79,6 +84,20 @@ class Placement:
     @property
     def is_expert(self) -> bool:
         return self.summed_over in EXPERT_AXES
+
+    @property
+    def stack(self) -> str:
+        """The name of the whole stack of which it holds some experts; else its own."""
+        return self.name.replace(".experts.rest.", ".experts.")
+
+    def rows(self, mesh: Mesh) -> Sequence[int]:
+        """Of the experts that this rank holds, the place of each among all of the stack, by their
+        logical ids, which no layout changes."""
+        own = self.experts(mesh)
+        if self.per_rank is None or self.places is None:
+            return own
+        order = {expert: row for row, expert in enumerate(sorted(self.places))}
+        return [order[expert] for expert in own]
 
     @property
     def is_vector(self) -> bool:

@@ -134,7 +134,7 @@ def _shards(
     if not where.is_expert:
         yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
         return
-    module, _, leaf = where.name.rpartition(".")
+    module, _, leaf = where.stack.rpartition(".")
     experts = where.experts(parallel.mesh)
     numbers = math.prod(len(part) for part in slices[1:])
     for place, part in rows(len(experts), numbers, own.numbers):

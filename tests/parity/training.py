@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
@@ -18,8 +19,9 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
-from moemesh.parallel.data.ownership import boxes, part_of
+from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.placement import Placement
 from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
@@ -153,7 +155,7 @@ def train_on_rank(
     return {
         "steps": steps,
         "gradients": gradients,
-        "weights": owned(parallel, parallel.reducer.weights),
+        "weights": owned(parallel, parallel.reducer.held_weights),
         "frozen": [frozen, owned(parallel, parallel.reducer.frozen_weights)],
         "biases": {name: buffer.clone() for name, buffer in parallel.model.named_buffers()},
         "ledger": mesh.ledger.to_json(),
@@ -169,7 +171,9 @@ def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     found: list[Part] = []
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if name in tensors and where.counts(own, parallel.mesh):
+        if name in tensors and where.per_rank is not None and where.counts(own, parallel.mesh):
+            found += chosen(parallel, where, own, tensors[name])
+        elif name in tensors and where.counts(own, parallel.mesh):
             slices = where.slices(parallel.mesh)
             for box in boxes([len(part) for part in slices], own.numbers):
                 inside = tuple(
@@ -181,8 +185,30 @@ def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     return found
 
 
-def assemble(parts: list[list[Part]]) -> dict[str, Tensor]:
-    """Logical tensors from the ranks' shards; every element must be owned exactly once."""
+def chosen(parallel: ParallelModel, where: Placement, own: OwnRange, tensor: Tensor) -> list[Part]:
+    """The same of a stack that holds some experts of a layer only: each of them as a part of the
+    whole stack."""
+    found: list[Part] = []
+    shape = (parallel.model.config.num_experts, *where.shape[1:])
+    inner = where.slices(parallel.mesh)[1:]
+    sizes, experts = [len(part) for part in inner], where.experts(parallel.mesh)
+    for place, numbers in rows(len(experts), math.prod(sizes), own.numbers):
+        first = place * math.prod(sizes)
+        for box in boxes(sizes, range(numbers.start - first, numbers.stop - first)):
+            inside = tuple(
+                part[start : start + length]
+                for part, start, length in zip(inner, box.offset, box.shape, strict=True)
+            )
+            part = range(box.numbers.start + first, box.numbers.stop + first)
+            piece = part_of(tensor.detach(), own, part).view(1, *box.shape).clone()
+            expert = experts[place]
+            found.append((where.stack, shape, (range(expert, expert + 1), *inside), piece))
+    return found
+
+
+def assemble(parts: list[list[Part]], some: bool = False) -> dict[str, Tensor]:
+    """Logical tensors from the ranks' shards; every element must be owned exactly once. `some`: or
+    never, where some experts of a stack train; those are zeros."""
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
     for part in parts:
@@ -191,7 +217,8 @@ def assemble(parts: list[list[Part]]) -> dict[str, Tensor]:
             whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[index] = tensor
             times.setdefault(name, torch.zeros(shape, dtype=torch.int64))[index] += 1
     for name, count in times.items():
-        assert bool((count == 1).all()), f"{name}: elements owned {count.unique().tolist()} times"
+        legal = count <= 1 if some else count == 1
+        assert bool(legal.all()), f"{name}: elements owned {count.unique().tolist()} times"
     return whole
 
 
@@ -216,9 +243,9 @@ def train(
         aux=list(aux),
         norms=list(norms),
         loads=list(loads),
-        gradients=assemble([rank["gradients"] for rank in ranks]),
+        gradients=assemble([rank["gradients"] for rank in ranks], some=True),
         weights=assemble([rank["weights"] for rank in ranks]),
         biases=[biases[name] for name in sorted(biases)],
         mtp=list(mtp),
-        frozen=[assemble([rank["frozen"][i] for rank in ranks]) for i in range(2)],
+        frozen=[assemble([rank["frozen"][i] for rank in ranks], some=True) for i in range(2)],
     )

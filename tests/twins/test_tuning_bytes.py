@@ -29,6 +29,10 @@ CASES: list[tuple[str, Case]] = [
     ("late", (DEEP, {"dp": 2, "data": "zero3", "reshard": "step", "cp": 2}, "float32", 4)),
     ("head", (DEEP, {"dp": 4, "ep": 2, "data": "parameter_server"}, "float32", 5)),
     ("layer", (DEEP, {"dp": 2, "data": "zero3"} | HALVES, "float32", 4)),
+    ("uneven_experts", (DEEP, {"dp": 4, "ep": 4, "data": "zero3"}, "bfloat16", 6)),
+    ("some_experts", (DEEP, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "float32", 4)),
+    ("frozen_experts", (DEEP, {"dp": 4, "ep": 2, "data": "zero1"}, "bfloat16", 4)),
+    ("some_downs", (DEEP | {"expert_bias": True}, HALVES | {"dp": 2, "ep": 2}, "float32", 4)),
 ]
 
 
@@ -40,6 +44,7 @@ def case_name(value: object) -> str:
     "experts-num_layers=4-first_dense_layers=1-dp=2-ep=2-dtype=bfloat16",
     "late-num_layers=4-first_dense_layers=1-pp=2-microbatches=4-tp=2-ep=2-dtype=bfloat16",
     "late-num_layers=4-first_dense_layers=1-dp=4-ep=2-data=zero3-dtype=float32",
+    "uneven_experts-num_layers=4-first_dense_layers=1-dp=4-ep=4-data=zero3-dtype=bfloat16",
 )
 @pytest.mark.parametrize(("tuning", "case"), CASES, ids=case_name)
 def test_predicted_is_measured_where_little_trains(tuning: str, case: Case) -> None:

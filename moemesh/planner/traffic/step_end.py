@@ -112,8 +112,8 @@ class StepEnd:
 
     def _squares(self, tensors: list[ParameterTensor] | None = None) -> int:
         """Of what trains of `tensors`, by default of the whole model."""
-        found = self.placement.trained(tensors or self.placement.every_tensor())
-        return sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in found)
+        found = self.placement.every_tensor() if tensors is None else tensors
+        return sum(one.shape[0] if one.is_expert else 1 for one in found if one.trains)
 
     def _before(self) -> None:
         lines, model = self.lines, self.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,10 +9,18 @@ from moemesh.config.buckets import Bucket, Member, buckets
 from moemesh.config.context import context_sizes
 from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.config.parameters import ParameterTensor, tensors
+from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.config.stages import cut_layers
-from moemesh.config.tuning import FULL, Tuning, first_stage, first_unit, units_without_backward
+from moemesh.config.tuning import (
+    FULL,
+    STACKS,
+    Tuning,
+    first_stage,
+    first_unit,
+    tuned_tensors,
+    units_without_backward,
+)
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.slicing import slice_lengths
@@ -37,6 +44,7 @@ class StagePlacement:
         self.first_trained_unit = first_unit(tuning, model, plan)
         ends_at = first_stage(self.first_trained_unit, self.layers)
         self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
+        self._tensors = list(tuned_tensors(model, plan, tuning))
         self._frozen_units = units_without_backward(self.first_trained_unit, model)
 
     @cached_property
@@ -74,8 +82,7 @@ class StagePlacement:
     def trains_experts(self, layer: int) -> bool:
         """Whether any weight of the routed experts of a layer trains."""
         experts, module = self.model.num_experts, f"layers.{layer}.feed_forward.experts"
-        leaves = ("gate_up", "down", "gate_up_bias", "down_bias")
-        return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in leaves)
+        return any(self.tuning.rows(f"{module}.{leaf}", experts) for leaf in STACKS)
 
     def holds(self, tensor: ParameterTensor, pp_rank: int) -> bool:
         """Whether a pipeline rank holds `tensor` (a slice of it)."""
@@ -98,15 +105,11 @@ class StagePlacement:
 
     def every_tensor(self) -> list[ParameterTensor]:
         """The parameters of the whole model."""
-        return list(tensors(self.model, self.plan))
-
-    def trained(self, found: Iterable[ParameterTensor]) -> list[ParameterTensor]:
-        """Those of `found` that train."""
-        return list(filter(self.tuning.trains_any, found))
+        return self._tensors
 
     def held(self, pp_rank: int) -> list[ParameterTensor]:
         """The parameters of one pipeline rank, in the model's order."""
-        return [found for found in tensors(self.model, self.plan) if self.holds(found, pp_rank)]
+        return [found for found in self._tensors if self.holds(found, pp_rank)]
 
 
 def data_buckets(
@@ -116,16 +119,19 @@ def data_buckets(
     pp_rank = layout.coordinates(rank)["pp"]
     members: list[Member] = []
     for tensor in placement.held(pp_rank):
+        numbers = tensor.local_elements(layout, rank)
+        if not numbers:
+            continue
         holders = sum(placement.holds(tensor, other) for other in range(layout.pp))
         members.append(
             Member(
                 name=tensor.name,
-                numbers=tensor.local_elements(layout, rank),
+                numbers=numbers,
                 weight_bytes=tensor.weight_bytes(element_bytes),
                 axis=tensor.summed_over,
                 mirrored=holders > 1,
                 stages=placement.users(tensor, pp_rank),
-                trains=placement.tuning.trains_any(tensor),
+                trains=tensor.trains,
             )
         )
     return buckets(members, placement.plan.data)
