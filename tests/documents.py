@@ -26,6 +26,7 @@ from moemesh.config.toml import format_value
 from moemesh.report.curves import Series, line_chart
 from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
+from tests.huggingface import documents as family_documents
 from tests.planner import documents as planner_documents
 from tests.schedule import documents as schedule_documents
 
@@ -47,6 +48,7 @@ DOCUMENTS = (
     "docs/schedules.md",
     "docs/planner.md",
     "docs/models.md",
+    "docs/attention.md",
     "docs/huggingface.md",
     "docs/memory.md",
     "docs/balancing.md",
@@ -210,6 +212,7 @@ BLOCKS = {
     "presets": presets,
     "schedules": schedule_documents.schedules,
     **planner_documents.BLOCKS,
+    **family_documents.BLOCKS,
 }
 
 

@@ -32,7 +32,7 @@ PLANS = {
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten windows and a rest."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(bytes((7 * i * i + 3 * i) % 251 for i in range(10 * SEQ_LEN + 20)))
+    path.write_bytes(bytes(1 + (7 * i * i + 3 * i) % 251 for i in range(10 * SEQ_LEN + 20)))
     return path
 
 

@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load
 from tests.huggingface.reference import Step, train_plainly
 from tests.huggingface.tiny import COMMON, build, save
+from tests.huggingface.training_cases import CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
 
 pytest.importorskip("transformers")
 
 STEPS = 20
-TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
 SETTINGS: dict[str, Any] = {
     "data.seq_len": 32,
     "data.global_batch": 6,
@@ -40,58 +40,8 @@ SETTINGS: dict[str, Any] = {
     "train.clip": 1.0,
     "train.validation_batches": 1,
 }
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"train.lr": 2e-3, "train.weight_decay": 0.1},
-    "sgd": {"train.lr": 0.05, "train.momentum": 0.9, "train.weight_decay": 0.01},
-}
-#: Of the families that have one, large enough to be seen in every digit.
+#: Of auxiliary losses: large enough to be seen in every digit.
 COEFFICIENT = 0.05
-AUXILIARY = ("mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss", "minimax_m2", "ernie4_5_moe")
-PLANS: dict[str, dict[str, Any]] = {
-    "one device": {},
-    "tp=2 dp=2 ep=4": {"plan.tp": 2, "plan.dp": 2, "plan.ep": 4, "plan.data": "zero2"},
-    "pp=2 cp=2 ep=2": {"plan.pp": 2, "plan.cp": 2, "plan.ep": 2},
-}
-
-
-class Case(NamedTuple):
-    """One comparison; `sft`: conversations, with loss on the answers."""
-
-    kind: str
-    optimizer: str = "adamw"
-    dtype: str = "float64"
-    sft: bool = False
-    auxiliary: bool = False
-    plan: str = "one device"
-
-    def __str__(self) -> str:
-        extras = [name for name in ("sft", "auxiliary") if getattr(self, name)]
-        plan = [] if self.plan == "one device" else [self.plan.replace(" ", ",")]
-        return "-".join([self.kind, self.optimizer, self.dtype, *extras, *plan])
-
-
-FOUR = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
-CASES = [
-    *(
-        Case(kind, optimizer, dtype)
-        for kind in FOUR
-        for optimizer in OPTIMIZERS
-        for dtype in TOLERANCE
-    ),
-    *(Case(kind, "adamw", dtype, sft=True) for kind in FOUR for dtype in TOLERANCE),
-    *(
-        Case("qwen3_moe", optimizer, dtype, auxiliary=True)
-        for optimizer in OPTIMIZERS
-        for dtype in TOLERANCE
-    ),
-    *(Case(kind, auxiliary=True) for kind in AUXILIARY),
-    *(Case(kind, "sgd", sft=True, auxiliary=True) for kind in ("mixtral", "gpt_oss")),
-    *(
-        Case(kind, "adamw", sft=True, auxiliary=kind != "deepseek_v3", plan=plan)
-        for kind in FOUR
-        for plan in list(PLANS)[1:]
-    ),
-]
 
 
 def prepare(case: Case, tmp_path: Path) -> tuple[Path, list[str]]:
@@ -114,9 +64,9 @@ def prepare(case: Case, tmp_path: Path) -> tuple[Path, list[str]]:
     return folder, [f"{key}={value}" for key, value in keys.items()]
 
 
-def steps_of(config: RunConfig) -> list[Step]:
+def steps_of(config: RunConfig, run: Path) -> list[Step]:
     """The batches of the run, as transformers takes them."""
-    samples, size = open_samples(config), config.data.global_batch
+    samples, size = open_samples(config, run), config.data.global_batch
     found: list[Step] = []
     for step in range(config.train.steps):
         ids = samples.ids_at(step * size, size)
@@ -151,7 +101,8 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     folder, settings = prepare(case, tmp_path)
     config = load_run([], settings).config
     options = {"output_router_logits": True} if case.auxiliary else {}
-    expected, model = train_plainly(folder, steps_of(config), config.train, **options)
+    steps = steps_of(config, tmp_path / "run")
+    expected, model = train_plainly(folder, steps, config.train, **options)
     rows = train(settings, tmp_path / "run")
     found = [row["loss"] + row["aux_loss"] for row in rows]
     assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"

@@ -76,6 +76,20 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "use_qk_norm": [False, True],
         "partial_rotary_factor": [0.5, 1.0],
     },
+    "glm4_moe_lite": {
+        **_LATENT,
+        **{key: values for key, values in _GROUPS.items() if key != "first_k_dense_replace"},
+        **_NORM,
+        "rope_interleave": [True, False],
+        # Repeated over the layers.
+        "mlp_layer_types": [["sparse"], ["sparse", "dense"], ["dense", "sparse", "sparse"]],
+    },
+    "solar_open": {
+        **_GROUPS,
+        **_NORM,
+        **_BIAS,
+        "first_k_dense_replace": [0],
+    },
     "dots1": {**_GROUPS, **_NORM, **_BIAS, **_WINDOW},
     "gpt_oss": {
         "num_experts_per_tok": [1, 3],
@@ -113,6 +127,9 @@ def draw(kind: str, seed: int) -> dict[str, Any]:
             values |= dict(zip(key.split(", "), value, strict=True))
         else:
             values[key] = value
+    if pattern := values.get("mlp_layer_types"):
+        layers = values["num_hidden_layers"]
+        values["mlp_layer_types"] = (pattern * layers)[:layers]
     if "qk_rope_head_dim" in values:
         heads = chosen.choice([4, 6])
         values |= {"num_attention_heads": heads, "num_key_value_heads": heads}

@@ -215,7 +215,7 @@ def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
 def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
     """The oracle on the data of a run from the command line; `schedule`: what AMPNet did."""
     config = load_run([run / "config.toml"], []).config
-    samples, mesh = open_samples(config), cast(Mesh, _Alone())
+    samples, mesh = open_samples(config, run), cast(Mesh, _Alone())
     size = config.data.global_batch
 
     def batches(step: int, dp: int) -> list[Batch]:
