@@ -25,18 +25,32 @@ CHECKED_FILES = 1000
 
 
 def open_samples(
-    data: DataConfig, *, seed: int, vocab_size: int, cache: Path | None, say: Say
+    data: DataConfig,
+    *,
+    seed: int,
+    vocab_size: int,
+    cache: Path | None,
+    say: Say,
+    say_progress: Say | None = None,
 ) -> Samples:
-    """The training and validation samples of a run. `cache`: the folder of the token cache, unless
-    ``data.cache`` names one; None: no cache. Raises DataError for whatever is wrong with the data.
+    """The training and validation samples of a run. Raises DataError for whatever is wrong with its
+    data.
+
+    `cache`: the folder of the token cache, unless ``data.cache`` names one; None: no cache. `say`
+    gets what every process would say, `say_progress` (None: the same) what the one says that
+    tokenizes, which may be any.
     """
     sources = [
-        Source(name_of(one), open_source(one, data, vocab_size, cache, say), one.weight)
+        Source(
+            name_of(one), open_source(one, data, vocab_size, cache, say, say_progress), one.weight
+        )
         for one in data.all_sources
     ]
     validation: tuple[Corpus, ...] = ()
     if data.validation is not None:
-        validation = open_source(validation_source(data), data, vocab_size, cache, say)
+        validation = open_source(
+            validation_source(data), data, vocab_size, cache, say, say_progress
+        )
     return Samples(
         sources,
         seq_len=data.seq_len,
@@ -49,7 +63,12 @@ def open_samples(
 
 
 def open_source(
-    source: DataSource, data: DataConfig, vocab_size: int, cache: Path | None, say: Say
+    source: DataSource,
+    data: DataConfig,
+    vocab_size: int,
+    cache: Path | None,
+    say: Say,
+    say_progress: Say | None = None,
 ) -> tuple[Corpus, ...]:
     """The streams of one source: one of text, one for each pair of token files."""
     reader = Tokenizer.open(data.tokenizer)
@@ -89,6 +108,7 @@ def open_source(
         bad_records=data.bad_records,
         vocab_size=vocab_size,
         say=say,
+        say_progress=say_progress or say,
     )
     found.check(vocab_size, reader.fingerprint)
     return (Corpus.indexed(found, vocab_size, name),)

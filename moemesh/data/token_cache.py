@@ -50,6 +50,7 @@ def cached_tokens(
     bad_records: BadRecords,
     vocab_size: int,
     say: Say,
+    say_progress: Say,
 ) -> IndexedTokens:
     """The tokens of `files`, from the entry for them in `folder`, which is written first where
     there is none or it is damaged. Raises DataError for whatever is wrong with the files, and for a
@@ -59,7 +60,7 @@ def cached_tokens(
     with _locked(folder / f".{name}.lock", source, say):
         found = _existing(prefix)
         if found is None:
-            _write(prefix, files, reader, log, source, text_key, vocab_size, say)
+            _write(prefix, files, reader, log, source, text_key, vocab_size, say_progress)
             found = IndexedTokens.open(prefix)
     notes = prefix.with_name(f"{name}.skipped.txt")
     if notes.exists():

@@ -108,6 +108,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
         say=_say_once,
+        say_progress=_say,
     )
 
 
@@ -124,8 +125,14 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
 
 
 def _say_once(text: str) -> None:
-    """Print before there is a run: for all ranks once, and not at all where nobody reads on."""
-    if launch.own_rank() == 0 and not launch.launched():
+    """Print before there is a run, for all ranks once."""
+    if launch.own_rank() == 0:
+        _say(text)
+
+
+def _say(text: str) -> None:
+    """Print before there is a run, unless the launcher has said it already."""
+    if not launch.launched():
         with suppress(OSError, ValueError):
             print(text, flush=True)
 

@@ -19,7 +19,8 @@ from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.samples import Samples, Source
 from moemesh.data.sources import check, open_samples
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, Tokenizer
+from tests.huggingface.conversations import add_tokenizer
 
 
 def stream(letter: str, num_tokens: int, learned: np.ndarray | None = None) -> Corpus:
@@ -181,6 +182,49 @@ def test_another_key_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "some words, then others"}\n' * 9)
     data = DataConfig(path=str(tmp_path / "a.jsonl"), text_key="body", seq_len=8, global_batch=2)
     assert opened(data).num_tokens == 9 * 24 - 1
+
+
+def test_conversations_are_packed_and_only_answers_are_learned(tmp_path: Path) -> None:
+    """Also beside plain text and token files, and where a conversation is longer than a window."""
+    pytest.importorskip("tokenizers")
+    folder = add_tokenizer(tmp_path)
+    tokenizer = Tokenizer.open(str(folder))
+    talks: list[dict[str, Any]] = []
+    for number in range(6):
+        asked, answered = "ask " * (9 * number + 1), "TELL" * (7 * number + 1)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        talks.append({"messages": turns})
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
+    (tmp_path / "plain.txt").write_text("plain text " * 40)
+    data = DataConfig(
+        sources=(
+            DataSource(path=str(tmp_path / "chat.jsonl")),
+            DataSource(path=str(tmp_path / "plain.txt")),
+        ),
+        tokenizer=str(folder),
+        documents="mask",
+        seq_len=16,
+        global_batch=2,
+        held_out=0.1,
+    )
+    samples = opened(data)
+    chats = samples.splits[0]
+    assert chats.without_loss > 5  # windows of nothing but long questions
+    ids = np.arange(samples.num_samples)
+    targets, mask, documents = samples.batch(ids)[1], samples.loss_mask(ids), samples.documents(ids)
+    assert mask is not None and documents is not None
+    kept = {*samples.training_ids.tolist(), *samples.held_out_ids.tolist()}
+    of_chats = ids < samples.firsts[1]
+    for row in ids:
+        text = tokenizer.decode(targets[row][mask[row]].tolist())
+        if of_chats[row]:
+            assert set(text) <= set("TELL") | set("</s>\n<|im_end|>"), text
+            assert (row in kept) == bool(mask[row].any())
+        else:
+            assert len(text) == 16 and row in kept
+    # The conversations are numbered in their order, and each begins with its own header.
+    numbers = documents[of_chats][:, :-1].reshape(-1)
+    assert np.unique(numbers).tolist() == list(range(6)) and (np.diff(numbers) >= 0).all()
 
 
 # --- bad records -----------------------------------------------------------------------------
