@@ -27,6 +27,8 @@ LINES = (".jsonl", ".ndjson")
 COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 #: Marks of a folder that `datasets.Dataset.save_to_disk` has written.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
+#: Begins the path of a dataset of the Hugging Face Hub, hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
+HUB = "hub:"
 #: First bytes of files that are no text -> their name in a message.
 MAGIC = (
     (b"\x1f\x8b", "gzip data"),
@@ -46,7 +48,8 @@ STANDARD_LIBRARY_SKIP = frozenset(
 
 
 class DataFile(NamedTuple):
-    """One file to read: a regular file, or a folder for the format "dataset". `named`: the format
+    """One file to read: a regular file; for the format "dataset" a folder, or a dataset of the Hub,
+    whose path begins with ``hub:``. `named`: the format
     was asked for, not taken from the file's name."""
 
     path: Path
@@ -55,8 +58,14 @@ class DataFile(NamedTuple):
     named: bool = False
 
     @property
+    def is_on_hub(self) -> bool:
+        return str(self.path).startswith(HUB)
+
+    @property
     def num_bytes(self) -> int:
-        """On the disk."""
+        """On the disk; unknown of the Hub and taken for large."""
+        if self.is_on_hub:
+            return 1 << 40
         with reading(self.path):
             if self.format != "dataset":
                 return self.path.stat().st_size
@@ -73,6 +82,10 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     """
     if path is None:
         return [DataFile(file, "text") for file in _standard_library()]
+    if path.startswith(HUB):
+        if format not in ("auto", "dataset"):
+            raise DataError(f'data.path {path} is a dataset of the Hub: data.format = "dataset"')
+        return [DataFile(Path(path), "dataset", named=True)]
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode

@@ -9,7 +9,8 @@ time: a file may be larger than memory.
     bytes     the same, of any content and never decompressed file, byte
     jsonl     a line that is not blank                        file, line, byte
     parquet   a row                                           file, row
-    dataset   a row of a folder that datasets has saved       folder, row
+    dataset   a row of a folder that datasets has saved,      folder, row
+              or of a dataset of the Hub
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
-from moemesh.data.files import SAVED_DATASETS, DataFile, check_head
+from moemesh.data.files import HUB, SAVED_DATASETS, DataFile, check_head
 from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
 
@@ -96,7 +97,8 @@ def read(
         case "parquet":
             yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
         case "dataset":
-            yield from _rows(_dataset(file.path, text_key), file.path, text_key, on_bad)
+            rows = _dataset(file.path, text_key, is_on_hub=file.is_on_hub)
+            yield from _rows(rows, file.path, text_key, on_bad)
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
@@ -222,15 +224,15 @@ def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
         raise DataError(f"{path}: the parquet data cannot be read ({error})") from error
 
 
-def _dataset(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
-    """Rows of a saved dataset, memory-mapped; of several splits, those of "train"."""
+def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Mapping[str, Any]]]:
+    """Rows of a dataset, memory-mapped; of several splits, those of "train"."""
     try:
         import datasets  # pyright: ignore  # optional
     except ImportError as error:
         raise DataError(f"{path} needs the package datasets: pip install datasets") from error
     try:
-        found: Any = datasets.load_from_disk(str(path))
-        if (path / SAVED_DATASETS).is_file():
+        found = _from_hub(datasets, str(path)) if is_on_hub else datasets.load_from_disk(str(path))
+        if not is_on_hub and (path / SAVED_DATASETS).is_file():
             if "train" not in found:
                 raise DataError(
                     f'{path} holds the splits {_some(found)}, but no "train": name the folder of '
@@ -244,6 +246,12 @@ def _dataset(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
         raise
     except Exception as error:  # the package raises many kinds for a damaged folder
         raise DataError(f"{path}: the dataset cannot be read ({error})") from error
+
+
+def _from_hub(datasets: Any, path: str) -> Any:
+    """The split "train" of a dataset of the Hub; without a network, from the package's cache."""
+    name, _, subset = path.removeprefix(HUB).partition(":")
+    return datasets.load_dataset(name, subset or None, split="train")
 
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:

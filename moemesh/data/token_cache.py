@@ -90,8 +90,9 @@ def _write(
     vocab_size: int,
     say: Say,
 ) -> None:
-    size = sum(file.num_bytes for file in files) / 1e6
-    say(f"tokens   {source}: {len(files)} file(s), {size:,.1f} MB, into {prefix.parent}")
+    size = sum(file.num_bytes for file in files if not file.is_on_hub) / 1e6
+    held = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
+    say(f"tokens   {source}: {held}into {prefix.parent}")
     start = reported = time.monotonic()
     count = 0
     with IndexedWriter(
@@ -128,6 +129,8 @@ def _name(
     for file in files:
         with reading(file.path):
             parts = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
+            if file.is_on_hub:  # the entry of a name stays, so that later starts need no network
+                parts = []
             sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
         stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
     beside_tokenizer = [

@@ -193,6 +193,29 @@ def test_saved_datasets(tmp_path: Path) -> None:
         texts(tmp_path, "dataset")
 
 
+def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    asked: list[object] = []
+
+    def load(name: str, subset: str | None, *, split: str) -> object:
+        asked.append((name, subset, split))
+        if name == "owner/none":
+            raise FileNotFoundError("no such dataset")
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for path in ("hub:owner/name", "hub:owner/name:small"):
+        found = [one for file in find(path) for one in read(file)]
+        assert [record for _, record in found] == [b"a", b"b"]
+        assert str(found[1][0]) == f"{path}, row 2"
+    assert asked == [("owner/name", None, "train"), ("owner/name", "small", "train")]
+    with pytest.raises(DataError, match=r"hub:owner/none: the dataset cannot be read"):
+        list(read(find("hub:owner/none")[0]))
+    with pytest.raises(DataError, match="a dataset of the Hub"):
+        find("hub:owner/name", "jsonl")
+
+
 def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records_module, "PIECE", 80)
     content = "".join(f"line {i}\n" + "  indented ü\n\n" * (i % 4) for i in range(60)).encode()
