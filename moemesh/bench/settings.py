@@ -355,3 +355,14 @@ class MemorySettings(Settings):
             raise BenchError(
                 f"--sequences ({self.sequences}) must be at least ranks * microbatches ({least})"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeSettings(Settings):
+    """Text of the standard library and a tokenizer that is trained on it."""
+
+    megabytes: Annotated[int, "Of text.", {"min": 1}] = 8
+    document_bytes: Annotated[int, "Of a document, about.", {"min": 1}] = 2000
+    vocabulary: Annotated[int, "Ids of the tokenizer.", {"min": 300}] = 16000
+    processes: Annotated[int, "As of moemesh tokenize.", {"min": 1}] = 1
+    rounds: Annotated[int, "Timed rounds; all take turns in each.", {"min": 1}] = 5

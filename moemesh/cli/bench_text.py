@@ -214,5 +214,22 @@ def memory_text(found: dict[str, Any]) -> str:
     return f"{head}\n{table(header, rows)}"
 
 
+def tokenize_text(found: dict[str, Any]) -> str:
+    """A row for each way from text to tokens."""
+    header = ("", "seconds", "MB/s", "speed", "cores' time")
+    rows = [
+        (
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['megabytes_per_second']:.2f}",
+            f"{row['speed_ratio']:.2f}",
+            f"{row['cpu_ratio']:.2f}",
+        )
+        for name, row in found["contenders"].items()
+    ]
+    head = f"{found['documents']:,} documents, {found['bytes'] / 1e6:.1f} MB"
+    return f"{head}\n{table(header, rows)}"
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"

@@ -1,4 +1,4 @@
-"""Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory."""
+"""Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory, ..."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
@@ -19,6 +19,7 @@ from moemesh.bench.settings import (
     MemorySettings,
     PipelineSettings,
     ReplicasSettings,
+    TokenizeSettings,
     described,
 )
 from moemesh.cli.application import AsJson, bench_app
@@ -172,3 +173,15 @@ def bench_memory(
     from moemesh.cli.bench_text import memory_text
 
     _print(memory.run(settings, found), memory_text, as_json, out)
+
+
+@bench_app.command("tokenize", short_help="Text into tokens.")
+@options_from(TokenizeSettings)
+def bench_tokenize(
+    settings: TokenizeSettings, out: OutFile = None, as_json: AsJson = False
+) -> None:
+    """Compare `moemesh tokenize` with the package tokenizers by itself, in turns on one text."""
+    from moemesh.bench import tokenizing
+    from moemesh.cli.bench_text import tokenize_text
+
+    _print(tokenizing.run(settings), tokenize_text, as_json, out)

@@ -8,6 +8,7 @@ Documents follow one another in a stream with the ids of :func:`between` behind 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,9 @@ from moemesh.data.chat import ChatTemplate, Rendered
 from moemesh.data.records import BadRecordError, Record, Where, refuse
 from moemesh.data.tokenizer import Tokenizer
 
-#: A batch has so many characters, or so many records, and a little more.
-BATCH_CHARACTERS, BATCH_RECORDS = 1 << 20, 1 << 12
+#: A batch has so many characters for each core, or so many records, and a little more: few, so that
+#: little time passes before the first batch and behind the last.
+BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * len(os.sched_getaffinity(0)), 1 << 12
 #: Batches that are read ahead.
 AHEAD = 2
 

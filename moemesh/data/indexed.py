@@ -44,6 +44,8 @@ from moemesh.data.tokenizer import DataError
 
 #: Tokens handled at once where a whole file is gone through: bounds the extra memory.
 CHUNK = 1 << 24
+#: Tokens of documents that a writer holds back, since most documents are short.
+HELD = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,6 +179,8 @@ class IndexedWriter:
         self._made_from = dict(made_from or {})
         self._end, self._ends_last = end_of_document.astype(self.dtype), ends_last
         self._lengths = array("q")
+        self._held: list[tuple[np.ndarray, np.ndarray | None]] = []
+        self._num_held = 0
         self._max_id, self._owes_end = 0, False
         self._mask: HashedFile | None = None
         self._bin = HashedFile(beside(prefix, BIN))
@@ -185,16 +189,16 @@ class IndexedWriter:
         """One document: `ids` [n], and `learned` bool [n], None: all of them. Empty ones are
         dropped."""
         if len(ids):
-            self._extend(ids, np.array([len(ids)]), learned, has_last_end=False)
+            self._held.append((ids, learned))
+            self._num_held += len(ids)
+            if self._num_held >= HELD:
+                self._write_held()
 
     def add_more(self, ids: np.ndarray) -> None:
         """The newest document goes on with `ids` [n], all of which carry loss."""
+        self._write_held()
         assert self._owes_end, "there is no document to go on with"
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
-            self._max_id = max(self._max_id, int(chunk.max()))
-            self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
-        assert self._max_id < self.vocab_size
+        self._write_ids(ids)
         if self._mask is not None:
             self._mask.write(np.ones(len(ids), dtype=np.uint8))
         self._lengths[-1] += len(ids)
@@ -202,8 +206,25 @@ class IndexedWriter:
     def extend(self, part: IndexedTokens) -> None:
         """All documents of `part`, which the same settings with `ends_last` have written."""
         assert part.tokens.dtype == self.dtype
+        self._write_held()
         lengths = np.diff(np.append(part.starts, len(part.tokens)))
         self._extend(part.tokens, lengths, part.learned, has_last_end=True)
+
+    def _write_held(self) -> None:
+        """Writes the documents that are held back, with the ends between them."""
+        held, self._held, self._num_held = self._held, [], 0
+        if not held:
+            return
+        lengths = np.array([len(ids) + len(self._end) for ids, _ in held])
+        lengths[-1] -= len(self._end)
+        ids = np.concatenate([piece for ids, _ in held for piece in (ids, self._end)][:-1])
+        learned = None
+        if self._mask is not None or any(mask is not None for _, mask in held):
+            learned = np.zeros(len(ids), dtype=bool)
+            for (own, mask), stop in zip(held, np.cumsum(lengths), strict=True):
+                start = stop - len(own) - (0 if stop == len(ids) else len(self._end))
+                learned[start : start + len(own)] = True if mask is None else mask
+        self._extend(ids, lengths, learned, has_last_end=False)
 
     def _extend(
         self,
@@ -218,20 +239,24 @@ class IndexedWriter:
             self._write_earlier_mask(self._mask)
         self._write_end()
         count = len(ids) - (len(self._end) if has_last_end else 0)
-        for start in range(0, count, CHUNK):
-            chunk = ids[start : min(start + CHUNK, count)]
-            self._max_id = max(self._max_id, int(chunk.max()))
-            self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
-            if self._mask is not None and learned is not None:
-                part = learned[start : start + len(chunk)]
+        self._write_ids(ids[:count])
+        if self._mask is not None and learned is not None:
+            for start in range(0, count, CHUNK):
+                part = learned[start : min(start + CHUNK, count)]
                 self._mask.write(np.ascontiguousarray(part).view(np.uint8))
-        assert self._max_id < self.vocab_size
         if self._mask is not None and learned is None:
             self._write_plain_mask(self._mask, lengths, has_last_end=has_last_end)
         self._lengths.extend(lengths.tolist())
         if has_last_end:
             self._lengths[-1] -= len(self._end)
         self._owes_end = True
+
+    def _write_ids(self, ids: np.ndarray) -> None:
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK]
+            self._max_id = max(self._max_id, int(chunk.max()))
+            self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
+        assert self._max_id < self.vocab_size
 
     def _write_end(self) -> None:
         """The end of the newest document; it never carries loss beside conversations."""
@@ -261,6 +286,7 @@ class IndexedWriter:
     def commit(self) -> None:
         """Writes index and sidecar, and gives all files their names. Raises DataError when no
         document has a token."""
+        self._write_held()
         if not self._lengths:
             raise DataError(f"{self.prefix}: there is no token to write")
         if self._ends_last:
