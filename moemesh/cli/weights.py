@@ -43,6 +43,14 @@ def convert(
             "by default as transformers writes the family.",
         ),
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter",
+            help="Write the adapters of a run with [lora] alone, in PEFT's format; without it they "
+            "are merged into the weights.",
+        ),
+    ] = False,
 ) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
@@ -53,6 +61,15 @@ def convert(
 
     From one folder of transformers to another: --to huggingface with --dtype, or --expert-layout.
     """
+    if adapter:
+        from moemesh.train.conversion import write_adapter
+
+        for flag, given in (("--to", to), ("--like", like), ("--expert-layout", expert_layout)):
+            if given is not None:
+                raise typer.BadParameter(f"{flag} says nothing of adapters alone", param_hint=flag)
+        write_adapter(source, out, dtype=dtype)
+        typer.echo(str(out))
+        return
     from moemesh.train.conversion import convert as run
 
     def say(done: int, total: int) -> None:

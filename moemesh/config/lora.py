@@ -47,6 +47,11 @@ class LoraConfig(Section):
     ranges: ClassVar[Mapping[str, Range]] = {"rank": COUNT, "alpha": POSITIVE}
 
     @property
+    def trains(self) -> tuple[str, ...]:
+        """Patterns over names of the parameters that train: adapters, where there are any."""
+        return ("*_lora_A", "*_lora_B") if self.rank else ()
+
+    @property
     def scaling(self) -> float:
         """What the product of the factors is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
@@ -72,20 +77,20 @@ NO_ADAPTERS = LoraConfig()
 
 
 class Part(NamedTuple):
-    """The part of a parameter that is the projection `target`: `count` places of `dim` from `start`
+    """The part of a parameter that is the projection `target`: `size` places of `dim` from `start`
     on (of a stack of experts, `dim` is that of one expert); `dim` None: the whole parameter."""
 
     target: str
     dim: int | None = None
     start: int = 0
-    count: int = 0
+    size: int = 0
 
     def shape(self, whole: tuple[int, ...], *, is_stack: bool) -> tuple[int, ...]:
         """Of the part, given that of the parameter."""
         if self.dim is None:
             return whole
         place = self.dim + is_stack
-        return (*whole[:place], self.count, *whole[place + 1 :])
+        return (*whole[:place], self.size, *whole[place + 1 :])
 
 
 class Factor(NamedTuple):

@@ -37,8 +37,9 @@ class RunConfig:
 
     @property
     def tuning(self) -> Tuning:
-        """Which parameters train."""
-        return Tuning(freeze=self.train.freeze, train_only=self.train.train_only)
+        """Which parameters train: of a model with adapters these, and what `train_only` adds."""
+        chosen = (*self.lora.trains, *self.train.train_only)
+        return Tuning(freeze=self.train.freeze, train_only=chosen)
 
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
@@ -47,7 +48,7 @@ class RunConfig:
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
         rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
-        rules += adapter_rules(self.model)
+        own += adapter_rules(self.model)
         if not own:
             own += tuning_problems(self.tuning, self.model, self.plan)
         return own + independent(rules, {problem.key for problem in own})

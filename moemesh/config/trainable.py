@@ -46,10 +46,24 @@ def refusals(config: RunConfig) -> list[Problem]:
 
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:
-    """Adapters are trained beside frozen weights alone."""
-    if config.lora.rank:
-        message = f"rank ({config.lora.rank}) needs weights that do not train, which all do yet"
-        yield config.lora.problem("conflict", "rank", message, "rank = 0")
+    """Adapters of experts beside replicas, which would have to fetch them, and beside experts that
+    train themselves, which stand in another order."""
+    model, lora = config.model, config.lora
+    if not any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj"))):
+        return
+    setting = f"rank = {lora.rank} of experts"
+    why = "fetches the weights of experts for their replicas, but not their adapters"
+    clash = Clash(config.plan.spare_slots > 0, why, "spare_slots = 0")
+    yield from _clashes(config.plan, {"spare_slots": clash}, "lora.rank", setting)
+    if any(config.tuning.chosen(layer, model.num_experts) for layer in model.routed_layers):
+        yield Problem(
+            code="conflict",
+            key="train.train_only",
+            value=config.train.train_only,
+            message=f"some experts of a layer would train beside {setting}",
+            fix="train_only = [], or lora.targets without gate_proj, up_proj and down_proj",
+            related=("lora.rank",),
+        )
 
 
 def _sharded_states(config: RunConfig) -> Iterator[Problem]:
@@ -118,7 +132,10 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
     if config.tuning.is_full:
         return
     key = "freeze" if train.freeze else "train_only"
-    setting = f"{key} = {format_value(getattr(train, key))}"
+    setting, default = f"{key} = {format_value(getattr(train, key))}", "[]"
+    key = f"train.{key}"
+    if config.lora.rank:
+        key, setting, default = "lora.rank", f"rank = {config.lora.rank}", "0"
     clashes = {
         "schedule": Clash(
             plan.schedule in ASYNCHRONOUS_SCHEDULES,
@@ -141,10 +158,10 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
                 key="train.rebalance_every",
                 value=train.rebalance_every,
                 message="experts of a layer of which only some train cannot move to other ranks",
-                fix=f"rebalance_every = 0, or {key} = []",
-                related=(f"train.{key}",),
+                fix=f"rebalance_every = 0, or {key.partition('.')[2]} = {default}",
+                related=(key,),
             )
-    yield from _clashes(plan, clashes, f"train.{key}", setting, "[]")
+    yield from _clashes(plan, clashes, key, setting, default)
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ class AdaptedModule(nn.Module):
                 getattr(self, factor_name(part.target, "B")),
                 part.dim,
                 part.start,
-                part.count,
+                part.size,
             )
             for part in self._adapted.get(leaf, ())
         ]

@@ -155,9 +155,8 @@ class _AdaptedLinear(torch.autograd.Function):
             g_TR = (grad_TP @ _rows(adapter.b)) * kind.scale
             if grad_input_TI is not None:
                 grad_input_TI += g_TR @ adapter.a
-            for at, gradient in enumerate(
-                _factor_gradients(adapter, grad_TP, g_TR, input_TI, kind.scale), start=1 + 2 * place
-            ):
+            pair = _factor_gradients(adapter, adapter.part(grad), g_TR, input_TI, kind.scale)
+            for at, gradient in enumerate(pair, start=1 + 2 * place):
                 if needs[at]:
                     found[at] = weight_gradient(leaves[at], *gradient)
         if form is not None and grad_input_TI is not None:
@@ -166,14 +165,17 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _factor_gradients(
-    adapter: Adapter, grad_TP: Tensor, g_TR: Tensor, input_TI: Tensor, scale: float
+    adapter: Adapter, grad_T: Tensor, g_TR: Tensor, input_TI: Tensor, scale: float
 ) -> tuple[tuple[Callable[[], Tensor], tuple[Tensor, ...]], ...]:
-    """Of a and of b: how the gradient is computed, and what of activation size it holds."""
+    """Of a and of b: how the gradient is computed, and what of activation size it holds. `grad_T`
+    [T, ...] is the adapter's part of the output's gradient, not copied."""
     return (
         (lambda: g_TR.t() @ input_TI, (g_TR, input_TI)),
         (
-            lambda: (grad_TP.t() @ ((input_TI @ adapter.a.t()) * scale)).view(adapter.b.shape),
-            (grad_TP, input_TI),
+            lambda: (grad_T.flatten(1).t() @ ((input_TI @ adapter.a.t()) * scale)).view(
+                adapter.b.shape
+            ),
+            (grad_T, input_TI),
         ),
     )
 

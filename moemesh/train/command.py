@@ -22,7 +22,7 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.train.console import Console
-from moemesh.train.conversion import open_weights
+from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
 from moemesh.train.events import Events
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
@@ -71,6 +71,7 @@ def train(
     config = with_steps(config, samples)
     if config.model_path is not None:
         open_weights(config)
+    open_adapters(config)
     folder = _open_folder(config, path, allowed_changes, samples)
     try:
         if config.plan.world_size == 1 and in_this_process:

@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import torch
 
+from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     CheckpointWeights,
+    Weights,
     newest,
     write_checkpoint,
     write_huggingface,
 )
 from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along
@@ -52,6 +55,45 @@ def open_weights(
     if weights.note is not None:
         say(weights.note)
     return weights
+
+
+def open_adapters(config: RunConfig) -> AdapterFolder | None:
+    """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
+    holds the adapters of the run's model and no others."""
+    if config.lora.path is None:
+        return None
+    return AdapterFolder(Path(config.lora.path), config.model, _kind(config))
+
+
+def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's.
+
+    Raises ConfigError for a run without adapters.
+    """
+    run, checkpoint = _opened(source)
+    config = load_recorded(run / "config.toml")
+    if not config.lora.rank:
+        message = f"{run} has no adapters: its lora.rank is 0"
+        raise _refused("--adapter", str(source), message, "leave --adapter out")
+    if config.train.train_only:
+        message = f"{run} trains more than adapters: train.train_only is set"
+        raise _refused("--adapter", str(source), message, "leave --adapter out: all is merged")
+    base = None if config.model_path is None else str(Path(config.model_path).resolve())
+    write_adapters(
+        CheckpointWeights(checkpoint),
+        config.model,
+        _kind(config),
+        out,
+        dtype=getattr(torch, dtype or config.train.dtype),
+        base=base,
+    )
+
+
+def _kind(config: RunConfig) -> str:
+    """The family of a run's model."""
+    if config.model_path is not None and (Path(config.model_path) / CONFIG).exists():
+        return family_of(read_config(Path(config.model_path)))
+    return family_or_refusal(config.model)
 
 
 def convert(
@@ -124,8 +166,11 @@ def _to_huggingface(
     fused = _is_fused(kind, expert_layout)
     if origin is not None:
         carry_along(origin, out)
+    own: Weights = CheckpointWeights(checkpoint)
+    if config.lora.rank:
+        own = MergedWeights(own, config.model)
     write_huggingface(
-        CheckpointWeights(checkpoint),
+        own,
         config.model,
         kind,
         out,

@@ -32,7 +32,7 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
     if (source / CONFIG).exists():
         config = load_run([], [f"model.path={source}", *given]).config
     elif (source / "config.toml").exists():
-        sections = ("model", "data", "train")
+        sections = ("model", "data", "train", "lora")
         config = load_recorded(source / "config.toml", given, sections=sections)
     else:
         message = "neither a run nor a folder with config.json"

@@ -20,7 +20,7 @@ from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
 from moemesh.train.console import Console
-from moemesh.train.conversion import open_weights
+from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
@@ -102,6 +102,8 @@ class Session:
             done, position = checkpoint.step, int(checkpoint.state["position"])
         elif config.model_path is not None:
             saving.load_weights(open_weights(config, console.say), parallel, optimizer)
+        if checkpoint is None and (adapters := open_adapters(config)) is not None:
+            saving.load_weights(adapters, parallel, optimizer)
         return Session(
             config=config,
             mesh=mesh,

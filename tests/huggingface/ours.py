@@ -23,9 +23,11 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(model_values(read_config(folder)))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The whole model on one device."""
-    config = config_of(folder)
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, config: ModelConfig | None = None
+) -> Transformer:
+    """The whole model on one device; `config` may have adapters."""
+    config = config or config_of(folder)
     model = Transformer(config)
     initialize(model, seed=0, dtype=dtype)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}

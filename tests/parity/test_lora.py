@@ -4,7 +4,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
@@ -77,6 +79,41 @@ def one_device(model: str, shape: Shape) -> Trained:
 @pytest.mark.parametrize(("model", "plan", "shape"), CASES, ids=map(name_of, CASES))
 def test_adapters_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
     assert_same(train(ADAPTED[model], plan, TRAIN, shape), one_device(model, shape))
+
+
+ALONE = TRAIN | {"train_only": LoraConfig(**LORA).trains}
+ALONE_CASES: list[tuple[str, dict[str, Any], Shape]] = [
+    ("moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "microbatches": 2}, PADDED),
+    ("deep", {"pp": 2, "schedule": "zb_h1", "dp": 2, "ep": 2, "microbatches": 4}, Shape()),
+    ("deep", {"pp": 2, "schedule": "dualpipe_v", "dp": 2, "microbatches": 4}, Shape()),
+    ("moe", {"dp": 4, "ep": 2, "data": "zero3", "microbatches": 2}, Shape()),
+    ("latent", {"tp": 2, "cp": 2, "ep": 2, "data": "zero2"}, Shape()),
+    ("moe", {"dp": 4, "etp": 2, "combine": "exact", "recompute": "full"}, Shape()),
+    ("grouped", {"pp": 2, "tp": 2, "microbatches": 2, "data": "zero1"}, Shape()),
+    ("some", {"tp": 2, "dp": 2, "etp": 2, "recompute": "selective"}, LONELY),
+    ("moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "microbatches": 3, "data": "zero1"}, Shape()),
+]
+
+
+@cache
+def one_device_alone(model: str, shape: Shape) -> Trained:
+    return train(ADAPTED[model], {}, ALONE, shape)
+
+
+@pytest.mark.representative("deep-pp=2-schedule=zb_h1-dp=2-ep=2-microbatches=4")
+@pytest.mark.parametrize(("model", "plan", "shape"), ALONE_CASES, ids=map(name_of, ALONE_CASES))
+def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Shape):
+    expected = one_device_alone(model, shape)
+    assert_same(train(ADAPTED[model], plan, ALONE, shape), expected)
+    assert expected.gradients and all(map(is_adapter, expected.gradients))
+
+
+def test_frozen_weights_give_adapters_the_same_gradients():
+    """The first step, before any weight has moved."""
+    everything = train(ADAPTED["moe"], {}, TRAIN | {"steps": 1, "clip": 0.0})
+    alone = train(ADAPTED["moe"], {}, ALONE | {"steps": 1, "clip": 0.0})
+    for name, gradient in alone.gradients.items():
+        torch.testing.assert_close(gradient, everything.gradients[name], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("model", ADAPTED)

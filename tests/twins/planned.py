@@ -30,7 +30,7 @@ from moemesh.train.post_validated import PostValidation
 from moemesh.train.states import state_bytes
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.stream import StreamRecorder, TrainingStream
-from tests.parity.training import Shape, microbatches
+from tests.parity.training import Shape, microbatches, model_of
 from tests.ranks import mesh_on_ranks
 
 SEQ_LEN = 16
@@ -47,7 +47,7 @@ def step_on_rank(
     tuning: Tuning = FULL,
 ) -> dict[str, Any]:
     """One step of one rank: ledger, the router's choices, and what memory held."""
-    config, plan = ModelConfig(**model_keys), Plan(**plan_keys)
+    config, plan = model_of(model_keys), Plan(**plan_keys)
     train = TrainConfig(dtype=dtype, steps=1)
     parallel = parallelize(
         config,
@@ -190,7 +190,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """What every rank of `plan` measured."""
     checked = Plan(**plan)
-    assert checked.check(ModelConfig(**model)) == []
+    assert checked.check(model_of(model)) == []
     arguments = (model, plan, dtype, batch, seq_len, count_saved, tuning)
     if checked.world_size == 1:
         return [step_on_rank(Mesh.single("cpu"), *arguments)]

@@ -18,6 +18,7 @@ from moemesh.config.tuning import Tuning
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.ledger import Ledger
+from tests.parity.training import model_of
 from tests.twins.chosen_routing import chosen_routing
 from tests.twins.planned import SEQ_LEN, choices_of, measure
 
@@ -177,7 +178,7 @@ def check(
     case: Case, *, activations: bool = True, seq_len: int = SEQ_LEN, tuning: Tuning = ALL
 ) -> None:
     model, plan, dtype, batch = case
-    config, checked = ModelConfig(**model), Plan(**plan)
+    config, checked = model_of(model), Plan(**plan)
     ranks = measure(model, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
     choices = choices_of(config, checked, ranks, batch, seq_len)
     for rank, found in enumerate(ranks):

@@ -166,7 +166,7 @@ def _index(path: Path) -> dict[str, str] | None:
         if (path / SINGLE).exists():
             return None
         raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-    found = _json(path / INDEX, INDEX_LIMIT).get("weight_map")
+    found = read_json(path / INDEX, INDEX_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path / INDEX}: has no weight_map")
     for name, file in cast("dict[str, object]", found).items():
@@ -178,7 +178,8 @@ def _index(path: Path) -> dict[str, str] | None:
     return cast("dict[str, str]", found)
 
 
-def _json(path: Path, limit: int) -> dict[str, Any]:
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes. Raises CheckpointError for anything else."""
     if not path.exists():
         raise CheckpointError(f"{path}: missing")
     raw = read_start(path, limit + 1)

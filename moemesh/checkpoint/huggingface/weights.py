@@ -22,11 +22,12 @@ from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import family_of
 from moemesh.config.huggingface.quantization import Quantization, quantization_of
+from moemesh.config.lora import NO_ADAPTERS, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.model.transformer import Transformer
 
 #: A name of one expert of a stack: ``...experts.17.gate_up``.
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 #: Tensors that some versions of transformers write and no model needs.
 _WITHOUT_USE = (r".*\.rotary_emb\.inv_freq",)
 
@@ -56,7 +57,8 @@ def logical_tensors(
 ) -> dict[str, LogicalTensor]:
     """Every parameter and buffer of a model of the family `kind`, by its name without "model."; of
     a folder with `fused` experts (:mod:`moemesh.checkpoint.huggingface.names`)."""
-    model = Transformer(config)
+    # Adapters have folders of their own.
+    model = Transformer(config.with_lora(NO_ADAPTERS))
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found: dict[str, LogicalTensor] = {}
     for name, tensor in named.items():
@@ -113,9 +115,9 @@ class HuggingFaceWeights:
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
-        checkpoint, with "model." in front."""
+        checkpoint, with "model." in front. Adapters stay as they are."""
         with torch.no_grad():
-            for shard in shards:
+            for shard in (one for one in shards if not is_adapter(one.name)):
                 name = shard.name.removeprefix("model.")
                 box = [
                     range(start, start + size)
@@ -126,7 +128,7 @@ class HuggingFaceWeights:
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
-        if (match := _EXPERT.fullmatch(name)) is not None:
+        if (match := EXPERT.fullmatch(name)) is not None:
             expert = int(match[2])
             stack = self.tensors[f"{match[1]}.{match[3]}"]
             return stack.read([range(expert, expert + 1), *box], self.folder.read)[0]

@@ -48,8 +48,8 @@ def write_folder(
             "metadata": {"total_size": total},
             "weight_map": {name: file for file, names in groups.items() for name in names},
         }
-        _write_json(out / INDEX, index)
-    _write_json(out / "config.json", config)
+        write_json(out / INDEX, index)
+    write_json(out / "config.json", config)
 
 
 def carry_along(source: Path, out: Path) -> list[str]:
@@ -101,5 +101,6 @@ def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
     return True
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write `value`, by a rename when it is whole."""
     replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])

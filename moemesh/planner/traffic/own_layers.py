@@ -14,6 +14,7 @@ a split backward, which keep the gradients of the last column besides:
 | dispatch | positions of rows, weights behind each exchange | | | |
 | experts | their rows w h a source row; gate and up 2 w f_e / x, a weight W a row | received | rows | w (h + 3 f_e / x) a row |
 | head | input w h, a target 8 and a log-sum-exp W | T | all | W |
+| each adapter | | | | w r; of experts 2 w r a row |
 
 On a CPU the norm is made of several operations, hence its copies; CUDA's fused norm keeps only its
 input and the inverse root. The positions that a dispatch plan itself holds are not counted.
@@ -106,7 +107,7 @@ class LayerMemory:
             cp_index=self.here["cp"],
             attended=sequences * self.placement.seq_len,
         )
-        saved = [*self._norm(local), *attention, *self._norm(local)]
+        saved = [*self._norm(local), *attention, *self._adapters(whole, local), *self._norm(local)]
         if self.model.is_moe_layer(layer):
             saved += self._moe(number, layer, whole, local)
         else:
@@ -140,6 +141,7 @@ class LayerMemory:
         inner /= self.plan.tp
         entered = hidden if owns_input else 0
         yield Saved("mlp", entered, held=entered, gradient=2 * inner)
+        yield Saved("mlp", 0.0, gradient=self._narrow(whole, "gate_proj", "up_proj", "down_proj"))
         if self.is_selective:
             yield Saved("mlp", 2 * inner, gradient=inner + hidden)
         else:
@@ -176,8 +178,27 @@ class LayerMemory:
             "experts",
             source + rows.total * wide + kept,
             held=source,
-            gradient=rows.total * (w * model.hidden_size + 3 * width),
+            gradient=rows.total * (w * model.hidden_size + 3 * width)
+            + 2 * self._narrow(rows.total, "gate_proj", "up_proj", "down_proj"),
         )
+
+    def _adapters(self, whole: int, local: int) -> Iterator[Saved]:
+        """Of an attention block: gradients of the narrow products, until those of weights."""
+        if self.model.attention == "gqa":
+            size = self._narrow(whole, "q_proj", "k_proj", "v_proj")
+        else:
+            size = self._narrow(local, "kv_a_proj_with_mqa") + self._narrow(whole, "kv_b_proj")
+            if self.model.q_lora_rank:
+                size += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
+            else:
+                size += self._narrow(whole, "q_proj")
+        leaves = local if self.plan.attention_exit == "all_to_all" else whole
+        yield Saved("attention", 0.0, gradient=size + self._narrow(leaves, "o_proj"))
+
+    def _narrow(self, rows: float, *targets: str) -> float:
+        """Bytes of `rows` rows of one factor's width, for each of the adapters."""
+        lora = self.model.lora
+        return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
 
     def _router(self, local: int) -> Iterator[Saved]:
         model, wide = self.model, self.wide

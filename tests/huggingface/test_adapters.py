@@ -1,0 +1,190 @@
+"""Adapters in PEFT's format and merged into weights: the logits of transformers are ours."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.adapters import CONFIG, AdapterFolder, write_adapters
+from moemesh.checkpoint.huggingface.convert import write_huggingface
+from moemesh.checkpoint.huggingface.merged import MergedWeights
+from moemesh.checkpoint.store import Shard
+from moemesh.config.huggingface.folder import read_config
+from moemesh.config.lora import LoraConfig, is_adapter
+from moemesh.config.model import ModelConfig
+from moemesh.model.transformer import Transformer
+from tests.huggingface import ours
+from tests.huggingface.tiny import FAMILIES, build, save
+
+peft = pytest.importorskip("peft")
+
+LORA = LoraConfig(rank=3, alpha=5.0)
+TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
+
+
+class ModelWeights:
+    """The weights of a model in memory."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        return self.named[name].detach()[tuple(slice(one.start, one.stop) for one in box)]
+
+
+def shards(model: Transformer) -> list[Shard]:
+    return [
+        Shard(
+            name=f"model.{name}",
+            shape=tuple(tensor.shape),
+            offset=(0,) * tensor.ndim,
+            tensor=tensor.detach(),
+        )
+        for name, tensor in model.named_parameters()
+    ]
+
+
+def adapted(folder: Path, lora: LoraConfig) -> tuple[ModelConfig, Transformer]:
+    """Our model of a folder with adapters that are far from zero."""
+    config = ours.config_of(folder).with_lora(lora)
+    model = ours.load(folder, config=config)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in model.named_parameters():
+        if is_adapter(name):
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    return config, model
+
+
+def kind_of(folder: Path) -> str:
+    return read_config(folder)["model_type"]
+
+
+def of_transformers(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def loaded(kind: str, folder: Path) -> Any:
+    """PEFT's model over that of transformers."""
+    return peft.PeftModel.from_pretrained(copy.deepcopy(build(kind)), folder)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.representative("qwen2_moe", "gpt_oss")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_in_pefts_format(tmp_path: Path, kind: str) -> None:
+    folder = save(kind, tmp_path / "base")
+    config, model = adapted(folder, LORA)
+    write_adapters(
+        ModelWeights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base=None
+    )
+    expected = ours.logits(model, TOKENS)[0]
+    plain = of_transformers(build(kind))
+    assert (expected - plain).abs().max() > 1e-2
+    assert_near(of_transformers(loaded(kind, tmp_path / "peft")), expected)
+
+    again = ours.load(folder, config=config)
+    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(again))
+    for name, tensor in again.named_parameters():
+        assert torch.equal(tensor, dict(model.named_parameters())[name]), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.representative("qwen2_moe")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_merged(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    folder = save(kind, tmp_path / "base")
+    config, model = adapted(folder, LORA)
+    merged = MergedWeights(ModelWeights(model), config)
+    values = read_config(folder)
+    write_huggingface(merged, config, kind, tmp_path / "out", values, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    )
+    assert_near(of_transformers(theirs.eval()), ours.logits(model, TOKENS)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "targets",
+    [("q_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj"), ("k_proj", "o_proj")],
+    ids="-".join,
+)
+def test_some_targets(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    folder = save("qwen2_moe", tmp_path / "base")
+    config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets, rslora=True))
+    write_adapters(
+        ModelWeights(model), config, "qwen2_moe", tmp_path / "peft", dtype=torch.float32, base="x"
+    )
+    expected = ours.logits(model, TOKENS)[0]
+    assert_near(of_transformers(loaded("qwen2_moe", tmp_path / "peft")), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_peft_are_read(tmp_path: Path, kind: str) -> None:
+    """One A for gate and up together, as PEFT makes it by default."""
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(copy.deepcopy(build(kind)), settings)
+    with torch.no_grad():
+        for name, tensor in theirs.named_parameters():
+            if "lora_" in name:
+                tensor.mul_(0.5)
+    theirs.save_pretrained(tmp_path / "peft")
+    folder = save(kind, tmp_path / "base")
+    targets = ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    config, model = adapted(folder, LoraConfig(rank=3, alpha=5.0, targets=targets))
+    if kind == "qwen3_moe":  # a dense layer, which has no adapters in the folder
+        with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.lora_A.weight is missing"):
+            AdapterFolder(tmp_path / "peft", config, kind)
+        return
+    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(model))
+    assert_near(ours.logits(model, TOKENS)[0], of_transformers(theirs))
+
+
+def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path / "base")
+    config, model = adapted(folder, LORA)
+    write_adapters(
+        ModelWeights(model), config, "mixtral", tmp_path / "peft", dtype=torch.float32, base=None
+    )
+
+    def refused(words: str, kind: str = "mixtral", **keys: Any) -> None:
+        other = ours.config_of(folder).with_lora(LORA.model_copy(update=keys))
+        with pytest.raises(CheckpointError, match=words):
+            AdapterFolder(tmp_path / "peft", other, kind)
+
+    refused("has r = 3, and lora.rank is 4", rank=4)
+    refused("has lora_alpha = 5, and lora.alpha is 6.0", alpha=6.0)
+    refused("no adapter of this model .* adapters of .*o_proj", targets=("q_proj",))
+    path = tmp_path / "peft" / CONFIG
+    given = json.loads(path.read_text())
+    path.write_text(json.dumps(given | {"alpha_pattern": {"q_proj": 9}}))
+    refused("q_proj has rank 3 and alpha 9, another scaling")
+    path.write_text(json.dumps(given | {"peft_type": "IA3"}))
+    refused("is of the type IA3, not LORA")
+    path.write_text(json.dumps(given))
+    small = ours.config_of(folder).model_copy(update={"num_layers": 2}).with_lora(LORA)
+    with pytest.raises(CheckpointError, match=r"layers\.2.* is no adapter of this model"):
+        AdapterFolder(tmp_path / "peft", small, "mixtral")
