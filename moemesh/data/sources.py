@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -82,6 +83,10 @@ def open_source(
             Corpus.indexed(one, vocab_size, str(beside(one.prefix, BIN))) for one in opened
         )
     files = find(source.path, source.format)
+    counts = Counter(file.format for file in files)
+    if len(counts) > 1:
+        held = ", ".join(f"{count} {format}" for format, count in counts.most_common())
+        say(f"note: {name} holds files of several formats ({held}); all of them are read")
     log = BadRecordLog(data.bad_records, data.bad_record_share, name)
     folder = cache if data.cache is None else Path(data.cache).expanduser()
     size = sum(file.num_bytes * (1 if file.compression == "none" else EXPANSION) for file in files)

@@ -227,6 +227,18 @@ def test_conversations_are_packed_and_only_answers_are_learned(tmp_path: Path) -
     assert np.unique(numbers).tolist() == list(range(6)) and (np.diff(numbers) >= 0).all()
 
 
+def test_several_formats_in_a_folder_are_told(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", "word", 5)
+    lines(tmp_path / "b.jsonl.gz", "word", 5)
+    (tmp_path / "README.md").write_text("about the data")
+    said: list[str] = []
+    data = DataConfig(path=str(tmp_path), seq_len=8, global_batch=2)
+    open_samples(data, seed=0, vocab_size=256, cache=None, say=said.append)
+    assert said == [
+        f"note: {tmp_path} holds files of several formats (2 jsonl, 1 text); all of them are read"
+    ]
+
+
 # --- bad records -----------------------------------------------------------------------------
 
 
