@@ -39,6 +39,13 @@ def test_shares_are_those_of_the_weights_exactly(weights: list[float], counts: l
     assert np.bincount(sources).tolist() == [3 * count for count in counts]
 
 
+def test_the_interleaving_stays() -> None:
+    """Another one would be another order of every run of several sources."""
+    sources, draws = Interleaving([3.0, 1.0, 1.0]).draws(np.arange(10))
+    assert sources.tolist() == [0, 0, 1, 2, 0, 0, 0, 1, 2, 0]
+    assert draws.tolist() == [0, 1, 0, 0, 2, 3, 4, 1, 1, 5]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=6), st.integers(0, 10**12))
 def test_any_weights_any_position(weights: list[float], start: int) -> None:

@@ -115,6 +115,13 @@ def test_places_of_lines(tmp_path: Path) -> None:
     assert f"{file}, line 4, byte 46: not valid JSON" in str(caught.value)
 
 
+def test_a_byte_order_mark_counts_as_bytes(tmp_path: Path) -> None:
+    for content, byte in ((b'{"text": x}', 12), (b'{"text": "\xff"}', 13)):
+        (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
+        with pytest.raises(BadRecordError, match=rf"line 1, byte {byte}: not valid"):
+            texts(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +352,26 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
     assert all(process.returncode == 0 for process in started)
     assert len({text.splitlines()[-1] for text in printed}) == 1
     assert sum(" s\n" in text for text in printed) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_whoever_comes_second_waits(tmp_path: Path) -> None:
+    data, cache = folder_of_texts(tmp_path), tmp_path / "cache"
+    opened(data, cache)
+    (lock,) = cache.glob(".*.lock")
+    said: list[str] = []
+
+    def open_again() -> None:
+        open_samples(data, seed=0, vocab_size=256, cache=cache, say=said.append)
+
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        thread = threading.Thread(target=open_again)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive() and any("another process is at work" in text for text in said)
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.usefixtures("small")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 from pathlib import Path
@@ -118,3 +119,17 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     file.write_text(json.dumps(made))
     told = moemesh(folder, "train", "run.toml", *last, code=2)
     assert told.count("as many, but not the same") == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("path", "nots", "data.path nots: No such file"),
+        ("path", "packed.txt", "packed.txt holds gzip data"),
+        ("tokenizer", "gpt2", 'data.tokenizer is "gpt2"'),
+        ("validation", "none.jsonl", "none.jsonl: No such file"),
+    ],
+)
+def test_config_check_looks_at_the_data(tmp_path: Path, key: str, value: str, told: str) -> None:
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"text"))
+    assert told in moemesh(tmp_path, "config", "check", "--set", f"data.{key}={value}", code=2)
