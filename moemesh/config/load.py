@@ -88,6 +88,8 @@ def load_run(
         base = read_folder(Path(path))
     problems += base.problems
     leaves = merge([base, *given])
+    if (weaker := _overruled_end(given)) is not None:
+        del leaves[weaker]
     if PRESET_KEY in broken or base.problems:
         # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
@@ -103,6 +105,18 @@ def load_run(
     if problems:
         raise ConfigError(problems)
     return Resolved(config=config, origins=origins)
+
+
+def _overruled_end(given: Sequence[Source]) -> str | None:
+    """Of ``train.steps`` and ``train.epochs`` the one that a stronger source overrules by giving
+    the other, so that --set can end a run whose file says it in the other way."""
+    last = {
+        key: max((n for n, source in enumerate(given) if key in source.leaves), default=-1)
+        for key in ("train.steps", "train.epochs")
+    }
+    if min(last.values()) < 0 or len(set(last.values())) == 1:
+        return None
+    return min(last, key=lambda key: last[key])
 
 
 def load_recorded(

@@ -71,6 +71,16 @@ def test_contradictions(given: list[str], message: str) -> None:
         load_run([], given, {})
 
 
+@pytest.mark.parametrize(("weak", "strong"), [("steps", "epochs"), ("epochs", "steps")])
+def test_the_stronger_source_says_when_a_run_ends(tmp_path: Path, weak: str, strong: str) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(f"[train]\n{weak} = 5\n")
+    resolved = load_run([file], [f"train.{strong}=7"], {})
+    assert resolved.config.train.epochs == (7 if strong == "epochs" else None)
+    assert resolved.config.train.steps == (7 if strong == "steps" else 200)
+    assert resolved.origins[f"train.{weak}"] == "default"
+
+
 def test_epochs_stand_in_place_of_steps() -> None:
     config = RunConfig(train=TrainConfig(epochs=1.5))
     assert "steps =" not in resolved_toml(config).partition("[train]")[2].partition("seed")[0]
