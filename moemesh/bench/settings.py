@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
+from moemesh.config.plan import Plan
 
 #: Routings that a benchmark can impose (see `bench/workloads.py` for their formulas).
 WORKLOADS = {
@@ -366,3 +367,24 @@ class TokenizeSettings(Settings):
     vocabulary: Annotated[int, "Ids of the tokenizer.", {"min": 300}] = 16000
     processes: Annotated[int, "As of moemesh tokenize.", {"min": 1}] = 1
     rounds: Annotated[int, "Timed rounds; all take turns in each.", {"min": 1}] = 5
+
+
+class LoadSettings(Settings):
+    """A folder of weights of a given size, read by ranks that spread its experts."""
+
+    megabytes: Annotated[int, "Size of the folder in MiB, about; 8192 are 8 GiB.", {"min": 16}] = 64
+    ranks: Annotated[int, "Ranks.", {"min": 1}] = 4
+    tp: Annotated[int, "Ranks that share the heads and the width of an expert.", {"min": 1}] = 1
+    rounds: Annotated[int, "Timed repetitions.", {"min": 1}] = 3
+    folder: Annotated[str, "Where to write the weights; default: among temporary files."] = ""
+
+    @property
+    def plan(self) -> Plan:
+        """Experts are spread over all groups of `tp` ranks."""
+        groups = self.ranks // self.tp
+        return Plan(dp=groups, tp=self.tp, ep=groups, etp=self.tp)
+
+    def check(self) -> None:
+        _divides("tp", self.tp, "ranks", self.ranks)
+        _divides("ranks / tp", self.ranks // self.tp, "32 experts", 32)
+        _divides("tp", self.tp, "4 key heads", 4)

@@ -30,7 +30,13 @@ class HeaderEntry(NamedTuple):
 
 
 def read_header(path: Path, size: int) -> dict[str, HeaderEntry]:
-    """The tensors of a file of `size` bytes, which lie one after the other without a gap.
+    """The tensors of a file of `size` bytes. Raises CheckpointError as :func:`read_places`."""
+    return {name: entry for name, (entry, _) in read_places(path, size).items()}
+
+
+def read_places(path: Path, size: int) -> dict[str, tuple[HeaderEntry, int]]:
+    """The tensors of a file of `size` bytes, which lie one after the other without a gap, and the
+    first byte of each.
 
     Raises CheckpointError naming the file for a header that is too long, damaged, or does not
     describe the file.
@@ -43,10 +49,13 @@ def read_header(path: Path, size: int) -> dict[str, HeaderEntry]:
         header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
         header.pop("__metadata__", None)
         found = {
-            key: HeaderEntry(
-                str(value["dtype"]),
-                tuple(_size(number) for number in value["shape"]),
-                _size(value["data_offsets"][1]) - _size(value["data_offsets"][0]),
+            key: (
+                HeaderEntry(
+                    str(value["dtype"]),
+                    tuple(_size(number) for number in value["shape"]),
+                    _size(value["data_offsets"][1]) - _size(value["data_offsets"][0]),
+                ),
+                8 + length + _size(value["data_offsets"][0]),
             )
             for key, value in header.items()
         }

@@ -231,5 +231,32 @@ def tokenize_text(found: dict[str, Any]) -> str:
     return f"{head}\n{table(header, rows)}"
 
 
+def load_text(found: dict[str, Any]) -> str:
+    """A row for files in the page cache and for files that are not."""
+    header = ("cache", "load s", "plain read s", "speed of it", "GB/s of all ranks")
+    ranks = found["ranks"]
+    needed = sum(rank["needed_bytes"] for rank in ranks)
+    rows = [
+        (
+            name,
+            f"{row['seconds']['load']:.3f}",
+            f"{row['seconds']['plain']:.3f}",
+            f"{row['speed_ratio']:.2f}",
+            f"{needed / row['seconds']['load'] / 1e9:.2f}",
+        )
+        for name, row in found["rounds"].items()
+    ]
+    most = max(rank["read_bytes"] / rank["needed_bytes"] for rank in ranks)
+    peak = max(rank["peak_bytes_beyond_model"] for rank in ranks)
+    largest = max(rank["largest_tensor_bytes"] for rank in ranks)
+    return (
+        f"{format_bytes(found['folder_bytes'])} of weights in bf16, {len(ranks)} ranks\n"
+        f"{table(header, rows)}\n"
+        f"bytes read / needed, at most      {most:.2f}\n"
+        f"memory beyond the model, at most  {format_bytes(peak)} "
+        f"(the largest tensor of a rank: {format_bytes(largest)})"
+    )
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"

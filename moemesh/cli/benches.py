@@ -16,6 +16,7 @@ from moemesh.bench.settings import (
     DispatchSettings,
     LayerSettings,
     LinksSettings,
+    LoadSettings,
     MemorySettings,
     PipelineSettings,
     ReplicasSettings,
@@ -185,3 +186,24 @@ def bench_tokenize(
     from moemesh.cli.bench_text import tokenize_text
 
     _print(tokenizing.run(settings), tokenize_text, as_json, out)
+
+
+@bench_app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")
+@options_from(LoadSettings)
+def bench_load(
+    settings: LoadSettings,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    found: FoundFile = None,
+) -> None:
+    """Write a folder of weights, and load the slices of every rank, in turns with a plain read.
+
+    Bytes read beside those needed, and memory beside the model's, of the rank with the most.
+    Example:
+
+        moemesh bench load --megabytes 8192
+    """
+    from moemesh.bench import load
+    from moemesh.cli.bench_text import load_text
+
+    _print(load.run(settings, found), load_text, as_json, out)

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
-from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.header import read_places
 from moemesh.checkpoint.huggingface.quantized import Quantized, quantized_tensors
+from moemesh.checkpoint.huggingface.slices import Place, SliceReader
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.huggingface.quantization import Quantization
@@ -37,11 +37,12 @@ _TORCH_DTYPES = {name: cast("torch.dtype", getattr(torch, key)) for key, name in
 
 
 class Stored(NamedTuple):
-    """A tensor of a folder: the file that holds it, its dtype and its shape."""
+    """A tensor of a folder: the file that holds it, its dtype and shape, and its first byte."""
 
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0
 
 
 class WeightFolder:
@@ -55,9 +56,7 @@ class WeightFolder:
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
         check_folder(path)
         self.path = path
-        #: Bytes of tensors that were read so far.
-        self.bytes_read = 0
-        self._open: dict[str, Any] = {}
+        self._reader = SliceReader()
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [SINGLE]
         self.tensors: dict[str, Stored] = {}
@@ -92,7 +91,7 @@ class WeightFolder:
 
     def _add(self, file: str, index: dict[str, str] | None) -> None:
         path = self.path / file
-        for name, entry in read_header(path, file_size(path)).items():
+        for name, (entry, start) in read_places(path, file_size(path)).items():
             if entry.dtype not in _TORCH_DTYPES:
                 raise CheckpointError(f"{path}: {name} has the dtype {entry.dtype}, not known here")
             dtype = _TORCH_DTYPES[entry.dtype]
@@ -104,7 +103,12 @@ class WeightFolder:
             if index is not None and index.get(name) != file:
                 there = index.get(name, "no file")
                 raise CheckpointError(f"{path}: holds {name}, which {INDEX} places in {there}")
-            self.tensors[name] = Stored(file, dtype, entry.shape)
+            self.tensors[name] = Stored(file, dtype, entry.shape, start)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return self._reader.bytes_read
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
@@ -116,13 +120,22 @@ class WeightFolder:
         found = self._read(name, box)
         return found.float() if self._quantized else found
 
+    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
+        if name in self._quantized or name not in self._stored:
+            out.copy_(self.read(name, box))
+        else:
+            self._fill(self._stored[name], box, out)
+
     def _read(self, name: str, box: Sequence[range]) -> Tensor:
         stored = self._stored[name]
-        self.bytes_read += prod(len(part) for part in box) * stored.dtype.itemsize
-        if list(box) == [range(size) for size in stored.shape]:
-            return cast("Tensor", self._file(stored.file).get_tensor(name))
-        part = self._file(stored.file).get_slice(name)
-        return cast("Tensor", part[tuple(slice(one.start, one.stop) for one in box)])
+        found = torch.empty([len(part) for part in box], dtype=stored.dtype)
+        self._fill(stored, box, found)
+        return found
+
+    def _fill(self, stored: Stored, box: Sequence[range], out: Tensor) -> None:
+        place = Place(stored.start, stored.dtype, stored.shape)
+        self._reader.read_into(self.path / stored.file, place, box, out)
 
     def check(self, expected: dict[str, tuple[int, ...]], known: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the folder holds the tensors `expected` with these shapes,
@@ -152,12 +165,7 @@ class WeightFolder:
 
     def close(self) -> None:
         """Let go of the files; a later read opens them again."""
-        self._open.clear()
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
-        return self._open[name]
+        self._reader.close()
 
 
 def _index(path: Path) -> dict[str, str] | None:

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 #: (name of a stored tensor, a range of each of its dims) -> these numbers.
 Read = Callable[[str, Sequence[range]], Tensor]
+
+
+class Source(Protocol):
+    """Stored tensors, read by parts."""
+
+    def read(self, name: str, box: Sequence[range], /) -> Tensor:
+        """The part `box` of a tensor."""
+        ...
+
+    def read_into(self, name: str, box: Sequence[range], out: Tensor, /) -> None:
+        """The same, into memory that is there."""
+        ...
 
 
 class Piece(NamedTuple):
@@ -49,6 +61,32 @@ class Piece(NamedTuple):
 
     def read(self, box: Sequence[range], read: Read) -> Tensor:
         """The numbers of `box`, which lies inside the piece, in the dims of the logical tensor."""
+        ranges, sizes, inner = self._stored(box)
+        return read(self.source, ranges).reshape(sizes)[tuple(inner)].permute(self.order)
+
+    def read_into(self, box: Sequence[range], out: Tensor, source: Source) -> None:
+        """As :meth:`read`, into `out`: without a copy on the way where its memory has the order of
+        the stored tensor."""
+        ranges, sizes, inner = self._stored(box)
+        there = out.permute(self._back)
+        if list(there.shape) == sizes:
+            try:
+                merged = there.view([len(part) for part in ranges])
+            except RuntimeError:  # Its strides do not let dims be merged.
+                pass
+            else:
+                source.read_into(self.source, ranges, merged)
+                return
+        there.copy_(source.read(self.source, ranges).reshape(sizes)[tuple(inner)])
+
+    @property
+    def _back(self) -> list[int]:
+        """From the dims of the logical tensor to those of the view."""
+        return [self.order.index(dim) for dim in range(len(self.order))]
+
+    def _stored(self, box: Sequence[range]) -> tuple[list[range], list[int], list[slice]]:
+        """The ranges of the stored tensor that hold `box`, their shape in the dims of the view, and
+        the part of that which `box` is."""
         wanted = [range(0)] * len(self.view)
         for dim, part, start in zip(self.order, box, self.offset, strict=True):
             wanted[dim] = range(part.start - start, part.stop - start)
@@ -61,13 +99,11 @@ class Piece(NamedTuple):
             ranges.append(span)
             sizes += shape
             inner += rest
-        found = read(self.source, ranges).reshape(sizes)[tuple(inner)]
-        return found.permute(self.order)
+        return ranges, sizes, inner
 
     def store(self, logical: Tensor) -> Tensor:
         """The stored tensor of the part `logical` (of the shape of the piece)."""
-        back = [self.order.index(dim) for dim in range(len(self.order))]
-        return logical.permute(back).reshape(self.stored).contiguous()
+        return logical.permute(self._back).reshape(self.stored).contiguous()
 
 
 def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> Piece:
@@ -93,6 +129,19 @@ def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tenso
         ]
         found[tuple(place)] = part
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
+
+
+def assemble_into(
+    pieces: Sequence[Piece], box: Sequence[range], out: Tensor, source: Source
+) -> None:
+    """As :func:`assemble`, into `out`."""
+    for piece in pieces:
+        if (common := piece.overlap(box)) is not None:
+            place = [
+                slice(inside.start - wanted.start, inside.stop - wanted.start)
+                for inside, wanted in zip(common, box, strict=True)
+            ]
+            piece.read_into(common, out[tuple(place)], source)
 
 
 def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.names import pieces, view_of
-from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble
+from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble, assemble_into
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import family_of
@@ -86,6 +86,7 @@ class HuggingFaceWeights:
     ) -> None:
         self.folder = WeightFolder(path, quantization)
         self.quantization = quantization
+        self._experts: dict[str, list[LogicalTensor]] = {}
         fused = any(name.endswith(".experts.gate_up_proj") for name in self.folder.tensors)
         self.tensors = logical_tensors(config, kind, fused=fused)
         expected = {
@@ -123,15 +124,39 @@ class HuggingFaceWeights:
                     range(start, start + size)
                     for start, size in zip(shard.offset, shard.tensor.shape, strict=True)
                 ]
-                shard.tensor.copy_(self.read(name, box))
+                self._read_into(name, box, shard.tensor)
         self.folder.close()
+
+    def _expert(self, stack: str, expert: int) -> LogicalTensor:
+        """The stack `stack` with the pieces of one expert. Those of all are found once."""
+        if stack not in self._experts:
+            tensor = self.tensors[stack]
+            by_expert: list[list[Piece]] = [[] for _ in range(tensor.shape[0])]
+            for piece in tensor.pieces:
+                first = piece.offset[0]
+                for index in range(first, first + piece.shape[0]):
+                    by_expert[index].append(piece)
+            self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
+        return self._experts[stack][expert]
+
+    def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        tensor = self.tensors.get(name)
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            expert = int(match[2])
+            tensor = self._expert(f"{match[1]}.{match[3]}", expert)
+            box, out = [range(expert, expert + 1), *box], out[None]
+        assert tensor is not None
+        if tensor.view == tensor.shape:
+            assemble_into(tensor.pieces, box, out, self.folder)
+        else:
+            out.copy_(tensor.read(box, self.folder.read))
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
         if (match := EXPERT.fullmatch(name)) is not None:
             expert = int(match[2])
-            stack = self.tensors[f"{match[1]}.{match[3]}"]
-            return stack.read([range(expert, expert + 1), *box], self.folder.read)[0]
+            tensor = self._expert(f"{match[1]}.{match[3]}", expert)
+            return tensor.read([range(expert, expert + 1), *box], self.folder.read)[0]
         return self.tensors[name].read(box, self.folder.read)
 
 

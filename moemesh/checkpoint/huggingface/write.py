@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
-from moemesh.checkpoint.header import Deferred, HeaderEntry, read_header, safetensors_bytes
+from moemesh.checkpoint.header import Deferred, read_header, safetensors_bytes
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 
@@ -91,12 +91,11 @@ def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
     if not path.exists():
         return False
     expected = {
-        name: HeaderEntry(
-            DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape, tensor.num_bytes
-        )
+        name: (DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape)
         for name, tensor in part.items()
     }
-    if read_header(path, file_size(path)) != expected:
+    header = read_header(path, file_size(path)).items()
+    if {name: (entry.dtype, entry.shape) for name, entry in header} != expected:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
     return True
 

@@ -107,7 +107,8 @@ def router_groups(config: Config) -> dict[str, Any]:
     """Groups of experts and how many of them a token may choose from; the greedy choice of
     DeepSeek-V2 has none, whatever else is said."""
     if config.get("topk_method") == "greedy":
-        whole(config, "n_group", 1), whole(config, "topk_group", 1)  # Read, and without effect.
+        for key in ("n_group", "topk_group"):
+            whole(config, key, 1)  # Read, and without effect.
         return {"router_groups": 1, "router_groups_kept": 1}
     kept = whole(config, "topk_group", 1)
     return {"router_groups": whole(config, "n_group", 1) or 1, "router_groups_kept": kept or 1}
