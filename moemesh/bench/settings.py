@@ -2,10 +2,12 @@
 
 # Light to import: the command reads it to know its options.
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
-from moemesh.config.plan import Plan
+
+if TYPE_CHECKING:
+    from moemesh.config.plan import Plan
 
 #: Routings that a benchmark can impose (see `bench/workloads.py` for their formulas).
 WORKLOADS = {
@@ -379,8 +381,10 @@ class LoadSettings(Settings):
     folder: Annotated[str, "Where to write the weights; default: among temporary files."] = ""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> "Plan":
         """Experts are spread over all groups of `tp` ranks."""
+        from moemesh.config.plan import Plan
+
         groups = self.ranks // self.tp
         return Plan(dp=groups, tp=self.tp, ep=groups, etp=self.tp)
 
