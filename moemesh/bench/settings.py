@@ -371,6 +371,7 @@ class TokenizeSettings(Settings):
     rounds: Annotated[int, "Timed rounds; all take turns in each.", {"min": 1}] = 5
 
 
+@dataclass(frozen=True, kw_only=True)
 class LoadSettings(Settings):
     """A folder of weights of a given size, read by ranks that spread its experts."""
 
