@@ -141,7 +141,7 @@ class HuggingFaceWeights:
 
     def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         tensor = self.tensors.get(name)
-        if (match := _EXPERT.fullmatch(name)) is not None:
+        if (match := EXPERT.fullmatch(name)) is not None:
             expert = int(match[2])
             tensor = self._expert(f"{match[1]}.{match[3]}", expert)
             box, out = [range(expert, expert + 1), *box], out[None]
