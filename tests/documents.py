@@ -43,6 +43,7 @@ DOCUMENTS = (
     "docs/data.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
+    "docs/source_texts.md",
     "docs/data_parallelism.md",
     "docs/dispatchers.md",
     "docs/schedules.md",
