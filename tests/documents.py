@@ -44,6 +44,7 @@ DOCUMENTS = (
     "docs/run-folder.md",
     "docs/parallelism.md",
     "docs/source_texts.md",
+    "docs/cluster.md",
     "docs/data_parallelism.md",
     "docs/dispatchers.md",
     "docs/schedules.md",

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
 # be imported at the top, or `moemesh --help` becomes slow.
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,10 +91,13 @@ def _fail(error: Exception) -> int:
         if hint := _option_hint(getattr(error, "option_name", "")):
             print(hint, file=sys.stderr)
         return USER_ERROR
-    from moemesh.config.errors import is_user_error
+    from moemesh.comm.slurm import rank_of
+    from moemesh.config.errors import ConfigError, is_user_error
 
     if not is_user_error(error):
         raise error
+    if isinstance(error, ConfigError) and rank_of(os.environ) > 0:
+        return USER_ERROR  # every rank was given the same configuration: the first one tells
     # A stray byte of the command line must not turn the message into another error.
     message = str(error).encode(errors="backslashreplace").decode()
     print(f"moemesh: {message}", file=sys.stderr)

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moemesh.comm.interrupts import InterruptWatch
+from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.errors import UserError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -57,7 +58,9 @@ class Ranks:
 
 
 def joined() -> bool:
-    """Whether this process was started as a rank, by torchrun or by :func:`launch`."""
+    """Whether this process was started as a rank, by torchrun, by srun or by :func:`launch`."""
+    if "RANK" not in os.environ:
+        os.environ.update(ranks_of_slurm(os.environ))
     return all(name in os.environ for name in _NEEDED)
 
 
@@ -86,7 +89,7 @@ def own_rank() -> int:
 
 def check_device(device: Device, num_ranks: int) -> None:
     """Raises DeviceError when `num_ranks` ranks here cannot have the device asked for."""
-    if device == "cuda":
+    if device == "cuda" or (device == "auto" and _num_devices()):
         _count_devices(num_ranks)
 
 
@@ -318,7 +321,8 @@ def _count_devices(num_ranks: int) -> None:
 
 def _choose_device(device: Device, local_rank: int, ranks_per_node: int) -> torch.device:
     if device == "auto":
-        device = "cuda" if _num_devices() >= ranks_per_node else "cpu"
+        # Never the CPU on a machine with GPUs: that would be a mistake that trains for days.
+        device = "cuda" if _num_devices() else "cpu"
     if device == "cpu":
         return torch.device("cpu")
     _count_devices(ranks_per_node)

@@ -1,0 +1,246 @@
+"""Files that start a run on a cluster: torchrun, Slurm, Kubernetes, SkyPilot."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.run import RunConfig
+
+Launcher = Literal["local", "torchrun", "slurm", "k8s", "sky"]
+
+#: File of each launcher where none is named.
+FILES: dict[Launcher, str] = {
+    "torchrun": "torchrun.sh",
+    "slurm": "job.sbatch",
+    "k8s": "job.yaml",
+    "sky": "task.yaml",
+}
+#: Seconds between the request to save and the end of a job.
+GRACE_SECONDS = 300
+#: The port of the first rank where no launcher chooses one.
+PORT = 29500
+_SHARED = (
+    "Every node must see, under the same path: this Python environment, the data, the weights, and "
+    "the folder of the run"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on `nodes` equal nodes: the arguments of `moemesh train`, and what schedulers ask."""
+
+    name: str
+    arguments: tuple[str, ...]
+    out: str
+    nodes: int
+    ranks_per_node: int
+    uses_gpus: bool
+    hours: float = 24.0
+    partition: str | None = None
+    account: str | None = None
+    image: str = "IMAGE_WITH_MOEMESH"
+    accelerator: str = "H100"
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        arguments: Sequence[str],
+        out: Path,
+        ranks_per_node: int | None,
+        **more: Any,
+    ) -> Job:
+        """`ranks_per_node` None: as the plan says, else 8, or all ranks where there are fewer.
+
+        Raises ConfigError where the ranks do not fill their nodes.
+        """
+        ranks = config.plan.world_size
+        each = ranks_per_node or config.plan.ranks_per_node or min(ranks, 8)
+        if ranks % each:
+            nearest = max(size for size in range(1, each + 1) if ranks % size == 0)
+            message = f"{ranks} ranks do not fill nodes of {each}"
+            fix = f"--ranks-per-node {nearest}"
+            raise ConfigError(
+                [Problem(code="nodes", key="ranks_per_node", value=each, message=message, fix=fix)]
+            )
+        return Job(
+            name=_plain(out.name),
+            arguments=tuple(arguments),
+            out=str(out),
+            nodes=ranks // each,
+            ranks_per_node=each,
+            uses_gpus=config.train.device != "cpu",
+            **{key: value for key, value in more.items() if value is not None},
+        )
+
+    @property
+    def command(self) -> str:
+        """`moemesh train` with its arguments, for a shell."""
+        return shlex.join(["moemesh", *self.arguments])
+
+    @property
+    def module(self) -> str:
+        """The same for torchrun."""
+        return shlex.join(["-m", "moemesh", *self.arguments])
+
+    def text(self, launcher: Launcher) -> str:
+        """The file for `launcher`."""
+        makers = {
+            "local": self._local,
+            "torchrun": self._torchrun,
+            "slurm": self._slurm,
+            "k8s": self._kubernetes,
+            "sky": self._sky,
+        }
+        return makers[launcher]()
+
+    def _comment(self, *texts: str) -> str:
+        """Lines of comment: the sizes, and each of `texts` as a paragraph."""
+        ranks = self.nodes * self.ranks_per_node
+        sizes = f"{ranks} ranks on {self.nodes} node(s), {self.ranks_per_node} on each."
+        paragraphs = (*texts, f"{sizes} {_SHARED} ({self.out}).")
+        return "".join(
+            f"# {line}\n"
+            for text in paragraphs
+            for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
+        )
+
+    def _local(self) -> str:
+        return f"{self.command}\n"
+
+    def _torchrun(self) -> str:
+        comment = self._comment(
+            "Run on every node, with NODE_RANK = 0, 1, ... and the address of the first one in "
+            "MASTER_ADDR. Ctrl-C or SIGTERM saves and stops; the same script goes on from there."
+        )
+        return f"""\
+#!/bin/bash
+{comment}set -u
+exec torchrun \\
+  --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node} --node-rank="$NODE_RANK" \\
+  --master-addr="$MASTER_ADDR" --master-port={PORT} \\
+  {self.module}
+"""
+
+    def _slurm(self) -> str:
+        minutes = max(1, round(self.hours * 60))
+        lines = [
+            f"--job-name={self.name}",
+            f"--nodes={self.nodes}",
+            f"--ntasks-per-node={self.ranks_per_node}",
+            *([f"--gpus-per-node={self.ranks_per_node}"] if self.uses_gpus else []),
+            "--exclusive",
+            f"--time={minutes // 60}:{minutes % 60:02}:00",
+            *([f"--partition={self.partition}"] if self.partition else []),
+            *([f"--account={self.account}"] if self.account else []),
+            "--output=%x-%j.out",
+            "--open-mode=append",
+            "--requeue",
+            f"--signal=B:USR1@{GRACE_SECONDS}",
+        ]
+        comment = self._comment(
+            "Submit with: sbatch THIS_FILE",
+            "A task is a rank: moemesh reads Slurm's variables, no torchrun is needed. Slurm sends "
+            f"USR1 to this script {GRACE_SECONDS} s before the time limit; the ranks finish their "
+            "step, save and leave, and the job is queued again, to go on from there. After a "
+            "failure of a node --requeue does the same.",
+        )
+        return f"""\
+#!/bin/bash
+{comment}{"".join(f"#SBATCH {line}{chr(10)}" for line in lines)}
+set -u
+time_is_up=0
+trap 'time_is_up=1; kill -USR1 "$ranks"' USR1
+
+srun --distribution=block --kill-on-bad-exit=1 \\
+  {self.command} &
+ranks=$!
+wait "$ranks"
+# A trapped signal ends a wait, while the ranks are saving.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; done
+wait "$ranks"; code=$?  # remembered
+
+if [ "$time_is_up" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+    def _kubernetes(self) -> str:
+        limits = f'{{nvidia.com/gpu: "{self.ranks_per_node}"}}' if self.uses_gpus else "{}"
+        comment = self._comment(
+            "Submit with: kubectl apply -f THIS_FILE",
+            f"A pod is a node. Pods that are evicted get SIGTERM and {GRACE_SECONDS} s to save; "
+            "new ones go on from there. To change: the image, and the claim whose volume holds "
+            "data and runs.",
+        )
+        return f"""\
+{comment}apiVersion: v1
+kind: Service
+metadata: {{name: {self.name}}}
+spec: {{clusterIP: None, selector: {{job-name: {self.name}}}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {self.name}}}
+spec:
+  completionMode: Indexed
+  completions: {self.nodes}
+  parallelism: {self.nodes}
+  backoffLimit: 6
+  template:
+    spec:
+      subdomain: {self.name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {GRACE_SECONDS}
+      containers:
+        - name: ranks
+          image: {self.image}
+          command: [/bin/bash, -c]
+          args:
+            - >-
+              exec torchrun --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node}
+              --node-rank=$JOB_COMPLETION_INDEX
+              --master-addr={self.name}-0.{self.name} --master-port={PORT}
+              {self.module}
+          resources: {{limits: {limits}}}
+          volumeMounts:
+            - {{name: shared, mountPath: {Path(self.out).parent}}}
+            - {{name: shm, mountPath: /dev/shm}}
+      volumes:
+        - {{name: shared, persistentVolumeClaim: {{claimName: CLAIM}}}}
+        - {{name: shm, emptyDir: {{medium: Memory}}}}
+"""
+
+    def _sky(self) -> str:
+        comment = self._comment(
+            "Start with: sky jobs launch THIS_FILE",
+            "A spot machine that is taken away is replaced, and the run goes on from its folder, "
+            "which must be on a bucket: put its address for BUCKET_URL.",
+        )
+        each = self.ranks_per_node
+        needs = f"accelerators: {self.accelerator}:{each}" if self.uses_gpus else f"cpus: {each}+"
+        return f"""\
+{comment}name: {self.name}
+num_nodes: {self.nodes}
+resources:
+  {needs}
+file_mounts:
+  {Path(self.out).parent}: {{source: BUCKET_URL, mode: MOUNT}}
+setup: |
+  pip install moemesh
+run: |
+  torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc-per-node={each} \\
+    --node-rank=$SKYPILOT_NODE_RANK \\
+    --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} \\
+    {self.module}
+"""
+
+
+def _plain(name: str) -> str:
+    """A name that Slurm and Kubernetes both take."""
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50] or "moemesh"

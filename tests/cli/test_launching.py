@@ -1,0 +1,74 @@
+"""The verb launch: files for clusters, and mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import run
+
+yaml = pytest.importorskip("yaml")
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+PLAN = ("--set", "plan.dp=16", "--set", "plan.ep=8", "--out", "/shared/runs/A first one")
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_scripts_are_valid_bash(
+    launcher: str, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    target = tmp_path / "job"
+    _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, f"--{launcher}", "--file", str(target))
+    assert out.startswith("2 node(s) of 8 ranks: wrote ")
+    checked = subprocess.run(["bash", "-n", target], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "--out '/shared/runs/A first one'" in target.read_text()
+
+
+def test_a_batch_script_asks_for_what_the_plan_needs(capsys: Capture, monkeypatch: Patch) -> None:
+    given = ("--slurm", "--hours", "1.5", "--partition", "gpu", "--dry-run")
+    _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, *given)
+    asked = {line.removeprefix("#SBATCH ") for line in out.splitlines() if "#SBATCH" in line}
+    assert {
+        "--nodes=2",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--time=1:30:00",
+        "--partition=gpu",
+        "--job-name=a-first-one",
+    } <= asked
+    cpu = run(capsys, monkeypatch, "launch", *PLAN, "--set", "train.device=cpu", *given)[1]
+    assert "gpus" not in cpu
+
+
+def test_kubernetes_and_skypilot(capsys: Capture, monkeypatch: Patch) -> None:
+    _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, "--k8s", "--dry-run", "--image", "a/b:1")
+    service, job = yaml.safe_load_all(out)
+    pod = job["spec"]["template"]["spec"]
+    assert (job["spec"]["completions"], service["metadata"]["name"]) == (2, "a-first-one")
+    assert pod["containers"][0]["image"] == "a/b:1"
+    assert "--nnodes=2 --nproc-per-node=8" in pod["containers"][0]["args"][0]
+    _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, "--sky", "--dry-run")
+    assert yaml.safe_load(out)["num_nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*PLAN], "give one of"),
+        ([*PLAN, "--slurm", "--k8s"], "give one of"),
+        ([*PLAN, "--slurm", "--ranks-per-node", "5"], "16 ranks do not fill nodes of 5"),
+        (["--set", "plan.dp=0", "--slurm"], "plan.dp"),
+        ([*PLAN, "--slurm", "--file", "nowhere/job"], "there is no folder nowhere"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str, capsys: Capture, monkeypatch: Patch) -> None:
+    code, _, err = run(capsys, monkeypatch, "launch", *arguments)
+    assert code == 2
+    assert words in " ".join(err.split())
+
+
+def test_local_trains_here(capsys: Capture, monkeypatch: Patch) -> None:
+    _, out, _ = run(capsys, monkeypatch, "launch", "--out", "/tmp/x", "--local", "--dry-run")
+    assert out == "moemesh train --out /tmp/x\n"
