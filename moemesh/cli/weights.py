@@ -43,6 +43,15 @@ def convert(
             "by default as transformers writes the family.",
         ),
     ] = None,
+    upcycle: Annotated[
+        str | None,
+        typer.Option(
+            "--upcycle",
+            metavar="RECIPE",
+            help="Make a mixture of experts of a dense folder: experts=8,k=2, and every=2, "
+            "noise=0.01, drop=0.5, seed=0 where wanted.",
+        ),
+    ] = None,
     adapter: Annotated[
         bool,
         typer.Option(
@@ -70,13 +79,30 @@ def convert(
         write_adapter(source, out, dtype=dtype)
         typer.echo(str(out))
         return
-    from moemesh.train.conversion import convert as run
 
     def say(done: int, total: int) -> None:
         typer.echo(f"wrote file {done} of {total}", err=True)
 
+    if upcycle is not None:
+        from moemesh.train.upcycling import read_recipe
+        from moemesh.train.upcycling import upcycle as make
+
+        for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
+            if given is not None:
+                raise typer.BadParameter(f"{flag} does not go with --upcycle", param_hint=flag)
+        make(source, out, read_recipe(upcycle), to or "huggingface", dtype=dtype, on_file=say)
+        typer.echo(
+            str(out)
+            if to != "moemesh"
+            else f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
+        )
+        return
+    from moemesh.train.conversion import convert as run
+
     written = run(source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say)
-    follow = f"moemesh train --out {out}" if written == "moemesh" else str(out)
+    follow = (
+        f"moemesh train {out / 'config.toml'} --out {out}" if written == "moemesh" else str(out)
+    )
     typer.echo(follow if written == "huggingface" else f"a run to go on with: {follow}")
 
 

@@ -17,7 +17,6 @@ from moemesh.checkpoint.header import Deferred
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.pieces import Piece
 from moemesh.checkpoint.huggingface.weights import (
-    HuggingFaceWeights,
     LogicalTensor,
     extra_layers,
     logical_tensors,
@@ -36,6 +35,15 @@ class Weights(Protocol):
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer or stack of experts."""
+        ...
+
+
+class NamedWeights(Weights, Protocol):
+    """Weights whose names and shapes are known, experts also one by one."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Parameter, buffer or stack of experts -> what has its `shape`."""
         ...
 
 
@@ -87,7 +95,7 @@ def write_huggingface(
 
 
 def write_checkpoint(
-    weights: HuggingFaceWeights, folder: Path, state: dict[str, Any], dtype: torch.dtype
+    weights: NamedWeights, folder: Path, state: dict[str, Any], dtype: torch.dtype
 ) -> Path:
     """Write the weights of a folder as ``folder/step-0``, in `dtype`; buffers are fp32.
 
@@ -122,9 +130,7 @@ def write_checkpoint(
     )
 
 
-def _converted(
-    weights: HuggingFaceWeights, name: str, box: Sequence[range], dtype: torch.dtype
-) -> Tensor:
+def _converted(weights: Weights, name: str, box: Sequence[range], dtype: torch.dtype) -> Tensor:
     return weights.read(name, box).to(dtype)
 
 

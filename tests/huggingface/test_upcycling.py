@@ -1,0 +1,134 @@
+"""A dense model made a mixture of experts: the same logits at first, and experts that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.folder import read_config
+from moemesh.train.inference import config_of
+from moemesh.train.upcycling import Recipe, read_recipe, upcycle, upcycled_model
+from tests.huggingface import ours
+from tests.huggingface.tiny import save
+
+TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 288
+SIBLINGS = {
+    "llama": "mixtral",
+    "mistral": "mixtral",
+    "qwen3": "qwen3_moe",
+    "granite": "granitemoe",
+}
+
+
+@pytest.mark.representative("qwen3")
+@pytest.mark.parametrize("dense", SIBLINGS)
+def test_copies_compute_the_dense_model(tmp_path: Path, dense: str) -> None:
+    import transformers
+
+    folder = save(dense, tmp_path / dense)
+    upcycle(folder, tmp_path / "moe", Recipe(experts=4, k=3))
+    assert read_config(tmp_path / "moe")["model_type"] == SIBLINGS[dense]
+    before, after = (
+        ours.logits(ours.load(path, torch.float64), TOKENS)[0]
+        for path in (folder, tmp_path / "moe")
+    )
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "moe", attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        found = theirs.eval()(TOKENS).logits
+    assert (found.double() - before).abs().max() <= 4e-6
+
+
+def test_every_second_layer(tmp_path: Path) -> None:
+    folder = save("qwen3", tmp_path / "dense")
+    upcycle(folder, tmp_path / "moe", Recipe(experts=4, k=2, every=2))
+    config = ours.config_of(tmp_path / "moe")
+    assert [config.is_moe_layer(index) for index in range(3)] == [False, True, False]
+    before, after = (
+        ours.logits(ours.load(path, torch.float64), TOKENS)[0]
+        for path in (folder, tmp_path / "moe")
+    )
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+
+
+def opened(folder: Path, upcycling: Upcycling) -> tuple[UpcycledWeights, HuggingFaceWeights]:
+    config = ours.config_of(folder)
+    dense = HuggingFaceWeights.open(folder, config)
+    return UpcycledWeights(dense, upcycled_model(config, Recipe(experts=3)), upcycling), dense
+
+
+def whole(weights: UpcycledWeights, name: str) -> torch.Tensor:
+    return weights.read(name, [range(size) for size in weights.tensors[name].shape])
+
+
+def test_channels_are_drawn_anew_and_follow_from_the_seed(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "dense")
+    block = "layers.1.feed_forward"
+    weights, dense = opened(folder, Upcycling(drop=0.25, seed=3))
+    gate_up, down = (whole(weights, f"{block}.experts.{leaf}") for leaf in ("gate_up", "down"))
+    plain = [
+        dense.read(f"{block}.{leaf}", [range(size) for size in shape])
+        for leaf, shape in (("gate_up", gate_up.shape[1:]), ("down", down.shape[1:]))
+    ]
+    channels = [(gate_up[e] != plain[0]).all(2).all(0) for e in range(3)]
+    for expert, fresh in enumerate(channels):
+        assert fresh.sum() == round(0.25 * 56)
+        assert torch.equal((down[expert] != plain[1]).all(0), fresh)
+        assert torch.equal(gate_up[expert][:, ~fresh], plain[0][:, ~fresh])
+    assert not torch.equal(channels[0], channels[1])
+    drawn = gate_up[0][:, channels[0]]
+    assert 0.8 < float(drawn.std() / plain[0].std()) < 1.2
+    again = whole(opened(folder, Upcycling(drop=0.25, seed=3))[0], f"{block}.experts.down")
+    other = whole(opened(folder, Upcycling(drop=0.25, seed=4))[0], f"{block}.experts.down")
+    assert torch.equal(again, down) and not torch.equal(other, down)
+    part = weights.read(f"{block}.experts.2.gate_up", [range(1, 2), range(9, 40), range(5, 8)])
+    assert torch.equal(part, gate_up[2][1:2, 9:40, 5:8])
+
+
+def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "dense")
+    weights, dense = opened(folder, Upcycling(noise=0.1))
+    name = "layers.0.feed_forward.experts.down"
+    found, plain = (
+        whole(weights, name),
+        dense.read("layers.0.feed_forward.down", [range(48), range(56)]),
+    )
+    for expert in found:
+        assert 0.09 < float((expert - plain).std() / plain.std()) < 0.11
+
+
+def test_a_run_is_made(tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path / "dense")
+    with pytest.raises(ConfigError):  # qwen2_moe has shared experts
+        upcycle(folder, tmp_path / "moe", Recipe(experts=4))
+    upcycle(folder, tmp_path / "run", Recipe(experts=4), "moemesh")
+    config = config_of(tmp_path / "run", ["data.tokenizer=bytes"])
+    assert (config.model.num_experts, config.model_path) == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("expert=8", "there is no expert in a recipe"),
+        ("experts=two", "experts must be an integer, not 'two'"),
+        ("experts=1", "experts must be at least 2, not 1"),
+        ("experts=4,k=5", "k must be from 1 to 4, not 5"),
+        ("drop=1.5", "drop must be from 0 to 1, not 1.5"),
+    ],
+)
+def test_recipes_that_are_none(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_recipe(text)
+
+
+def test_a_mixture_is_refused(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path / "moe")
+    with pytest.raises(ConfigError, match="has 4 experts already"):
+        upcycle(folder, tmp_path / "out", Recipe())
