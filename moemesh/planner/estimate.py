@@ -12,17 +12,21 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.tuning import num_trained
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.kv_cache import kv_bytes_per_token
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import MemoryEstimate, estimate_memory
+from moemesh.planner.memory import MemoryEstimate, RankMemory, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.shapes.load import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
+from moemesh.planner.traffic.own_states import predict_states
+from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.trace.ledger import Ledger
 
@@ -229,8 +233,68 @@ def estimate_run(config: RunConfig, cluster: str | Path | Cluster) -> Estimate:
     if train.optimizer == "sgd" and layout.optimizer_bytes:
         moments = layout.gradient_bytes * (2 - (train.momentum > 0))
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
-    found = estimate(known, layout, machine, config.plan)
-    return replace(found, text=layout.text)
+    found = replace(estimate(known, layout, machine, config.plan), text=layout.text)
+    return found if config.tuning.is_full else _of_what_trains(found, config)
+
+
+def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
+    """The estimate of a run of which some weights do not train: their model states and traffic."""
+    # numpy is imported here, as for prices.
+    from moemesh.planner.timing.price import pricing
+
+    train, layout = config.train, found.layout
+    if reason := why_not_exact(config.model, config.plan):
+        note = f"memory and traffic are those of training every weight: {reason}"
+        return replace(found, notes=(*found.notes, note))
+    plan = resolved(config.plan)
+    placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
+    element = ELEMENT_BYTES[train.dtype]
+    ranks: list[RankMemory] = []
+    for memory in found.memory.ranks:
+        rank = memory.rank * layout.stage_ranks
+        states = predict_states(
+            placement,
+            plan.layout,
+            element=element,
+            optimizer=train.optimizer,
+            momentum=train.momentum,
+            rank=rank,
+        )
+        ranks.append(
+            replace(
+                memory,
+                dense_weights=states.dense_weights + states.gathered_weights,
+                expert_weights=states.expert_weights,
+                gradients=states.gradients,
+                optimizer=states.optimizer,
+            )
+        )
+    tuned = MemoryEstimate(ranks=tuple(ranks))
+    less = found.memory.worst.total - tuned.worst.total
+    needed = found.peak["needed_bytes"] - less
+    peak = {
+        "peak_bytes": found.peak["peak_bytes"] - less,
+        "needed_bytes": needed,
+        "fits": bool(needed <= found.cluster.memory_bytes * pricing(found.cluster).usable_share),
+    }
+    ledger = predict_ledger(
+        config.model,
+        plan,
+        seq_len=layout.seq_len,
+        global_batch=layout.global_batch,
+        dtype=train.dtype,
+        rank=tuned.worst.rank * layout.stage_ranks,
+        tuning=config.tuning,
+    )
+    trained = num_trained(config.tuning, config.model, plan)
+    note = (
+        f"{trained:,} parameters train: weights, gradients, optimizer and traffic are those of "
+        "this choice, activations and seconds those of training everything"
+    )
+    instead = None if peak["fits"] else found.instead
+    return replace(
+        found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
+    )
 
 
 def estimate_named(

@@ -41,6 +41,7 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
             optimizer=config.train.optimizer,
             momentum=config.train.momentum,
             rank=rank,
+            tuning=config.tuning,
         )
         needed += profile.peak - profile.activations
         if needed > available:

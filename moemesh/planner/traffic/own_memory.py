@@ -16,7 +16,8 @@ from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.trace.memory import MemoryProfile
 
-_ELEMENT = {"float32": 4, "bfloat16": 2, "float64": 8}
+#: Of a number of a weight, by dtype.
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def predict_memory(
@@ -38,7 +39,7 @@ def predict_memory(
     when the plan's schedule cannot be made.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
-    layout, element = plan.layout, _ELEMENT[dtype]
+    layout, element = plan.layout, ELEMENT_BYTES[dtype]
     states = predict_states(
         placement, layout, element=element, optimizer=optimizer, momentum=momentum, rank=rank
     )
