@@ -82,8 +82,22 @@ class Windows:
         return found
 
     def windows(self, ids: np.ndarray) -> np.ndarray:
-        """The windows [B, seq_len + 1] of `ids` [B], int64."""
-        return self._gather(ids, lambda corpus, positions: corpus.tokens[positions], np.int64)
+        """The windows [B, seq_len + 1] of `ids` [B], int64. Raises DataError for ids outside the
+        vocabulary: a file that was sound when it was opened may have been damaged."""
+        found = self._gather(ids, lambda corpus, positions: corpus.tokens[positions], np.int64)
+        vocab_size = self.corpora[0].vocab_size
+        wrong = (found < 0) | (found >= vocab_size)
+        if wrong.any():
+            row, place = (int(one) for one in np.argwhere(wrong)[0])
+            sample = int(np.asarray(ids)[row])
+            stream = int(np.searchsorted(self.firsts, sample, side="right")) - 1
+            offset = (sample - int(self.firsts[stream])) * self.seq_len + place
+            raise DataError(
+                f"{self.corpora[stream].source}, token {offset}: id {int(found[row, place])} is "
+                f"not below model.vocab_size {vocab_size}, though the file was checked: it was "
+                "changed or damaged"
+            )
+        return found
 
     def _gather(
         self,

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from moemesh.data import index_file, indexed
+from moemesh.data.corpus import Corpus
 from moemesh.data.index_file import BIN, IDX, MASK, META, beside
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.samples import Windows
 from moemesh.data.tokenizer import DataError
 
 
@@ -278,3 +280,17 @@ def test_changed_bytes_are_found_by_verify(tmp_path: Path) -> None:
     path.write_bytes(b"\0" * 4)
     with pytest.raises(DataError, match="was changed or damaged"):
         IndexedTokens.open(tmp_path / "a").verify()
+
+
+def test_damaged_ids_end_the_run_before_the_model_sees_them(tmp_path: Path) -> None:
+    with writer(tmp_path / "a") as made:
+        made.add(np.arange(64, dtype=np.int32))
+    content = bytearray(beside(tmp_path / "a", BIN).read_bytes())
+    content[2 * 21 + 1] = 0xFF
+    beside(tmp_path / "a", BIN).write_bytes(content)
+    found = IndexedTokens.open(tmp_path / "a")
+    found.check(1000)
+    samples = Windows(Corpus.indexed(found, 1000, "a.bin"), 8)
+    samples.batch(np.array([0, 1]))
+    with pytest.raises(DataError, match=r"a\.bin, token 21: id 65301 is not below .* 1000"):
+        samples.batch(np.array([0, 2]))

@@ -302,7 +302,7 @@ def test_batch_is_the_windows() -> None:
 
 def test_no_token_is_a_target_of_both_splits() -> None:
     corpus = make(4001)
-    corpus = Corpus(**{**vars(corpus), "tokens": np.arange(4001)})
+    corpus = Corpus(**{**vars(corpus), "tokens": np.arange(4001), "vocab_size": 4001})
     samples = Samples(corpus, seq_len=16, seed=0, held_out=0.2)
     trained = set(samples.batch(samples.training_ids)[1].reshape(-1).tolist())
     held = set(samples.batch(samples.held_out_ids)[1].reshape(-1).tolist())
