@@ -247,6 +247,7 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         note = f"memory and traffic are those of training every weight: {reason}"
         return replace(found, notes=(*found.notes, note))
     plan = resolved(config.plan)
+    assert plan is not None  # there is a reason why not, else
     placement = StagePlacement(config.model, plan, layout.seq_len, config.tuning)
     element = ELEMENT_BYTES[train.dtype]
     ranks: list[RankMemory] = []

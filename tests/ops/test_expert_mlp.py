@@ -13,7 +13,7 @@ from moemesh.ops import expert_mlp as module
 from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_blocks import expert_blocks
 from moemesh.ops.expert_mlp import ExpertWeights, expert_mlp, expert_mlp_loop
-from moemesh.ops.linear import SwigluOf, linear, swiglu
+from moemesh.ops.linear import Adapted, Adapter, SwigluOf, linear, swiglu
 from moemesh.ops.permute import group_by_expert, identity
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import WeightGradientQueue
@@ -231,3 +231,68 @@ def test_a_dense_swiglu_of_any_form_equals_autograd(form: SwigluForm) -> None:
         lambda h, weight: linear(SwigluOf(h, form), weight),
     ):
         assert_close(run(function), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["kept", "bounded", "recomputed", "deferred", "queue", "exact"])
+def test_adapters_of_experts_equal_autograd(how: str) -> None:
+    """Of up and down, beside a merged weight by plain autograd; an expert has no row."""
+    generator = torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    source, weights, gate_up, down = drawn(11, 6), drawn(11), drawn(4, 2, 5, 6), drawn(4, 6, 5)
+    of_up, of_down = (drawn(4, 3, 6), drawn(4, 1, 5, 3)), (drawn(4, 3, 5), drawn(4, 6, 3))
+    adapters = Adapter(*of_up, 0, 1, 1), Adapter(*of_down)
+    experts = ExpertWeights(gate_up, down, adapters=adapters, scale=0.7)
+    counts, rows = torch.tensor([3, 0, 6, 2]), identity(11, source.device)
+    leaves, upstream = (source, weights, *experts.tensors), drawn(11, 6).detach()
+    expected_y = expert_mlp_loop(source, rows, weights, counts, experts)
+    expected = torch.autograd.grad(expected_y, leaves, upstream)
+    if how == "exact":
+        owners = torch.tensor([[1, 2], [0, 0], [6, 0], [1, 1]])
+        y = exact_experts(source, weights, owners, experts)
+    else:
+        deferred = module.defer(experts) if how == "deferred" else None
+        limits = {"max_rows": 4 if how == "bounded" else None, "recomputes": how == "recomputed"}
+        y = expert_mlp(source, rows, weights, counts, experts, deferred, **limits)
+    assert_close(y, expected_y)
+    if how == "queue":
+        with WeightGradientQueue() as queue:
+            y.backward(upstream)
+        assert all(weight.grad is None for weight in experts.tensors)
+        queue.run()
+    else:
+        y.backward(upstream)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert_close(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("is_product", [False, True])
+def test_adapters_of_a_product_equal_the_merged_weight(is_queued: bool, is_product: bool) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    width = 8 if is_product else 4
+    x, weight, upstream = drawn(9, width), drawn(2, 3, 5, 4), drawn(9, 30).detach()
+    (a, b), (c, d) = (drawn(3, 4), drawn(2, 2, 5, 3)), (drawn(3, 4), drawn(2, 1, 5, 3))
+    delta = torch.cat([b @ a, d @ c], dim=1)
+    entered = swiglu(x) if is_product else x
+    expected_y = entered @ (weight + 0.7 * delta).reshape(30, 4).t()
+    leaves = x, weight, a, b, c, d
+    expected = torch.autograd.grad(expected_y, leaves, upstream)
+    adapted = Adapted(weight, (Adapter(a, b, 1, 0, 2), Adapter(c, d, 1, 2, 1)), 0.7)
+    y = linear(SwigluOf(x) if is_product else x, adapted)
+    assert_close(y, expected_y)
+    if is_queued:
+        with WeightGradientQueue() as queue:
+            y.backward(upstream)
+        assert a.grad is None and weight.grad is None
+        queue.run()
+    else:
+        y.backward(upstream)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert_close(leaf.grad, gradient)
