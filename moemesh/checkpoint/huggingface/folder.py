@@ -25,7 +25,7 @@ from moemesh.checkpoint.header import read_places
 from moemesh.checkpoint.huggingface.quantized import Quantized, quantized_tensors
 from moemesh.checkpoint.huggingface.slices import Place, SliceReader
 from moemesh.checkpoint.manifest import DTYPES
-from moemesh.config.huggingface.folder import INDEX, SINGLE
+from moemesh.config.huggingface.folder import INDEX, SINGLE, once
 from moemesh.config.huggingface.quantization import Quantization
 
 #: Upper bound of an index that will be parsed, in bytes.
@@ -90,7 +90,7 @@ class WeightFolder:
             self.tensors[name] = Stored(file, torch.float32, tensor.shape)
 
     def _add(self, file: str, index: dict[str, str] | None) -> None:
-        path = self.path / file
+        path = plain_file(self.path, file)
         for name, (entry, start) in read_places(path, file_size(path)).items():
             if entry.dtype not in _TORCH_DTYPES:
                 raise CheckpointError(f"{path}: {name} has the dtype {entry.dtype}, not known here")
@@ -135,7 +135,7 @@ class WeightFolder:
 
     def _fill(self, stored: Stored, box: Sequence[range], out: Tensor) -> None:
         place = Place(stored.start, stored.dtype, stored.shape)
-        self._reader.read_into(self.path / stored.file, place, box, out)
+        self._reader.read_into(plain_file(self.path, stored.file), place, box, out)
 
     def check(self, expected: dict[str, tuple[int, ...]], known: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the folder holds the tensors `expected` with these shapes,
@@ -168,13 +168,24 @@ class WeightFolder:
         self._reader.close()
 
 
+def plain_file(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. In the hub's cache, whose folders ``snapshots/REVISION`` hold
+    links to ``blobs``, the file there; any other link is left as it is, and not followed."""
+    path = folder / name
+    if not path.is_symlink():
+        return path
+    home, target = folder.resolve(), path.resolve()
+    is_cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    return target if is_cached else path
+
+
 def _index(path: Path) -> dict[str, str] | None:
     """Tensor -> file; None where there is one file without an index."""
     if not (path / INDEX).exists():
         if (path / SINGLE).exists():
             return None
         raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-    found = read_json(path / INDEX, INDEX_LIMIT).get("weight_map")
+    found = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path / INDEX}: has no weight_map")
     for name, file in cast("dict[str, object]", found).items():
@@ -194,7 +205,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     if len(raw) > limit:
         raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
     try:
-        found = json.loads(raw)
+        found = json.loads(raw, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):

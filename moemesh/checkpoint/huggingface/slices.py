@@ -62,7 +62,7 @@ class SliceReader:
     def _handle(self, path: Path) -> int:
         if path not in self._handles:
             try:
-                self._handles[path] = os.open(path, os.O_RDONLY)
+                self._handles[path] = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror}") from error
         return self._handles[path]

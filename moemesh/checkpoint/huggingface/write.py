@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.header import Deferred, read_header, safetensors_bytes
+from moemesh.checkpoint.huggingface.folder import plain_file
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 
@@ -54,17 +55,18 @@ def write_folder(
 
 def carry_along(source: Path, out: Path) -> list[str]:
     """Copy tokenizer, generation settings and whatever else lies beside the weights of `source`,
-    but config.json; returns the names. Links and large files stay."""
+    but config.json; returns the names. Large files stay, and links that lead out of it."""
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
-    for path in sorted(source.iterdir()):
+    for name in sorted(path.name for path in source.iterdir()):
+        path = plain_file(source, name)
         is_plain = path.is_file() and not path.is_symlink()
-        if not is_plain or path.name.startswith(".") or path.name in ("config.json", INDEX):
+        if not is_plain or name.startswith(".") or name in ("config.json", INDEX):
             continue
-        if path.suffix in _WEIGHTS or path.stat().st_size > CARRIED_BYTES:
+        if name.endswith(_WEIGHTS) or path.stat().st_size > CARRIED_BYTES:
             continue
-        shutil.copyfile(path, out / path.name)
-        copied.append(path.name)
+        shutil.copyfile(path, out / name)
+        copied.append(name)
     return copied
 
 

@@ -35,12 +35,22 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
     try:
-        found: object = json.loads(raw)
+        found: object = json.loads(raw, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
     return cast("dict[str, Any]", found)
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that is there twice: readers differ in which of
+    them counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)} is there twice")
+    return found
 
 
 def has_weights(path: Path) -> bool:

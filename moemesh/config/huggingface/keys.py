@@ -75,6 +75,14 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
     return default
 
 
+def real(key: str, value: object) -> float:
+    """One finite number. Raises ConfigError for anything else."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise wrong("wrong-type", key, value, f"{key} must be a number")
+    return float(value)
+
+
 def scalar(name: str, value: Any) -> int:
     """One number of at least 0; a list must hold the same for every layer."""
     if isinstance(value, (list, tuple)):

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from moemesh.config.huggingface.keys import Config, first, known_families, table, wrong
+from moemesh.config.huggingface.keys import Config, first, known_families, real, table, wrong
 from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.huggingface.sizes import Sizes, read_sizes
 
@@ -80,6 +80,8 @@ def model_values(config: Config) -> dict[str, object]:
     Raises ConfigError naming what is missing, wrong, or beyond our model.
     """
     quantization_of(config)
+    if str(config.get("model_type")) in known_families()["family"]:
+        family_of(config)  # Before its sizes: a family that is planned at most is refused as that.
     sizes = read_sizes(config)
     row = trained_families()["family"][family_of(config)]
     fields = sizes.fields
@@ -115,7 +117,7 @@ def _balancing(
     found: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
     if values.get("output_router_logits") and "aux_loss" in row:
         given = values.get("router_aux_loss_coef")
-        coefficient = float(row["aux_loss"] if given is None else given)
+        coefficient = real("router_aux_loss_coef", row["aux_loss"] if given is None else given)
         # Selections there are counted per token, not per choice.
         found["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
         found |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
@@ -177,7 +179,7 @@ def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, obj
     found: dict[str, object] = {"rope_type": kind}
     theta = given.get("rope_theta") or values.get("rope_theta")
     if theta is not None:
-        found["rope_theta"] = float(theta)
+        found["rope_theta"] = real("rope_theta", theta)
     if kind != "default":
         known = {name: given[key] for key, name in ROPE_KEYS.items() if key in given}
         found |= known
@@ -185,7 +187,7 @@ def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, obj
             found["original_max_position_embeddings"] = values.get("max_position_embeddings")
     share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor")
     if rotary := values.get("rotary_dim"):
-        share = rotary / fields["head_dim"]
+        share = real("rotary_dim", rotary) / fields["head_dim"]
     if share and fields.get("attention") != "mla":
-        found["partial_rotary_factor"] = float(share)
+        found["partial_rotary_factor"] = real("partial_rotary_factor", share)
     return found
