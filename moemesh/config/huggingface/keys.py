@@ -77,8 +77,7 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 def real(key: str, value: object) -> float:
     """One finite number. Raises ConfigError for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise wrong("wrong-type", key, value, f"{key} must be a number")
     return float(value)
 
