@@ -99,6 +99,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "solar_open": {**_SIGMOID, "first_k_dense_replace": 0},
+    "hy_v3": {
+        **_EXPERTS,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 1.8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "dots1": {**_SIGMOID},
     "gpt_oss": {
         "num_experts_per_tok": 2,

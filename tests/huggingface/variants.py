@@ -90,6 +90,14 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         **_BIAS,
         "first_k_dense_replace": [0],
     },
+    "hy_v3": {
+        **_BIAS,
+        "num_experts": [8, 16],
+        "num_experts_per_tok": [1, 2, 3],
+        "num_shared_experts": [1, 2],
+        "router_scaling_factor": [1.0, 2.5],
+        "mlp_layer_types": [["sparse"], ["sparse", "dense"], ["dense", "sparse", "sparse"]],
+    },
     "dots1": {**_GROUPS, **_NORM, **_BIAS, **_WINDOW},
     "gpt_oss": {
         "num_experts_per_tok": [1, 3],

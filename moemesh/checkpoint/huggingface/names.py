@@ -85,6 +85,7 @@ FAMILIES: dict[str, Names] = {
     "mixtral": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
     "qwen2_moe": Names(shared="shared_expert"),
+    "hy_v3": Names(router="router.gate", selection_bias="expert_bias", shared="shared_mlp"),
     "granitemoe": Names(block="block_sparse_moe", router="router.layer", stack=_granite),
     "gpt_oss": Names(router="router", stack=_gpt_oss),
     "ernie4_5_moe": Names(selection_bias="moe_statics.e_score_correction_bias"),
@@ -93,6 +94,7 @@ FAMILIES: dict[str, Names] = {
 FUSED: dict[str, Names] = {
     "minimax_m2": Names(selection_bias="e_score_correction_bias", stack=_fused),
     "qwen2_moe": Names(shared="shared_expert", stack=_fused),
+    "hy_v3": Names(selection_bias="e_score_correction_bias", stack=_fused),
     "granitemoe": Names(block="block_sparse_moe", router="router", stack=_fused),
     "gpt_oss": FAMILIES["gpt_oss"],
     "ernie4_5_moe": Names(selection_bias="gate.moe_statics.e_score_correction_bias", stack=_fused),

@@ -28,7 +28,7 @@ TRAINING_KEYS = frozenset(
 _CLASSES = {
     "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss",
     "minimax_m2": "MiniMaxM2", "granitemoe": "GraniteMoe", "ernie4_5_moe": "Ernie4_5_Moe",
-    "kimi_k2": "DeepseekV3",
+    "kimi_k2": "DeepseekV3", "hy_v3": "HYV3",
 }  # fmt: skip
 #: Keys that some version of transformers reads and another does not write.
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
@@ -104,9 +104,10 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
         "dtype": dtype,
         "tie_word_embeddings": model.tied_embeddings,
     }
-    known = trained_families()["keys"]
-    for key in ("norm_eps", "init_std", *trained_families()["family"][kind].get("reads", ())):
-        values[known[key][0]] = getattr(model, key, None)
+    known, row = trained_families()["keys"], trained_families()["family"][kind]
+    for key in ("norm_eps", "init_std", *row.get("reads", ())):
+        (name, *_) = row.get("writes", {}).get(key, known[key])
+        values[name] = getattr(model, key, None)
     return {key: value for key, value in values.items() if value is not None or key in _NULLS}
 
 
@@ -234,9 +235,9 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
         values |= dict.fromkeys(keys["num_shared"], 0)
     if "first_dense" in reads:
         values |= {"first_k_dense_replace": moe[0], "moe_layer_freq": 1}
-        if moe != list(range(moe[0], model.num_layers)):
-            kinds = ["sparse" if index in moe else "dense" for index in range(model.num_layers)]
-            values["mlp_layer_types"] = kinds
+        # Some families read the list alone.
+        kinds = ["sparse" if index in moe else "dense" for index in range(model.num_layers)]
+        values["mlp_layer_types"] = kinds
     if "sparse_step" in reads:
         dense = [index for index in range(model.num_layers) if index not in moe]
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
