@@ -42,9 +42,15 @@ class Recipe(NamedTuple):
 TABLE = {
     "pretrain-tiny": Recipe("laptop_cpu", {**SMALL, "model.num_layers": 2}),
     "finetune-qwen3-30b-a3b": Recipe("dgx_h100", SPREAD),
+    "lora-qwen3-30b-a3b": Recipe("dgx_h100", SMALL),
     "pretrain-deepseek-v3": Recipe("hgx_h800", None),
 }
-DEVICES = {"pretrain-tiny": 4, "finetune-qwen3-30b-a3b": 8, "pretrain-deepseek-v3": 2048}
+DEVICES = {
+    "pretrain-tiny": 4,
+    "finetune-qwen3-30b-a3b": 8,
+    "lora-qwen3-30b-a3b": 1,
+    "pretrain-deepseek-v3": 2048,
+}
 
 
 def moemesh(folder: Path, *arguments: object) -> str:

@@ -51,6 +51,12 @@ def commands_of_readme() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines.splitlines() if line]
 
 
+def command(words: str) -> list[str]:
+    """The command of the README that begins with `words`."""
+    (found,) = (line for line in commands_of_readme() if shlex.join(line).startswith(words))
+    return found
+
+
 class User:
     """Somebody with a model, a tokenizer and conversations in a folder of their own."""
 
@@ -158,3 +164,31 @@ def assert_same_weights(folder: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """LoRA: training, the adapters in PEFT, and the merged model in transformers."""
+    peft = pytest.importorskip("peft")
+    user = User(tmp_path)
+    train = command("moemesh train recipes/lora")
+    user.run(train)
+    run = tmp_path / "runs" / Path(train[2]).stem
+    losses = user.losses(run)
+    assert losses[-1] < losses[0]
+    merged, convert = tmp_path / "merged", command("moemesh convert runs/lora")
+    user.run(["moemesh", "convert", str(run), str(merged)])
+    user.run(convert)
+    agree_with_transformers(run, merged)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / MODEL, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = base(ids).logits
+        found = peft.PeftModel.from_pretrained(base, tmp_path / convert[3])(ids).logits
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            merged, attn_implementation="eager", experts_implementation="eager"
+        )(ids).logits
+    torch.testing.assert_close(found, whole, rtol=0, atol=2e-6)
+    assert (found - before).abs().max() > 1e-3
+    assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
