@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from moemesh.config.errors import UserError
+from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value
 
 LEASE, CHECKPOINTS, LOGS = "lease", "checkpoints", "logs"
@@ -222,18 +223,32 @@ def compare(old: str, new: str) -> list[Change]:
     """The keys that differ between two resolved config.toml texts, sorted, each with its kind.
 
     free: does not touch the result. layout: the same result, spread otherwise. training: another
-    course of training. model: another model, which the saved tensors do not fit. Raises
+    course of training. model: another model, which the saved tensors do not fit. A key that a
+    text does not have, such as that of an older version, stands for its default. Raises
     RunFolderError when a text is not TOML.
     """
     try:
         before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
     except tomllib.TOMLDecodeError as error:
         raise RunFolderError(f"the config.toml of the run is not TOML: {error}") from error
+    defaults = _defaults()
+    before, after = defaults | before, defaults | after
     return [
         Change(key=key, old=before.get(key), new=after.get(key), kind=_kind(key, before, after))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def _defaults() -> dict[str, object]:
+    """The default of every key that has one, as TOML has it."""
+    found: dict[str, object] = {}
+    for name, section in SECTIONS.items():
+        for key, item in section.model_fields.items():
+            value: object = item.default
+            if value is not None:
+                found[f"{name}.{key}"] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset()) -> None:

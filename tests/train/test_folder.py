@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.config.load import resolved_toml
+from moemesh.config.run import RunConfig
 from moemesh.train import folder as folder_module
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
 
@@ -225,7 +227,12 @@ checkpoint_every = 10
         ('"1f1b"', '"pipedream"', "plan.schedule", "training"),
         ("lr = 0.003", "lr = 0.001", "train.lr", "training"),
         ("seq_len = 128", "seq_len = 256", "data.seq_len", "training"),
-        ("aux_loss_coefficient = 0.01", "", "model.aux_loss_coefficient", "training"),
+        (
+            "aux_loss_coefficient = 0.01",
+            "aux_loss_coefficient = 0.5",
+            "model.aux_loss_coefficient",
+            "training",
+        ),
         ("hidden_size = 128", "hidden_size = 256", "model.hidden_size", "model"),
         ('tokenizer = "bytes"', 'tokenizer = "t"', "data.tokenizer", "model"),
     ],
@@ -246,14 +253,24 @@ def test_classes_of_change(old: str, new: str, key: str, kind: str) -> None:
 
 
 def test_the_refusal_shows_the_difference() -> None:
-    new = OLD.replace("hidden_size = 128", "hidden_size = 256").replace("lr = 0.003", "")
+    new = OLD.replace("hidden_size = 128", "hidden_size = 256").replace("lr = 0.003", "lr = 0.004")
     with pytest.raises(RunFolderError) as caught:
         refuse_changes(compare(OLD, new))
     text = str(caught.value)
     assert "model.hidden_size: 128 -> 256 (model)" in text
-    assert "train.lr: 0.003 -> (not set) (training)" in text
+    assert "train.lr: 0.003 -> 0.004 (training)" in text
     assert "--allow-change train.lr" in text
     assert compare(OLD, OLD) == []
     assert str(Change(key="a", old="x", new=True, kind="free")) == 'a: "x" -> true (free)'
     with pytest.raises(RunFolderError, match="not TOML"):
         compare("= 1", OLD)
+
+
+def test_a_key_that_an_older_version_did_not_know_stands_for_its_default() -> None:
+    new = resolved_toml(RunConfig())
+    old = "".join(line for line in new.splitlines(keepends=True) if "log_every" not in line
+                  and "bad_records" not in line and "qk_norm" not in line)  # fmt: skip
+    assert old != new
+    assert compare(old, new) == []
+    (change,) = compare(old, new.replace('bad_records = "fail"', 'bad_records = "skip"'))
+    assert (change.key, change.old, change.new) == ("data.bad_records", "fail", "skip")
