@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
+from moemesh.config.esft import KEPT_TABLE
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
@@ -132,6 +133,10 @@ def load_recorded(
     problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
     kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
     leaves = kept | given.leaves
+    table = path.parent / KEPT_TABLE
+    if "train.esft" in kept and "train.esft" not in given.leaves and table.is_file():
+        # The file that it was copied from may have changed, or be gone.
+        leaves["train.esft"] = replace(kept["train.esft"], value=str(table))
     names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
     preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
     built: dict[str, Section] = {}

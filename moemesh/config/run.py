@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from moemesh.config.data import NUM_BYTES, DataConfig
 from moemesh.config.errors import Problem, independent
+from moemesh.config.esft import TableError, misfit, read_table
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -37,9 +38,15 @@ class RunConfig:
 
     @property
     def tuning(self) -> Tuning:
-        """Which parameters train: of a model with adapters these, and what `train_only` adds."""
-        chosen = (*self.lora.trains, *self.train.train_only)
-        return Tuning(freeze=self.train.freeze, train_only=chosen)
+        """Which parameters train: of a model with adapters these, and what `train_only` or a table of
+        experts adds."""
+        train = self.train
+        experts = {} if train.esft is None else read_table(train.esft)
+        return Tuning(
+            freeze=train.freeze,
+            train_only=(*self.lora.trains, *train.train_only),
+            experts=tuple(sorted(experts.items())),
+        )
 
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
@@ -50,8 +57,22 @@ class RunConfig:
         rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
         own += adapter_rules(self.model)
         if not own:
-            own += tuning_problems(self.tuning, self.model, self.plan)
+            own += self._table_problems() or tuning_problems(self.tuning, self.model, self.plan)
         return own + independent(rules, {problem.key for problem in own})
+
+    def _table_problems(self) -> list[Problem]:
+        """What is wrong with the table of experts."""
+        if self.train.esft is None:
+            return []
+        try:
+            reason = misfit(read_table(self.train.esft), self.model)
+        except TableError as error:
+            problem = self.train.problem("no-file", "esft", str(error), "moemesh esft scores")
+            return [problem]
+        if not reason:
+            return []
+        message = f"{self.train.esft} {reason}: it is a table of another model"
+        return [self.train.problem("conflict", "esft", message, "moemesh esft scores")]
 
     def _vocabulary_rules(self, model: ModelConfig) -> list[Problem]:
         if self.data.tokenizer != "bytes" or model.vocab_size >= NUM_BYTES:

@@ -60,6 +60,8 @@ class TrainConfig(Section):
     #: (none: all); see :mod:`moemesh.config.tuning`.
     freeze: Patterns = ()
     train_only: Patterns = ()
+    #: A table of experts that alone train, besides what matches `train_only` (ESFT).
+    esft: str | None = None
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: int = 100
     checkpoints_kept: int = 2

@@ -131,8 +131,10 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
     model, plan, train = config.model, config.plan, config.train
     if config.tuning.is_full:
         return
-    key = "freeze" if train.freeze else "train_only"
+    key = "freeze" if train.freeze else "train_only" if train.train_only else "esft"
     setting, default = f"{key} = {format_value(getattr(train, key))}", "[]"
+    if key == "esft":
+        default = "none"
     key = f"train.{key}"
     if config.lora.rank:
         key, setting, default = "lora.rank", f"rank = {config.lora.rank}", "0"
@@ -161,6 +163,12 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
                 fix=f"rebalance_every = 0, or {key.partition('.')[2]} = {default}",
                 related=(key,),
             )
+        if config.lora.rank:
+            message = (
+                f"rank ({config.lora.rank}) makes adapters of all experts of a layer, of which "
+            )
+            message += "only some train"
+            yield config.lora.problem("conflict", "rank", message, "rank = 0")
     yield from _clashes(plan, clashes, key, setting, default)
 
 

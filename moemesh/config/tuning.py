@@ -11,6 +11,9 @@ those of :mod:`fnmatch`: ``*`` stands for any characters, dots included.
 | given | none | matches a pattern of `train_only` |
 | given | given | matches one of `train_only` and none of `freeze` |
 
+With a table of experts (:mod:`moemesh.config.esft`) those of the table train, besides what matches
+`train_only`; not what matches `freeze`.
+
 The units of the model, in the order of its forward, are the embedding, the layers, the head with
 its norms, and extra prediction layers. The backward ends at the first unit in which anything trains
 (:func:`first_unit`): those before it keep nothing, compute no gradient and send none.
@@ -42,17 +45,27 @@ class Tuning:
 
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    #: (layer, experts of it that train), from a table.
+    experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def is_full(self) -> bool:
         """Whether everything trains."""
-        return not (self.freeze or self.train_only)
+        return not (self.freeze or self.train_only or self.experts)
 
     def trains(self, name: str) -> bool:
         """Whether the parameter (or bias of a router) of that name in checkpoints trains."""
-        if self.train_only and not _matcher(self.train_only)(name):
+        if self.freeze and _matcher(self.freeze)(name):
             return False
-        return not (self.freeze and _matcher(self.freeze)(name))
+        if self.experts and self._is_in_table(name):
+            return True
+        if self.train_only:
+            return bool(_matcher(self.train_only)(name))
+        return not self.experts
+
+    def _is_in_table(self, name: str) -> bool:
+        found = _EXPERT.match(name)
+        return found is not None and int(found[2]) in _table(self.experts).get(int(found[1]), ())
 
     def rows(self, name: str, num_experts: int = 0) -> tuple[int, ...]:
         """The experts that train of the stack `name` of `num_experts`; of a parameter that is no
@@ -70,6 +83,8 @@ class Tuning:
         return tuple(sorted(found)) if 0 < len(found) < num_experts else None
 
 
+#: (layer, expert) of a name.
+_EXPERT = compile_pattern(r"layers\.(\d+)\.feed_forward\.experts\.(\d+)\.")
 #: The weights of routed experts.
 STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
 #: Everything trains.
@@ -84,6 +99,11 @@ def _rows(tuning: Tuning, name: str, num_experts: int) -> tuple[int, ...]:
         return tuple(range(num_experts))
     module, _, leaf = name.rpartition(".")
     return tuple(i for i in range(num_experts) if tuning.trains(f"{module}.{i}.{leaf}"))
+
+
+@lru_cache(maxsize=16)
+def _table(experts: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[int, frozenset[int]]:
+    return {layer: frozenset(chosen) for layer, chosen in experts}
 
 
 @lru_cache(maxsize=256)
@@ -189,13 +209,13 @@ def tuning_problems(tuning: Tuning, model: ModelConfig, plan: Plan) -> list[Prob
     ]
     if found:
         return found
-    key = "freeze" if tuning.freeze else "train_only"
+    key = "freeze" if tuning.freeze else "train_only" if tuning.train_only else "esft"
     every = list(tensors(model, plan))
     if not any(map(tuning.trains_any, every)):
         message = f"none of the {len(every)} parameter tensors is left to train"
-        return [_problem(key, getattr(tuning, key), message, f"choose fewer in train.{key}")]
+        return [_problem(key, getattr(tuning, key, None), message, f"choose fewer in train.{key}")]
     for message, fix in _uneven(tuning, every):
-        return [_problem(key, getattr(tuning, key), message, fix, code="not-available")]
+        return [_problem(key, getattr(tuning, key, None), message, fix, code="not-available")]
     return []
 
 

@@ -24,6 +24,7 @@ from moemesh.data.token_cache import cache_beside
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
+from moemesh.train.esft import keep_table
 from moemesh.train.events import Events
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
 from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
@@ -153,6 +154,7 @@ def _open_folder(
             refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
         for change in changes:
             print(f"changed since the last call: {change}", flush=True)
+    keep_table(config, folder)
     for note in settle(config, folder, changes):
         print(note, flush=True)
     return folder

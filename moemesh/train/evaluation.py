@@ -46,7 +46,7 @@ def evaluate(
         if not any(one.startswith(f"data.{key}=") for one in given):
             given.append(f"data.{key}={value}")
     config = config_of(source, given)
-    _open(config)  # errors in the data before any process starts
+    open_windows(config)  # errors in the data before any process starts
     arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
     for override in overrides:
         arguments += ["--set", override]
@@ -61,7 +61,7 @@ def evaluate(
 
 def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
     """The loss over consecutive windows in order; all ranks call, and all get it."""
-    windows = _open(config)
+    windows = open_windows(config)
     parallel = load(config, mesh, source)
     total = count = 0.0
     size = config.data.global_batch
@@ -75,7 +75,7 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
     return Evaluation(loss, math.exp(min(loss, 700.0)), int(count))
 
 
-def _open(config: RunConfig) -> Windows:
+def open_windows(config: RunConfig) -> Windows:
     """The text in windows. Raises UserError when it does not make one."""
     data = config.data
     (source,) = data.all_sources

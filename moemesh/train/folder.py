@@ -281,6 +281,10 @@ def _kind(
         return "free" if longer else "training"
     if key == "train.dtype" and "float64" in (old, new):
         return "model"  # masters are fp32 or fp64, and a checkpoint is never cast
+    if key == "train.esft" and None not in (old, new):
+        return "free"  # the run folder's copy of the table tells whether it trains the same
+    if key == "train.esft":
+        return "model"
     if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
         return "training"
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):

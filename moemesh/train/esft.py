@@ -1,0 +1,238 @@
+"""`moemesh esft scores`: how much a task uses each expert, in any plan, and which experts to train.
+
+Legend: L layers with experts, E experts, T tokens, K slots per token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.esft import KEPT_TABLE, most_relevant, read_table, relevance
+from moemesh.config.run import RunConfig
+from moemesh.data.samples import Windows
+from moemesh.model.router import Routing
+from moemesh.parallel.parallelize import ParallelModel
+from moemesh.report.esft import relevance_map
+from moemesh.train.batches import own_batches
+from moemesh.train.evaluation import open_windows
+from moemesh.train.folder import RunFolder, RunFolderError
+from moemesh.train.inference import config_of, load, on_ranks
+from moemesh.train.step import sum_losses
+
+DEFAULT_THRESHOLD = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of the verb."""
+
+    data: str
+    out: Path
+    threshold: float | None = None
+    experts_per_layer: int | None = None
+    score: Literal["gate", "token"] = "gate"
+    seq_len: int = 4096
+    samples: int = 32
+    svg: Path | None = None
+    as_json: bool = False
+
+    def checked(self, config: RunConfig) -> Request:
+        """With its defaults. Raises ConfigError for what cannot be done."""
+        wrong: list[Problem] = []
+
+        def refuse(option: str, value: object, message: str, fix: str) -> None:
+            wrong.append(
+                Problem(code="out-of-range", key=option, value=value, message=message, fix=fix)
+            )
+
+        experts = config.model.num_experts
+        if not experts:
+            message = "the model has no experts: there is nothing to choose from"
+            refuse("MODEL", None, message, "train.train_only trains parts of a dense model")
+        if self.threshold is not None and self.experts_per_layer is not None:
+            message = "a threshold and a number of experts are both given"
+            refuse("--experts-per-layer", self.experts_per_layer, message, "give one of them")
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            message = f"a share ({self.threshold}) lies above 0 and is at most 1"
+            refuse("--threshold", self.threshold, message, f"--threshold {DEFAULT_THRESHOLD}")
+        if self.experts_per_layer is not None and experts and self.experts_per_layer > experts:
+            message = f"a layer has {experts} experts"
+            refuse("--experts-per-layer", self.experts_per_layer, message, f"at most {experts}")
+        if wrong:
+            raise ConfigError(wrong)
+        if self.threshold is None and self.experts_per_layer is None:
+            return replace(self, threshold=DEFAULT_THRESHOLD)
+        return self
+
+    def arguments(self, source: Path, overrides: Sequence[str]) -> list[str]:
+        """The command again, for every rank."""
+        found = ["esft", "scores", str(source), self.data, "--out", str(self.out)]
+        found += ["--score", self.score, "--seq-len", str(self.seq_len)]
+        found += ["--samples", str(self.samples)]
+        for option, value in (
+            ("--threshold", self.threshold),
+            ("--experts-per-layer", self.experts_per_layer),
+            ("--svg", self.svg),
+        ):
+            found += [] if value is None else [option, str(value)]
+        for override in overrides:
+            found += ["--set", override]
+        return [*found, "--json"] if self.as_json else found
+
+
+def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> int:
+    """Score the experts of `source` on the ranks of the plan, write table and picture, print;
+    returns the exit code."""
+    given = [f"data.path={request.data}", f"data.seq_len={request.seq_len}", *overrides]
+    for key, value in (("sources", "[]"), ("format", "auto")):
+        if not any(one.startswith(f"data.{key}=") for one in given):
+            given.append(f"data.{key}={value}")
+    # All experts take part, whatever an earlier run of the source has trained.
+    config = config_of(source, given)
+    request = request.checked(config)
+    windows = open_windows(config)
+
+    def work(mesh: Mesh) -> str:
+        parallel = load(config, mesh, source)
+        table = score_table(parallel, config, windows, request)
+        parallel.close()
+        if mesh.rank == 0:
+            table = {"model": str(source)} | table
+            request.out.parent.mkdir(parents=True, exist_ok=True)
+            request.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            if request.svg is not None:
+                request.svg.parent.mkdir(parents=True, exist_ok=True)
+                request.svg.write_text(picture(table), encoding="utf-8")
+        return json.dumps(table) if request.as_json else as_text(table, request.out)
+
+    return on_ranks(config, request.arguments(source, overrides), work)
+
+
+def score_table(
+    parallel: ParallelModel, config: RunConfig, windows: Windows, request: Request
+) -> dict[str, Any]:
+    """The table of a model on these ranks; all ranks call, and all get it."""
+    model = config.model
+    layers = [layer for layer in model.routed_layers if layer < model.num_layers]
+    number = min(windows.num_samples, request.samples)
+    digest, size = hashlib.sha256(), config.data.global_batch
+    with _summed(parallel, layers) as sums_L2E:
+        for start in range(0, number, size):
+            ids = np.arange(start, min(start + size, number), dtype=np.int64)
+            digest.update(np.ascontiguousarray(windows.windows(ids)).tobytes())
+            parts = config.plan.microbatches
+            batches = own_batches(windows, parallel.mesh, ids, parts, seed=config.train.seed)
+            sum_losses(parallel, batches)
+    all_reduce_(sums_L2E, parallel.mesh["world"], caller="esft", phase="forward")
+    rows = {
+        layer: {"gate": relevance(gate), "token": relevance(token)}
+        for layer, (gate, token) in zip(layers, sums_L2E.tolist(), strict=True)
+    }
+    chosen = {
+        layer: most_relevant(
+            row[request.score], threshold=request.threshold, count=request.experts_per_layer
+        )
+        for layer, row in rows.items()
+    }
+    return {
+        "num_experts": model.num_experts,
+        "experts_per_token": model.experts_per_token,
+        "score": request.score,
+        "threshold": request.threshold,
+        "experts_per_layer": request.experts_per_layer,
+        "data": {
+            "path": request.data,
+            "seq_len": config.data.seq_len,
+            "samples": number,
+            "tokens": number * config.data.seq_len,
+            "sha256": digest.hexdigest(),
+        },
+        "experts": {str(layer): list(found) for layer, found in chosen.items()},
+        "shared_experts": False,
+        "non_expert_modules": False,
+        "scores": {str(layer): row for layer, row in rows.items()},
+    }
+
+
+@contextmanager
+def _summed(parallel: ParallelModel, layers: Sequence[int]) -> Iterator[Tensor]:
+    """Inside, forwards add this rank's gate scores and choices of each expert, to [L, 2, E]."""
+    found = torch.zeros(
+        len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
+        device=parallel.mesh.device,
+    )  # fmt: skip
+    hooks = [
+        moe.router.register_forward_hook(_adder(found[layers.index(layer)]))
+        for layer, moe in parallel.model.moe_layers().items()
+        if layer in layers
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _adder(sums_2E: Tensor) -> Any:
+    def add(router: nn.Module, inputs: Any, routing: Routing) -> None:
+        chosen = routing.experts_TK.flatten()
+        there = chosen >= 0
+        weights = routing.weights_TK.detach().flatten()[there].double()
+        sums_2E[0].index_add_(0, chosen[there], weights)
+        sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
+
+    return add
+
+
+def keep_table(config: RunConfig, folder: RunFolder) -> None:
+    """Keep the experts that train in the run folder. Raises RunFolderError where a run that goes on
+    would train others."""
+    if config.train.esft is None:
+        return
+    experts = {str(layer): list(found) for layer, found in read_table(config.train.esft).items()}
+    kept = folder.path / KEPT_TABLE
+    if folder.has_run and kept.exists():
+        before = {str(layer): list(found) for layer, found in read_table(kept).items()}
+        for layer in experts.keys() | before.keys():
+            if experts.get(layer) != before.get(layer):
+                raise RunFolderError(
+                    f"{config.train.esft} names the experts {experts.get(layer)} of layer {layer}, "
+                    f"the run in this folder trains {before.get(layer)}: choose another folder, "
+                    "--out, or give the table as it was"
+                )
+    folder.write_json(KEPT_TABLE, {"experts": experts})
+
+
+def as_text(table: dict[str, Any], out: Path) -> str:
+    """For a person: a line for each layer."""
+    lines = [f"{'layer':>5}  {'experts':>7}  {'share':>6}  chosen"]
+    total = 0
+    for layer, chosen in table["experts"].items():
+        share = sum(table["scores"][layer][table["score"]][expert] for expert in chosen)
+        total += len(chosen)
+        ids = " ".join(map(str, chosen[:16])) + (" ..." if len(chosen) > 16 else "")
+        lines.append(f"{layer:>5}  {len(chosen):>7}  {share:>6.1%}  {ids}")
+    every = len(table["experts"]) * table["num_experts"]
+    tokens = table["data"]["tokens"]
+    lines.append(f"{total} of {every} experts ({total / every:.1%}), {tokens:,} tokens")
+    return "\n".join([*lines, f"to train them: --set train.esft={out}"])
+
+
+def picture(table: dict[str, Any]) -> str:
+    """The relevance of every expert as SVG."""
+    rows = {int(layer): row[table["score"]] for layer, row in table["scores"].items()}
+    chosen = {int(layer): found for layer, found in table["experts"].items()}
+    return relevance_map(rows, chosen)
