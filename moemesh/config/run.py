@@ -38,8 +38,8 @@ class RunConfig:
 
     @property
     def tuning(self) -> Tuning:
-        """Which parameters train: of a model with adapters these, and what `train_only` or a table of
-        experts adds."""
+        """Which parameters train: of a model with adapters these, and what `train_only` or a table
+        of experts adds."""
         train = self.train
         experts = {} if train.esft is None else read_table(train.esft)
         return Tuning(
