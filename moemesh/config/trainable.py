@@ -163,12 +163,6 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
                 fix=f"rebalance_every = 0, or {key.partition('.')[2]} = {default}",
                 related=(key,),
             )
-        if config.lora.rank:
-            message = (
-                f"rank ({config.lora.rank}) makes adapters of all experts of a layer, of which "
-            )
-            message += "only some train"
-            yield config.lora.problem("conflict", "rank", message, "rank = 0")
     yield from _clashes(plan, clashes, key, setting, default)
 
 
