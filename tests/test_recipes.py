@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 LINES = 40
 #: The files of a user, as the recipes name them.
 MODEL, CHATS, TOKENIZER, TOKENS = "Qwen3-30B-A3B", "chats.jsonl", "DeepSeek-V3", "tokens"
+EXPERTS = "chats.json"
 #: Sizes that keep a recipe's other keys and run in seconds on four processes at most.
 SMALL = {
     "data.seq_len": 32,
@@ -42,12 +44,14 @@ class Recipe(NamedTuple):
 TABLE = {
     "pretrain-tiny": Recipe("laptop_cpu", {**SMALL, "model.num_layers": 2}),
     "finetune-qwen3-30b-a3b": Recipe("dgx_h100", SPREAD),
+    "esft-qwen3-30b-a3b": Recipe("dgx_h100", SMALL),
     "lora-qwen3-30b-a3b": Recipe("dgx_h100", SMALL),
     "pretrain-deepseek-v3": Recipe("hgx_h800", None),
 }
 DEVICES = {
     "pretrain-tiny": 4,
     "finetune-qwen3-30b-a3b": 8,
+    "esft-qwen3-30b-a3b": 2,
     "lora-qwen3-30b-a3b": 1,
     "pretrain-deepseek-v3": 2048,
 }
@@ -74,8 +78,15 @@ def test_every_recipe_is_in_the_table_and_short() -> None:
         assert lines[0].startswith("# "), "what it is for"
 
 
+def write_table(folder: Path, layers: Iterable[int]) -> None:
+    """Two experts of each of these layers."""
+    table = {"experts": {str(layer): [0, 5] for layer in layers}}
+    (folder / EXPERTS).write_text(json.dumps(table))
+
+
 def write_data(folder: Path) -> None:
-    """The files that the recipes name, of a few tokens each."""
+    """The files that the recipes name: a few tokens each, and a table of experts."""
+    write_table(folder, range(48))
     write_sums(folder / CHATS, 3)
     add_tokenizer(folder / MODEL)
     (folder / TOKENIZER).mkdir()
@@ -110,6 +121,7 @@ def test_a_recipe_runs_on_a_small_copy(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     add_tokenizer(save("qwen3_moe", tmp_path / MODEL))
     write_sums(tmp_path / CHATS, 100)
+    write_table(tmp_path, (0, 2))
     small = TABLE[name].small
     assert small is not None
     given = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]

@@ -166,6 +166,37 @@ def assert_same_weights(folder: Path, other: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+def changed(before: Path, after: Path) -> set[str]:
+    """The tensors of a folder that another one has otherwise."""
+    old, new = (load_file(path / "model.safetensors") for path in (before, after))
+    assert old.keys() == new.keys()
+    return {name for name, tensor in old.items() if not torch.equal(tensor, new[name])}
+
+
+def test_experts_of_a_task(tmp_path: Path) -> None:
+    """ESFT: scores, training, export; the chosen experts alone have moved."""
+    user = User(tmp_path)
+    scores, train = command("moemesh esft scores"), command("moemesh train recipes/esft")
+    user.run([*scores, "--seq-len", "64"])
+    table = json.loads((tmp_path / scores[scores.index("--out") + 1]).read_text())["experts"]
+    chosen = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer, experts in table.items()
+        for expert in experts
+        for part in ("gate", "up", "down")
+    }
+    assert 0 < len(chosen) < 3 * 2 * 8, "some of 8 experts in two layers"
+    user.run(train)
+    run = tmp_path / "runs" / Path(train[2]).stem
+    losses = user.losses(run)
+    assert losses[-1] < losses[0]
+    exported = tmp_path / "esft"
+    user.run(["moemesh", "convert", str(run), str(exported)])
+    assert changed(tmp_path / MODEL, exported) == chosen
+    agree_with_transformers(run, exported)
+    assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
+
+
 def test_adapters(tmp_path: Path) -> None:
     """LoRA: training, the adapters in PEFT, and the merged model in transformers."""
     peft = pytest.importorskip("peft")
