@@ -14,8 +14,8 @@ from moemesh.config.load import load_run
 from moemesh.planner.estimate import estimate_named, estimate_run
 from moemesh.planner.search.command import plan_named, to_json
 from moemesh.planner.shapes.load import load_model
-from tests.huggingface.test_use import moemesh
 from tests.huggingface.tiny import save
+from tests.train.runs import moemesh
 
 pytest.importorskip("transformers")
 
@@ -43,7 +43,8 @@ def test_the_command_of_a_plan_trains_the_folder(
     words = shlex.split(best["command"])
     assert words[:2] == ["moemesh", "train"]
     more = ["--set", "train.steps=1", "--out", str(tmp_path)]
-    moemesh(*words[1:], *more)
+    done = moemesh(*words[1:], *more)
+    assert done.returncode == 0, done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from moemesh.checkpoint.huggingface.weights import logical_tensors
 from moemesh.train.conversion import convert
 from tests.huggingface.ours import config_of
-from tests.huggingface.test_use import moemesh
 from tests.huggingface.tiny import save
+from tests.train.runs import moemesh
 
 pytest.importorskip("transformers")
 
@@ -44,7 +44,8 @@ def trained(folder: Path, tmp_path: Path, *more: str) -> dict[str, Tensor]:
     words = [f"{key}={value}" for key, value in given.items()] + list(more)
     words += ["data.tokenizer=bytes"]
     run, out = tmp_path / "run", tmp_path / "out"
-    moemesh("train", *(part for word in words for part in ("--set", word)), "--out", str(run))
+    done = moemesh("train", *(p for word in words for p in ("--set", word)), "--out", str(run))
+    assert done.returncode == 0, done.stderr
     convert(run, out)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
     return load_file(out / "model.safetensors")
