@@ -52,6 +52,7 @@ def scores(
     Windows are read in order, in any plan (--set plan.ep=4). Example:
 
         moemesh esft scores models/Qwen3-30B-A3B law.jsonl --threshold 0.2 --out law.json
+
         moemesh train sft.toml --set train.esft=law.json
     """
     from moemesh.train.esft import Request, write_scores

@@ -60,6 +60,14 @@ def convert(
             "are merged into the weights.",
         ),
     ] = False,
+    delta: Annotated[
+        bool,
+        typer.Option("--delta", help="Write only the tensors that a run has trained."),
+    ] = False,
+    apply: Annotated[
+        Path | None,
+        typer.Option("--apply", metavar="DELTA", help="Put such tensors onto the folder IN."),
+    ] = None,
 ) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
@@ -70,18 +78,27 @@ def convert(
 
     From one folder of transformers to another: --to huggingface with --dtype, or --expert-layout.
     """
-    if adapter:
-        from moemesh.train.conversion import write_adapter
-
-        for flag, given in (("--to", to), ("--like", like), ("--expert-layout", expert_layout)):
-            if given is not None:
-                raise typer.BadParameter(f"{flag} says nothing of adapters alone", param_hint=flag)
-        write_adapter(source, out, dtype=dtype)
-        typer.echo(str(out))
-        return
 
     def say(done: int, total: int) -> None:
         typer.echo(f"wrote file {done} of {total}", err=True)
+
+    parts = {"--adapter": adapter, "--delta": delta, "--apply": apply is not None}
+    if chosen := [flag for flag, given in parts.items() if given]:
+        others = {"--to": to, "--like": like, "--expert-layout": expert_layout}
+        others |= {"--upcycle": upcycle, "--dtype": dtype if apply is not None else None}
+        clash = [*chosen[1:], *(flag for flag, given in others.items() if given is not None)]
+        if clash:
+            raise typer.BadParameter(f"does not go with {chosen[0]}", param_hint=clash[0])
+        from moemesh.train import conversion
+
+        if adapter:
+            conversion.write_adapter(source, out, dtype=dtype)
+        elif delta:
+            conversion.write_trained(source, out, dtype=dtype)
+        elif apply is not None:
+            conversion.apply_delta(source, out, apply, on_file=say)
+        typer.echo(str(out))
+        return
 
     if upcycle is not None:
         from moemesh.train.upcycling import read_recipe

@@ -14,13 +14,21 @@ from moemesh.checkpoint.huggingface.convert import (
     CheckpointWeights,
     Weights,
     newest,
+    stored_tensors,
     write_checkpoint,
     write_huggingface,
+)
+from moemesh.checkpoint.huggingface.delta import (
+    Delta,
+    Description,
+    fingerprint,
+    trained_sources,
+    write_delta,
 )
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
@@ -130,6 +138,59 @@ def convert(
     else:
         _to_huggingface(source, out, dtype, like, expert_layout, on_file)
     return to
+
+
+def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
+    """Write the tensors that a run (or one of its checkpoints) trained as a delta on the folder
+    that it started from. Raises ConfigError for a run that started from none."""
+    run, checkpoint = _opened(source)
+    config = load_recorded(run / "config.toml")
+    if config.model_path is None or not has_weights(Path(config.model_path)):
+        message = f"{run} started from no folder of weights that is there: nothing to differ from"
+        raise _refused("--delta", str(source), message, "leave --delta out: all is written")
+    if config.lora.rank:
+        message = f"{run} trains adapters, which stand beside the weights"
+        raise _refused("--delta", str(source), message, "--adapter")
+    base, wanted = Path(config.model_path), dtype or config.train.dtype
+    kind = _kind(config)
+    logical = logical_tensors(config.model, kind)
+    sources = trained_sources(logical, config.tuning.trains)
+    whole = stored_tensors(CheckpointWeights(checkpoint), logical, getattr(torch, wanted))
+    description = Description(kind, wanted, fingerprint(open_weights(config).folder), str(base))
+    write_delta(out, {name: whole[name] for name in whole if name in sources}, description)
+
+
+def apply_delta(
+    source: Path,
+    out: Path,
+    path: Path,
+    *,
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the folder of transformers `source` with the tensors of the delta in `path`: what an
+    export of the run that trained them gives. Raises ConfigError for a delta of another base."""
+    delta = Delta(path)
+    config = load_run([], [f"model.path={source.resolve()}"], {}).config
+    weights = open_weights(config, _to_stderr)
+    kind, values = _family(config, source, delta.description.dtype)
+    if (kind, fingerprint(weights.folder)) != (
+        delta.description.family,
+        delta.description.fingerprint,
+    ):
+        message = f"the delta in {path} was made for other weights ({delta.description.base})"
+        raise _refused("--apply", str(source), message, "the folder that the run started from")
+    carry_along(source, out)
+    write_huggingface(
+        weights,
+        config.model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, delta.description.dtype),
+        origin=weights.folder,
+        delta=delta,
+        on_file=on_file,
+    )
 
 
 def _to_run(source: Path, out: Path, dtype: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import Deferred
+from moemesh.checkpoint.huggingface.delta import Delta
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.pieces import Piece
 from moemesh.checkpoint.huggingface.weights import (
@@ -76,22 +77,34 @@ def write_huggingface(
     dtype: torch.dtype,
     fused: bool = False,
     origin: WeightFolder | None = None,
+    delta: Delta | None = None,
     on_file: OnFile = lambda done, total: None,
 ) -> None:
     """Write `weights` as a folder of the family `kind` with this `config`.
 
     All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Layers
-    behind the last that the folder `origin` has and the model has not are copied from there.
+    behind the last that the folder `origin` has and the model has not are copied from there. With
+    `delta` its tensors take the places of those of `weights`.
     """
+    tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
+    if delta is not None:
+        tensors = delta.onto(tensors)
+    if origin is not None:
+        tensors |= _extra(origin, tensors, model, dtype)
+    write_folder(out, tensors, config, on_file=on_file)
+
+
+def stored_tensors(
+    weights: Weights, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
+) -> dict[str, Deferred]:
+    """The tensors of a folder that the `logical` ones of `weights` make."""
     tensors: dict[str, Deferred] = {}
-    for name, tensor in logical_tensors(model, kind, fused=fused).items():
+    for name, tensor in logical.items():
         kept = torch.float32 if name.endswith("selection_bias") else dtype
         for piece in tensor.pieces:
             make = partial(_stored, weights, name, tensor, piece, kept)
             tensors[piece.source] = Deferred(kept, piece.stored, make)
-    if origin is not None:
-        tensors |= _extra(origin, tensors, model, dtype)
-    write_folder(out, tensors, config, on_file=on_file)
+    return tensors
 
 
 def write_checkpoint(

@@ -1,0 +1,115 @@
+"""The tensors that a run trained: written alone, put onto their base, refused on another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.huggingface.tiny import save
+from tests.train.runs import arguments, moemesh
+
+transformers = pytest.importorskip("transformers")
+
+
+def trained(base: Path, out: Path, **keys: object) -> None:
+    """A short run from `base`; the model's sizes are those of the folder."""
+    given = arguments(out, model__path=str(base), data__tokenizer="bytes", **keys)
+    sizes = {"model.num_layers", "model.hidden_size", "model.head_dim", "model.intermediate_size",
+             "model.expert_intermediate_size"}  # fmt: skip
+    kept: list[str] = []
+    for option, value in zip(given[3::2], given[4::2], strict=True):
+        if value.partition("=")[0] not in sizes:
+            kept += [option, value]
+    done = moemesh(*given[:3], *kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(*words: object, code: int = 0) -> str:
+    done = moemesh(*map(str, words))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+CASES = {
+    # family, what trains, dtype, a name that must be in the delta, a part of names that may not
+    "some experts": (
+        "qwen3_moe",
+        ["layers.0.feed_forward.experts.[02].*"],
+        "float32",
+        "model.layers.0.mlp.experts.2.up_proj.weight",
+        "experts.1.",
+    ),
+    "bfloat16": (
+        "qwen3_moe",
+        ["*.attention.*"],
+        "bfloat16",
+        "model.layers.0.self_attn.q_proj.weight",
+        "experts",
+    ),
+    "stacks of experts": (
+        "gpt_oss",
+        ["layers.1.feed_forward.experts.0.*"],
+        "float32",
+        "model.layers.1.mlp.experts.gate_up_proj",
+        "self_attn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_base_and_delta_are_the_export(case: str, tmp_path: Path) -> None:
+    family, patterns, dtype, inside, outside = CASES[case]
+    base, out, delta = save(family, tmp_path / "base"), tmp_path / "run", tmp_path / "delta"
+    trained(base, out, train__train_only=patterns, train__dtype=dtype)
+    run("convert", out, tmp_path / "whole")
+    run("convert", out, delta, "--delta")
+    run("convert", base, tmp_path / "joined", "--apply", delta)
+    whole, joined, part = (weights(tmp_path / name) for name in ("whole", "joined", "delta"))
+    assert whole.keys() == joined.keys()
+    for name, tensor in whole.items():
+        assert tensor.dtype == joined[name].dtype
+        assert torch.equal(tensor, joined[name]), name
+    assert inside in part and not any(outside in name for name in part)
+    assert len(part) < len(whole) / 2
+    before = weights(base)[inside].to(part[inside].dtype)
+    assert not torch.equal(before, part[inside])
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "joined")
+    ]
+    assert configs[0] == configs[1]
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    base, out = save("qwen3_moe", tmp_path / "base"), tmp_path / "run"
+    trained(base, out, train__train_only=["*.attention.*"])
+    run("convert", out, tmp_path / "delta", "--delta")
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = {name: tensor.clone() for name, tensor in weights(other).items()}
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    said = run("convert", other, tmp_path / "x", "--apply", tmp_path / "delta", code=2)
+    assert "made for other weights" in said and not (tmp_path / "x").exists()
+    said = run("convert", base, tmp_path / "x", "--apply", base, code=2)
+    assert "delta.json" in said
+    said = run("convert", out, tmp_path / "x", "--delta", "--to", "huggingface", code=2)
+    assert "--delta" in said
+
+
+def test_a_run_without_a_base_has_no_delta(tmp_path: Path) -> None:
+    assert moemesh(*arguments(tmp_path / "run", train__steps=1)).returncode == 0
+    said = run("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
+    assert "nothing to differ from" in said
