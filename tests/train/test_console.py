@@ -71,7 +71,7 @@ def events(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
