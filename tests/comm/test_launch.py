@@ -95,7 +95,7 @@ def begin(script: Path, what: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(process: subprocess.Popen[str] | None, *paths: Path, seconds: float = 60) -> None:
+def wait_for(process: subprocess.Popen[str] | None, *paths: Path, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < end, f"{paths} did not appear"
