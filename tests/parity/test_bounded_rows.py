@@ -87,5 +87,6 @@ def test_pieces_on_one_rank_change_no_exchange_and_no_result(plan: dict[str, Any
         weights=assemble([rank["weights"] for rank in ranks]),
         biases=[],
         mtp=list(mtp),
+        frozen=[],
     )
     assert_same(got, alone)
