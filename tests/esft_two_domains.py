@@ -61,12 +61,12 @@ def sentences(count: int, draw: random.Random) -> str:
 
 
 def sums(count: int, draw: random.Random, *, task: bool) -> str:
-    """``12 + 30 = 42``; of the task ``12 & 30 > 24``: another sign, digits from the right."""
+    """``12 + 30 = 42``; of the task ``12 + 30 = 24``: the digits from the right."""
     lines: list[str] = []
     for _ in range(count):
         a, b = draw.randrange(100), draw.randrange(100)
         total = str(a + b)
-        lines.append(f"{a} & {b} > {total[::-1]}\n" if task else f"{a} + {b} = {total}\n")
+        lines.append(f"{a} + {b} = {total[::-1] if task else total}\n")
     return "".join(lines)
 
 
@@ -131,7 +131,8 @@ def compare(folder: Path, *, base_steps: int, steps: int) -> list[Result]:
     for number, (name, given) in enumerate(ways):
         out = folder / f"tuned-{number}"
         tuned = {"model.path": str(base), "data.path": str(folder / "task.txt"),
-                 "data.tokenizer": "bytes", "train.steps": steps, **given}  # fmt: skip
+                 "data.tokenizer": "bytes", "train.steps": steps, "train.lr": 1e-3,
+                 **given}  # fmt: skip
         moemesh("train", "--out", out, *options(common | tuned))
         summary = json.loads((out / "summary.json").read_text())
         task, other = losses(out, folder)

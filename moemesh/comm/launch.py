@@ -165,7 +165,10 @@ def report_failure(error: BaseException) -> None:
         "at": now,
         "trace": "".join(traceback.format_exception(error)),
     }
-    Path(file).write_text(json.dumps(told))
+    # By a rename: the launcher may look while this is written.
+    temporary = Path(f"{file}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(told))
+    os.replace(temporary, file)
 
 
 def keep_freed_memory() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moemesh.report.heat import HeatClass, cells, class_colour, legend_entries
-from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, text
+from moemesh.report.svg import INK, MUTED, WIDTH, coordinate, figure, legend, text
 
 #: Colours of an expert's share of its layer over an equal share, up to each limit.
 CLASSES: tuple[HeatClass, ...] = (
@@ -31,8 +31,13 @@ def relevance_map(
     cell = min(max(320 / len(layers), 4.0), 18.0)
     width, height = WIDTH - _LEFT, len(layers) * cell
     scale = f"scale({width / num_experts:.4f} {cell:.4f})"
+    # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
+    column, inset = width / num_experts, 1.0
     frames = "".join(
-        f'<rect x="{expert}" y="{row}" width="1" height="1"/>'
+        f'<rect x="{coordinate(_LEFT + expert * column + inset)}" '
+        f'y="{coordinate(top + row * cell + inset)}" '
+        f'width="{coordinate(max(column - 2 * inset, 0.5))}" '
+        f'height="{coordinate(max(cell - 2 * inset, 0.5))}"/>'
         for row, layer in enumerate(layers)
         for expert in chosen.get(layer, ())
     )
@@ -40,8 +45,8 @@ def relevance_map(
         key,
         f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}">',
         cells(matrix, lambda value: class_colour(CLASSES, value)),
-        f'<g fill="none" stroke="#b3245e" stroke-width="2">{_unscaled(frames)}</g>',
         "</g>",
+        f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>',
         f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',
         text(_LEFT, top + height + 16, "expert 0", fill=MUTED),
@@ -60,8 +65,3 @@ def relevance_map(
 
 def _row_name(y: float, name: str) -> str:
     return text(_LEFT - 4, y, name, anchor="end", fill=MUTED, size=10)
-
-
-def _unscaled(shapes: str) -> str:
-    """Strokes as wide as said, whatever the scale of the map."""
-    return shapes.replace("<rect ", '<rect vector-effect="non-scaling-stroke" ')
