@@ -1,8 +1,8 @@
 """``python -m tests.esft_two_domains``: fine-tuning of chosen experts beside that of all weights.
 
 A small model learns two domains, sentences and sums. The task is sums in another notation. Writes
-the table between the marks of docs/finetuning.md and the picture of the scores beside it; takes
-some minutes, so it runs by hand, and a shorter form of it in the slow tests.
+the table between the marks of docs/finetuning.md and the picture of the scores beside it. By hand,
+not in the tests: it takes some minutes.
 """
 
 from __future__ import annotations
