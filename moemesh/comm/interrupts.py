@@ -7,13 +7,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 #: Signals closer together than this are one key that bounced.
 SAME_KEY_SECONDS = 0.2
+STOPPING_SOON = "stopping; press Ctrl-C again to stop now"
 STOPPING = "stopping after this step, and saving; press Ctrl-C again to stop now"
 STOPPING_NOW = "stopping now, without saving"
 
@@ -27,11 +27,9 @@ class InterruptWatch:
     (``signal.set_wakeup_fd``). Inside another thread than the main one it does nothing.
     """
 
-    def __init__(
-        self, say: Callable[[str], None] | None = None, kill: Callable[[], None] | None = None
-    ) -> None:
-        """`say` and `kill` take the place of the line on stderr and of the kills."""
-        self._say, self._kill = say or _say, kill or kill_children
+    def __init__(self, answer: str = STOPPING_SOON) -> None:
+        """`answer`: the line for the first one."""
+        self._answer = answer
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         self._before = -1
@@ -67,10 +65,10 @@ class InterruptWatch:
             now = time.monotonic()
             if first is None:
                 first = now
-                self._say(STOPPING)
+                _say(self._answer)
             elif now - first > SAME_KEY_SECONDS:
-                self._say(STOPPING_NOW)
-                self._kill()
+                _say(STOPPING_NOW)
+                kill_children()
 
 
 def kill_children() -> None:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moemesh.comm.interrupts import InterruptWatch
+from moemesh.comm.interrupts import STOPPING_SOON, InterruptWatch
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.errors import UserError
 
@@ -193,6 +193,7 @@ def launch(
     grace_seconds: int = 120,
     entry: Sequence[str] = ("-m", "moemesh"),
     on_kill: Callable[[int, str], None] | None = None,
+    answer: str = STOPPING_SOON,
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
 
@@ -205,7 +206,7 @@ def launch(
     The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to this process is passed on to every rank, once:
     ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as well. They
     have `grace_seconds` to save and leave before they are killed; the exit code is 128 + signal. A
-    second Ctrl-C kills them at once.
+    second Ctrl-C kills them at once; `answer` is said at the first.
     """
     _silence_the_agent()
     handlers = {number: signal.getsignal(number) for number in _FORWARDED}
@@ -229,7 +230,7 @@ def launch(
             shutdown_timeout=grace_seconds,
         )
         try:
-            with InterruptWatch():
+            with InterruptWatch(answer):
                 elastic_launch(config, sys.executable)(*entry, *arguments)
         except ChildFailedError as error:
             _write_untold(error.failures, logs)

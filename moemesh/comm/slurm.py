@@ -49,7 +49,8 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def rank_of(environment: Mapping[str, str]) -> int:
     """The rank that `environment` gives its process, whoever started it; 0 for one that is none."""
-    return int(environment.get("RANK") or ranks_of_slurm(environment).get("RANK", 0))
+    is_task = int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    return int(environment.get("RANK") or (environment.get("SLURM_PROCID", 0) if is_task else 0))
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -220,7 +220,8 @@ spec:
         comment = self._comment(
             "Start with: sky jobs launch THIS_FILE",
             "A spot machine that is taken away is replaced, and the run goes on from its folder, "
-            "which must be on a bucket: put its address for BUCKET_URL.",
+            "which must be on a bucket. To change: its address for BUCKET_URL, and for MOEMESH the "
+            "address of this package's repository or wheel.",
         )
         each = self.ranks_per_node
         needs = f"accelerators: {self.accelerator}:{each}" if self.uses_gpus else f"cpus: {each}+"
@@ -232,7 +233,7 @@ resources:
 file_mounts:
   {Path(self.out).parent}: {{source: BUCKET_URL, mode: MOUNT}}
 setup: |
-  pip install moemesh
+  pip install MOEMESH
 run: |
   torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc-per-node={each} \\
     --node-rank=$SKYPILOT_NODE_RANK \\

@@ -14,6 +14,7 @@ import torch
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
+from moemesh.comm.interrupts import STOPPING
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
@@ -87,6 +88,7 @@ def train(
             arguments,
             log_folder=path / "logs",
             on_kill=lambda rank, message: write_kill(path, rank, message),
+            answer=STOPPING,
         )
         if (path / "failure.json").exists():
             print(where_to_look(path), file=sys.stderr)

@@ -170,27 +170,12 @@ def apply_delta(
     """Write the folder of transformers `source` with the tensors of the delta in `path`: what an
     export of the run that trained them gives. Raises ConfigError for a delta of another base."""
     delta = Delta(path)
-    config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    weights = open_weights(config, _to_stderr)
-    kind, values = _family(config, source, delta.description.dtype)
-    if (kind, fingerprint(weights.folder)) != (
-        delta.description.family,
-        delta.description.fingerprint,
-    ):
+    weights = open_weights(load_run([], [f"model.path={source.resolve()}"], {}).config)
+    found = family_of(read_config(source)), fingerprint(weights.folder)
+    if found != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
         raise _refused("--apply", str(source), message, "the folder that the run started from")
-    carry_along(source, out)
-    write_huggingface(
-        weights,
-        config.model,
-        kind,
-        out,
-        values,
-        dtype=getattr(torch, delta.description.dtype),
-        origin=weights.folder,
-        delta=delta,
-        on_file=on_file,
-    )
+    _to_another(source, out, delta.description.dtype, None, on_file, delta)
 
 
 def _to_run(source: Path, out: Path, dtype: str) -> None:
@@ -249,8 +234,10 @@ def _to_another(
     dtype: str | None,
     expert_layout: ExpertLayout | None,
     on_file: Callable[[int, int], None],
+    delta: Delta | None = None,
 ) -> None:
-    """A folder of transformers as another one: of another layout or dtype, not quantized."""
+    """A folder of transformers as another one: of another layout or dtype, not quantized, or with
+    the tensors of `delta`."""
     if out.resolve() == source.resolve():
         raise _refused("OUT", str(out), "is the folder that is read", "choose a new folder")
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
@@ -272,6 +259,7 @@ def _to_another(
         dtype=getattr(torch, wanted),
         fused=fused,
         origin=weights.folder,
+        delta=delta,
         on_file=on_file,
     )
 

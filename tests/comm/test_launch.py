@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moemesh.comm import launch
-from moemesh.comm.interrupts import STOPPING
+from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.mesh import Mesh
 from tests import commands
 
@@ -139,7 +139,7 @@ def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
     os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    answer = f"\nmoemesh: {STOPPING}\n" if number == signal.SIGINT else ""
+    answer = f"\nmoemesh: {STOPPING_SOON}\n" if number == signal.SIGINT else ""
     assert err == f"{answer}moemesh: stopped by {number.name}\n"
     for rank in range(2):
         assert (script.parent / f"saved-{rank}").read_text() == number.name
@@ -201,3 +201,12 @@ def test_kept_memory_is_not_faulted_in_again():
         int(subprocess.check_output([sys.executable, "-c", FREED, word])) for word in ("no", "yes")
     ]
     assert faults[1] < faults[0] / 10
+
+
+def test_auto_never_takes_the_cpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_num_devices", lambda: 2)
+    launch.check_device("auto", 2)
+    with pytest.raises(launch.DeviceError, match="2 found"):
+        launch.check_device("auto", 4)
+    monkeypatch.setattr(launch, "_num_devices", lambda: 0)
+    launch.check_device("auto", 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING, STOPPING_NOW
+from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from moemesh.train.progress import Progress
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
@@ -145,4 +145,4 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen() -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert STOPPING in err and STOPPING_NOW in err
+    assert STOPPING_SOON in err and STOPPING_NOW in err
