@@ -180,7 +180,7 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     refused("no adapter of this model .* adapters of .*o_proj", targets=("q_proj",))
     path = tmp_path / "peft" / CONFIG
     given = json.loads(path.read_text())
-    path.write_text(json.dumps(given | {"alpha_pattern": {"q_proj": 9}}))
+    path.write_text(json.dumps(given | {"alpha_pattern": given["alpha_pattern"] | {"q_proj": 9}}))
     refused("q_proj has rank 3 and alpha 9, another scaling")
     path.write_text(json.dumps(given | {"peft_type": "IA3"}))
     refused("is of the type IA3, not LORA")

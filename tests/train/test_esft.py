@@ -50,7 +50,8 @@ def test_scores_are_shares_and_plans_agree(trained: tuple[Path, Path], tmp_path:
         least = min(row["gate"][expert] for expert in chosen)
         assert reached >= 0.5 > reached - least, "the smallest set"
     assert one["experts"].keys() == {"1", "2"}
-    assert drawn.read_text().count("<rect vector-effect") == sum(map(len, one["experts"].values()))
+    frames = drawn.read_text().split('stroke="#b3245e" stroke-width="2">')[1].split("</g>")[0]
+    assert frames.count("<rect") == sum(map(len, one["experts"].values()))
     many = scores(
         run, text, tmp_path / "4.json", "--threshold", "0.5", "--score", "gate",
         "--set", "plan.tp=2", "--set", "plan.ep=2",

@@ -299,7 +299,7 @@ class AdapterFolder:
                 raise CheckpointError(f"{path}: uses {key}, which is not known here")
         ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
         root = math.sqrt if lora.rslora else float
-        for key in ranks.keys() | alphas.keys():
+        for key in sorted(ranks.keys() | alphas.keys()):
             rank, alpha = ranks.get(key, lora.rank), alphas.get(key, lora.alpha)
             if not math.isclose(alpha / root(rank), lora.scaling):
                 raise CheckpointError(
