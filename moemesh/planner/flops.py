@@ -133,6 +133,13 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
     )
 
 
+def training_flops(shape: ModelShape, seq_len: int) -> float:
+    """Model FLOPs of training one token, extra prediction layers included: causal attention, and
+    nothing that is computed again. Rates and MFU, predicted and measured, count these."""
+    flops = count_flops(shape, seq_len, "causal")
+    return flops.training + 3 * flops.mtp
+
+
 def _expert_gate_up(shape: ModelShape) -> float:
     """Forward FLOPs of one token in the first products of the routed experts of all layers."""
     layers = sum(number for kind, number in shape.kind_counts.items() if kind.moe)

@@ -18,7 +18,7 @@ from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
-from moemesh.planner.flops import count_flops
+from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
@@ -61,9 +61,7 @@ class Artifacts:
         self._writes = self.mesh.rank == 0
         self._alarms = LoadAlarms(say)
         shape = from_model_config(config.model)
-        flops = count_flops(shape, config.data.seq_len, "causal")
-        #: Model FLOPs of a training step, per token: recomputation adds nothing to them.
-        self._flops_per_token = flops.training + 3 * flops.mtp
+        self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None

@@ -1,0 +1,137 @@
+"""Speed of a step in the units of a decision: tokens a second, MFU, days and device-hours.
+
+    MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
+
+Model FLOPs are :func:`moemesh.planner.flops.training_flops` (causal attention; what recomputation
+repeats is no work of the model, PaLM's definition, arXiv:2204.02311). The peak is the dense one of
+the number type that the matrix products have, from the cluster file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from moemesh.config.cluster import Cluster
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.planner.flops import training_flops
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.timing.hardware import accelerator_of
+
+#: Number types whose peak stands for one that a cluster does not name, the nearest first: a format
+#: that a device lacks runs at the rate of the next wider one.
+_WIDER: dict[str, tuple[str, ...]] = {
+    "float4": ("float4", "float8", "bfloat16", "float16"),
+    "float8": ("float8", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16", "float16"),
+    "float16": ("float16", "bfloat16"),
+}
+#: Letters behind a number of tokens.
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SECONDS_A_DAY = 86_400
+
+
+def mfu(tflops_per_rank: float, peak_flops: float) -> float:
+    """Model FLOPs utilization, a share: 10^12 model FLOPs a second of one rank over its device's
+    peak in operations a second."""
+    return tflops_per_rank * 1e12 / peak_flops
+
+
+def peak_flops(cluster: Cluster, dtype: str) -> float:
+    """Dense operations a second of one device in products of `dtype`; of the next wider type where
+    the cluster does not name it, of its fastest where it names none of these."""
+    known = (cluster.peak_flops[name] for name in _WIDER.get(dtype, (dtype,))
+             if name in cluster.peak_flops)  # fmt: skip
+    return next(known, max(cluster.peak_flops.values()))
+
+
+def device_peak_flops(name: str, dtype: str) -> float | None:
+    """The same from the data sheet of the device that `name` contains ("NVIDIA H100 80GB HBM3");
+    None for a device, or a type, without one."""
+    device = accelerator_of(name)
+    places = {"bfloat16": 0, "float16": 0, "float8": 1, "float4": 2}
+    return device.peak_flops[places[dtype]] if device and dtype in places else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """A step of `tokens` in `seconds` on `devices`, each of `peak_flops`; `flops_per_token` are the
+    model's."""
+
+    seconds: float
+    tokens: int
+    devices: int
+    flops_per_token: float
+    peak_flops: float
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, layout: PlannedLayout, cluster: Cluster, seconds: float
+    ) -> Speed:
+        return cls(
+            seconds=seconds,
+            tokens=layout.global_batch * layout.seq_len,
+            devices=layout.world_size,
+            flops_per_token=training_flops(shape, layout.seq_len),
+            peak_flops=peak_flops(cluster, layout.precision),
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.devices
+
+    @property
+    def tflops_per_rank(self) -> float:
+        """10^12 model FLOPs a second of one device, as a run writes it into metrics.jsonl."""
+        return self.tokens_per_second_per_gpu * self.flops_per_token / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.tflops_per_rank, self.peak_flops)
+
+    def days(self, tokens: float) -> float:
+        """Days of steps for so many tokens: no evaluation, checkpoint or restart is in them."""
+        return tokens / self.tokens_per_second / SECONDS_A_DAY
+
+    def gpu_hours(self, tokens: float) -> float:
+        return self.days(tokens) * 24 * self.devices
+
+    def to_json(self, tokens: float | None = None) -> dict[str, float]:
+        """The key "speed" of ``plan --json`` and ``estimate --json``."""
+        found = {
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "tflops_per_rank": self.tflops_per_rank,
+            "mfu": self.mfu,
+            "model_flops_per_token": self.flops_per_token,
+            "peak_flops": self.peak_flops,
+        }
+        if tokens is not None:
+            found |= {
+                "tokens": tokens,
+                "days": self.days(tokens),
+                "gpu_hours": self.gpu_hours(tokens),
+            }
+        return found
+
+
+def read_tokens(text: str) -> float:
+    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000". Raises ConfigError."""
+    folded = text.strip().lower().replace("_", "").replace(",", "")
+    unit = _UNITS.get(folded[-1:], 1.0)
+    try:
+        found = float(folded[:-1] if folded[-1:] in _UNITS else folded) * unit
+    except ValueError:
+        found = 0.0
+    if not (isfinite(found) and found >= 1):
+        message = "a number of tokens is at least 1, with K, M, B or T behind it or without"
+        fix = "such as --tokens 14.8T, --tokens 300B or --tokens 1e12"
+        raise ConfigError(
+            [Problem(code="out-of-range", key="tokens", value=text, message=message, fix=fix)]
+        )
+    return found

@@ -1,0 +1,76 @@
+"""MFU, tokens a second, days: formulas against hand arithmetic and a published rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.planner.flops import count_flops, training_flops
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.speed import Speed, device_peak_flops, peak_flops, read_tokens
+
+
+def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
+    shape = load_model("llama3-8b").shape
+    layout = PlannedLayout(dp=8, seq_len=4096, global_batch=64, recompute=frozenset({"full"}))
+    found = Speed.of(shape, layout, load_cluster("dgx_h100"), 10.0)
+    tokens = 4096 * 64
+    flops = 3 * count_flops(shape, 4096, "causal").forward * tokens
+    assert found.tokens_per_second == tokens / 10
+    assert found.tokens_per_second_per_gpu == tokens / 80
+    assert found.tflops_per_rank == pytest.approx(flops / 80 / 1e12)
+    assert found.mfu == pytest.approx(
+        flops / (10 * 8 * load_cluster("dgx_h100").peak_flops["bfloat16"])
+    )
+
+
+def test_extra_prediction_layers_are_work_of_the_model() -> None:
+    shape = load_model("deepseek-v3").shape
+    flops = count_flops(shape, 4096, "causal")
+    assert training_flops(shape, 4096) == flops.training + 3 * flops.mtp > flops.training
+
+
+def test_days_and_gpu_hours_of_a_number_of_tokens() -> None:
+    found = Speed(seconds=1, tokens=1_000_000, devices=16, flops_per_token=1e9, peak_flops=1e15)
+    assert found.days(86_400e6) == pytest.approx(1.0)
+    assert found.gpu_hours(86_400e6) == pytest.approx(24 * 16)
+
+
+def test_the_published_utilization_of_deepseek_v3_is_in_reach_of_its_published_seconds() -> None:
+    """2.664 million H800 hours for 14.8T tokens (arXiv:2412.19437, table 1)."""
+    hours, tokens = 2.664e6, 14.8e12
+    rate = tokens / (hours * 3600)
+    found = Speed(
+        seconds=1 / rate,
+        tokens=1,
+        devices=1,
+        flops_per_token=count_flops(load_model("deepseek-v3").shape, 4096, "causal").training,
+        peak_flops=peak_flops(load_cluster("hgx_h800"), "bfloat16"),
+    )
+    assert found.gpu_hours(tokens) == pytest.approx(hours)
+    assert found.mfu == pytest.approx(0.39, abs=0.01)
+
+
+def test_peaks_of_types_that_a_cluster_does_not_name() -> None:
+    h800, laptop = load_cluster("hgx_h800"), load_cluster("laptop_cpu")
+    assert peak_flops(h800, "float4") == h800.peak_flops["float8"]
+    assert peak_flops(h800, "float16") == h800.peak_flops["bfloat16"]
+    assert peak_flops(laptop, "float64") == 24e9
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.5e12
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert device_peak_flops("some processor", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("14.8T", 14.8e12), ("300b", 3e11), ("1e12", 1e12), ("2_000", 2000)]
+)
+def test_numbers_of_tokens(text: str, tokens: float) -> None:
+    assert read_tokens(text) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("text", ["", "T", "-3B", "0", "many", "nan", "1e400"])
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tokens 14\.8T"):
+        read_tokens(text)
