@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 OUT ?= runs/tiny
 
-.PHONY: train test test-slow check format bench clean
+.PHONY: train test test-slow check format bench docs clean
 
 $(VENV)/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,5 +37,9 @@ format: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/moemesh bench layer
 
+# The documentation as a site, without a network: open site/index.html.
+docs: $(VENV)/ready
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -15,6 +15,7 @@ from typing import get_args
 
 from moemesh.config.data import DataSource
 from moemesh.config.dispatchers import expected_distinct
+from moemesh.config.errors import CODES
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -35,6 +36,9 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/index.md",
+    "docs/tutorial.md",
+    "docs/errors.md",
     "docs/words.md",
     "docs/api.md",
     "docs/architecture.md",
@@ -43,7 +47,7 @@ DOCUMENTS = (
     "docs/data.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
-    "docs/source_texts.md",
+    "docs/seeds.md",
     "docs/cluster.md",
     "docs/data_parallelism.md",
     "docs/dispatchers.md",
@@ -206,7 +210,14 @@ def presets(old: str) -> str:
     return "\n".join(lines) + f"\n\nClusters (read by `moemesh.config.cluster`): {clusters}.\n"
 
 
+def codes(old: str) -> str:
+    """Every code of a problem and its meaning."""
+    rows = "".join(f"| `{code}` | {meaning} |\n" for code, meaning in CODES.items())
+    return "\n| code | meaning |\n|---|---|\n" + rows
+
+
 BLOCKS = {
+    "codes": codes,
     "floors": floors,
     "tree": tree,
     "keys": keys,

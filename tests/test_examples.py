@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests import commands
 from tests.documents import SMALL_RUN
@@ -25,6 +30,8 @@ TESTED = {
     "read_a_run.py",
     "rebalance.py",
     "train_tiny.toml",
+    "vllm_policy.py",
+    "first_hour.ipynb",
 }
 
 
@@ -46,6 +53,8 @@ def test_every_example_is_short_and_tested() -> None:
     found = {path.name: path for path in EXAMPLES.iterdir() if path.is_file()}
     assert found.keys() == TESTED
     for path in found.values():
+        if path.suffix == ".ipynb":
+            continue
         assert len(path.read_text().splitlines()) <= 30, path
 
 
@@ -131,6 +140,36 @@ def test_pipelines() -> None:
 
 def test_rebalance() -> None:
     assert re.findall(r"hottest GPU (1\.\d+) of the mean", run(EXAMPLES / "rebalance.py"))
+
+
+def test_the_policy_of_vllm_answers_in_both_signatures() -> None:
+    policy: Any = runpy.run_path(str(EXAMPLES / "vllm_policy.py"))
+    loads = torch.randint(1, 100, (3, 16), generator=torch.Generator().manual_seed(0))
+    first = policy["MoemeshPolicy"].rebalance_experts(loads, 24, 4, 2, 8)
+    assert first.shape == (3, 24) and all(set(row.tolist()) == set(range(16)) for row in first)
+
+    drifted = loads + torch.arange(16)
+    second = policy["MoemeshPolicy"].rebalance_experts(drifted, 24, 4, 2, 8, first)
+    anew = policy["MoemeshPolicy"].rebalance_experts(drifted, 24, 4, 2, 8)
+    assert (second != first).sum() < (anew != first).sum(), "few replicas move"
+    context = SimpleNamespace(
+        load_window_cpu=torch.stack([drifted // 2, drifted - drifted // 2]),
+        physical_to_logical_map_cpu=first,
+        topology=SimpleNamespace(num_groups=4, num_nodes=2, num_ranks=8),
+        num_replicas=24,
+    )
+    assert torch.equal(policy["plan_of"](context), second)
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_notebook_runs(steps: int, tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "first_hour.ipynb").read_text())
+    assert all(not cell.get("outputs") for cell in notebook["cells"]), "kept without outputs"
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert "STEPS = 20" in cells[0]
+    code = "\n".join(cells).replace("STEPS = 20", f"STEPS = {steps}")
+    (tmp_path / "notebook.py").write_text(code)
+    assert "moemesh train --set model.preset=deepseek-v2-lite" in run(tmp_path / "notebook.py")
 
 
 def test_compare_plans(tmp_path: Path) -> None:

@@ -187,15 +187,18 @@ def _detail_problems(error: ValidationError, origin: str) -> list[Problem]:
     for detail in error.errors(include_url=False):
         name = ".".join(str(part) for part in detail["loc"])
         value = None if detail["type"] == "missing" else detail["input"]
-        message, fix = detail["msg"], ""
+        message, fix, code = detail["msg"], "", "wrong-type"
+        if detail["type"] == "missing":
+            code = "missing"
         if detail["type"] == "extra_forbidden":
+            code = "unknown-key"
             message, fix = (
                 f"a cluster has no key `{name}`",
                 nearest_choice(name, tuple(Cluster.model_fields)),
             )
         problems.append(
             Problem(
-                code="cluster",
+                code=code,
                 key=f"cluster.{name}",
                 value=value,
                 origin=origin,

@@ -12,13 +12,41 @@ from moemesh.config.toml import format_value
 LONGEST_VALUE = 80
 
 
+#: The kinds of mistakes, by what the user can do about them.
+CODES: dict[str, str] = {
+    "conflict": "two settings exclude each other, or one needs another; the message names both",
+    "duplicate": "one name, key or expert stands twice where it may stand once",
+    "empty": "a list, file or pattern has nothing in it",
+    "missing": "a key that is needed has no value",
+    "no-file": "a file or folder is not there, or cannot be read",
+    "no-match": "a pattern matches nothing; names like it are listed",
+    "no-plan": "the search found no legal layout; the message counts why they failed",
+    "not-a-choice": "a word is not among the legal ones; the nearest is named",
+    "not-a-plan": "the text after --plan is of a kind that this verb does not read",
+    "not-available": "this version does not do it; the message says what does",
+    "not-divisible": "a number does not divide another; the legal divisors are listed",
+    "out-of-range": "a number is outside its bounds; the bounds are named",
+    "partition": "these stages, devices or microbatches cannot be combined by `partition`",
+    "schedule": "a pipeline schedule cannot be built from these numbers, or is not legal",
+    "shape": "a list has the wrong length, or sizes do not fit together",
+    "stages": "the layers cannot be cut into these stages",
+    "syntax": "a file or a value cannot be parsed; line and column are named",
+    "too-large": "a number is above what another key allows",
+    "too-small": "a number is below what another key needs",
+    "unknown-key": "no key has this name; the nearest, or the name here, is given",
+    "unknown-layer": "a layer of a folder of transformers is of a kind that is not known",
+    "unknown-model": "a model type is not known; the known ones are listed",
+    "wrong-type": "a value has another type: nothing is converted silently",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One thing that is wrong: where, what the numbers are, and the nearest legal choice.
 
-    `code` names the kind (see docs), `key` is dotted ("plan.ep"), `value` is what was given (None
-    when there is none to show), `origin` where it came from, `related` the other keys the broken
-    rule read, so that a rule over a value that is itself broken can be left out.
+    `code` names the kind (:data:`CODES`), `key` is dotted ("plan.ep"), `value` is what was given
+    (None when there is none to show), `origin` where it came from, `related` the other keys the
+    broken rule read, so that a rule over a value that is itself broken can be left out.
     """
 
     code: str

@@ -67,7 +67,15 @@ class Job:
             message = f"{ranks} ranks do not fill nodes of {each}"
             fix = f"--ranks-per-node {nearest}"
             raise ConfigError(
-                [Problem(code="nodes", key="ranks_per_node", value=each, message=message, fix=fix)]
+                [
+                    Problem(
+                        code="not-divisible",
+                        key="ranks_per_node",
+                        value=each,
+                        message=message,
+                        fix=fix,
+                    )
+                ]
             )
         return Job(
             name=_plain(out.name),

@@ -259,7 +259,7 @@ def _unmatched(key: str, pattern: str, names: Sequence[str]) -> Problem:
     near = get_close_matches(sub(r"(?<=\.)\d+(?=\.)", "*", pattern), kinds, n=3, cutoff=0.3)
     message = f"the pattern {pattern!r} matches none of the {len(names)} parameters"
     shown = ", ".join(near or kinds[:3])
-    return _problem(key, (pattern,), message, f"names like it: {shown}", code="unknown")
+    return _problem(key, (pattern,), message, f"names like it: {shown}", code="no-match")
 
 
 def _problem(key: str, value: object, message: str, fix: str, code: str = "conflict") -> Problem:

@@ -70,20 +70,20 @@ class RoutingExample:
         plan, found = self.plan, list[Problem]()
         if plan.pp > 1:
             message = "a dispatch is inside one pipeline stage"
-            found.append(_problem("pp", "plan.pp", plan.pp, message, "pp = 1"))
+            found.append(_problem("not-available", "plan.pp", plan.pp, message, "pp = 1"))
         if plan.ep * plan.etp == 1:
             message = "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show"
-            found.append(_problem("no-exchange", "plan.ep", 1, message, "ep = 2"))
+            found.append(_problem("too-small", "plan.ep", 1, message, "ep = 2"))
         if self.num_experts < 1 or self.num_experts % plan.ep:
             message = f"num_experts ({self.num_experts}) must be a positive multiple of ep"
             fix = f"num_experts = {max(1, -(-self.num_experts // plan.ep)) * plan.ep}"
             found.append(_problem("not-divisible", "num_experts", self.num_experts, message, fix))
         if len(self.choices) != plan.world_size:
             message = f"experts has {len(self.choices)} ranks, the plan {plan.world_size}"
-            found.append(_problem("ranks", "experts", len(self.choices), message))
+            found.append(_problem("shape", "experts", len(self.choices), message))
         if self.hidden_size < 1:
             message = "a row has at least one channel"
-            found.append(_problem("range", "hidden_size", self.hidden_size, message))
+            found.append(_problem("out-of-range", "hidden_size", self.hidden_size, message))
         if self.dtype not in DTYPES:
             message, fix = (
                 f"dtype is one of {', '.join(DTYPES)}",
@@ -105,7 +105,7 @@ class RoutingExample:
                         f"{where} chose expert {wrong[0]}; experts are 0 to "
                         f"{self.num_experts - 1}, and -1 is none"
                     )
-                    return [_problem("no-expert", "experts", list(chosen), message)]
+                    return [_problem("out-of-range", "experts", list(chosen), message)]
                 if len(set(real)) < len(real):
                     message = f"{where} chose an expert twice"
                     return [_problem("duplicate", "experts", list(chosen), message)]
@@ -113,7 +113,7 @@ class RoutingExample:
                     message = (
                         f"{where} has {len(chosen)} slots, token 0 {len(own[0])}; fill with -1"
                     )
-                    return [_problem("slots", "experts", list(chosen), message, "fill with -1")]
+                    return [_problem("shape", "experts", list(chosen), message, "fill with -1")]
         return []
 
 
@@ -133,7 +133,7 @@ def random_example(
     if not 1 <= experts_per_token <= num_experts:
         message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
         fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
-        found = _problem("range", "experts_per_token", experts_per_token, message, fix)
+        found = _problem("out-of-range", "experts_per_token", experts_per_token, message, fix)
         raise ConfigError([found])
     draw = random.Random(seed)
     choices = [

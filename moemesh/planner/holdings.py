@@ -107,7 +107,7 @@ class Holdings:
         if known is not None and known.config is None:
             message = "only the sizes of this model are known, not the layers that a run builds"
             fix = "a preset or a folder that `moemesh train` trains, or no --model"
-            problems.append(_problem("shape-only", "model", str(model), message, fix))
+            problems.append(_problem("not-available", "model", str(model), message, fix))
         if problems:
             raise ConfigError(problems)
         assert planned.plan is not None

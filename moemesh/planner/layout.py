@@ -153,16 +153,16 @@ class PlannedLayout:
 
     def _too_low(self, key: str) -> Problem:
         message = f"{key} must be at least 1, not {getattr(self, key)}"
-        return plan_problem(self, "layout", key, message, f"{key} = 1")
+        return plan_problem(self, "out-of-range", key, message, f"{key} = 1")
 
     def _own_problems(self) -> Iterator[Problem]:
         """Of the fields that a Plan does not have."""
         if self.zero not in (0, 1, 2, 3):
             message = "ZeRO has the stages 0 to 3"
-            yield plan_problem(self, "layout", "zero", message, "zero = 3")
+            yield plan_problem(self, "out-of-range", "zero", message, "zero = 3")
         if unknown := self.recompute - set(RECOMPUTABLE):
             yield Problem(
-                code="layout",
+                code="not-a-choice",
                 key="plan.recompute",
                 value="+".join(sorted(self.recompute)),
                 message=f"cannot recompute {', '.join(sorted(unknown))}",
@@ -170,15 +170,15 @@ class PlannedLayout:
             )
         if self.parameter_server and self.zero:
             message = "a parameter server holds the optimizer: ZeRO has nothing to shard"
-            yield plan_problem(self, "layout", "zero", message, "zero = 0")
+            yield plan_problem(self, "conflict", "zero", message, "zero = 0")
         if self.parameter_server:
             yield from server_problems(self)
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
-            yield plan_problem(self, "layout", "layers_per_stage", message, "")
+            yield plan_problem(self, "stages", "layers_per_stage", message, "")
         if self.imbalance < 1:
             message = "the most loaded rank has at least the mean load"
-            yield plan_problem(self, "layout", "imbalance", message, "imbalance = 1.0")
+            yield plan_problem(self, "out-of-range", "imbalance", message, "imbalance = 1.0")
 
     @property
     def world_size(self) -> int:

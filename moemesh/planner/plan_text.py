@@ -269,7 +269,7 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
     message = f"{key} is one of {', '.join(choices)}"
     return _problem(
-        "bad-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
+        "not-a-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
     )
 
 
@@ -318,7 +318,7 @@ def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
         choices = (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:])
         message = f"`{unknown[0]}` names nothing that can be recomputed"
         fix = nearest_choice(unknown[0], choices)
-        raise ConfigError([_problem("bad-choice", "plan.recompute", given, message, fix)])
+        raise ConfigError([_problem("not-a-choice", "plan.recompute", given, message, fix)])
     return parts
 
 

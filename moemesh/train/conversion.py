@@ -314,4 +314,4 @@ def _to_stderr(note: str) -> None:
 
 
 def _refused(key: str, value: str, message: str, fix: str = "") -> ConfigError:
-    return ConfigError([Problem(code="convert", key=key, value=value, message=message, fix=fix)])
+    return ConfigError([Problem(code="conflict", key=key, value=value, message=message, fix=fix)])

@@ -137,5 +137,5 @@ def upcycled_model(dense: ModelConfig, recipe: Recipe) -> ModelConfig:
 
 def _refused(value: str, message: str, fix: str) -> ConfigError:
     return ConfigError(
-        [Problem(code="upcycle", key="--upcycle", value=value, message=message, fix=fix)]
+        [Problem(code="conflict", key="--upcycle", value=value, message=message, fix=fix)]
     )

@@ -101,7 +101,7 @@ def test_a_group_that_spans_nodes() -> None:
         ("tp=3", "tiny", "not-divisible"),
         ("pp=9", "tiny", "too-large"),
         ("tp=2,zero=1", "tiny", "not-a-plan"),
-        ("tp=2", "gpt3-175b", "shape-only"),
+        ("tp=2", "gpt3-175b", "not-available"),
     ],
 )
 def test_refusals(plan: str, model: str, code: str) -> None:

@@ -166,7 +166,7 @@ def recompute_from_words(text: str) -> frozenset[str]:
             raise ConfigError(
                 [
                     Problem(
-                        code="unknown-value",
+                        code="not-a-choice",
                         key="recompute",
                         value=text,
                         message=f"`{part}` names nothing that can be recomputed",

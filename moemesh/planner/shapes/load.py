@@ -136,7 +136,7 @@ def _model(table: Mapping[str, Any], name: str) -> Model:
     if preset := table.pop("preset", None):
         if preset not in preset_names():
             fix = nearest_choice(str(preset), preset_names())
-            raise _refused("unknown-preset", str(preset), "there is no such model preset", fix)
+            raise _refused("not-a-choice", str(preset), "there is no such model preset", fix)
         table = read_preset_table(str(preset)) | table
     shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
     problems = [

@@ -12,9 +12,7 @@ import pytest
 from tests.documents import ROOT, text_of
 from tests.test_cli import run
 
-COMMANDS = tuple(
-    dict.fromkeys(re.findall(r"`moemesh ([a-z][^`]*)`", text_of("docs/source_texts.md")))
-)
+COMMANDS = tuple(dict.fromkeys(re.findall(r"`moemesh ([a-z][^`]*)`", text_of("docs/seeds.md"))))
 
 
 def test_the_page_has_commands() -> None:

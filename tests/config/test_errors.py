@@ -1,0 +1,51 @@
+"""Codes of problems: all that the package uses are explained, and no other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from moemesh.config.errors import CODES
+from tests.documents import ROOT
+
+
+def literals(node: ast.expr | None) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from literals(node.body)
+        yield from literals(node.orelse)
+
+
+def codes_used() -> dict[str, str]:
+    """Every code that a source file gives to a problem, and one of the places."""
+    found: dict[str, str] = {}
+    for path in (ROOT / "moemesh").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        helpers = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and [a.arg for a in node.args.args][:1] == ["code"]
+        }
+        for node in ast.walk(tree):
+            given: list[ast.expr | None] = []
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", "")).lower()
+                given += [word.value for word in node.keywords if word.arg == "code"]
+                if name in {"problem", "wrong", *helpers} and node.args:
+                    given.append(node.args[0])
+                if name == "plan_problem" and len(node.args) > 1:
+                    given.append(node.args[1])
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "code":
+                given.append(node.value)
+            for code in (code for value in given for code in literals(value)):
+                found[code] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+    return found
+
+
+def test_every_code_is_explained_and_used() -> None:
+    used = codes_used()
+    assert len(used) > 15, "the scan finds nothing any more"
+    assert not (unknown := {c: where for c, where in used.items() if c not in CODES}), unknown
+    source = "".join(path.read_text() for path in (ROOT / "moemesh").rglob("*.py"))
+    assert not [code for code in CODES if source.count(f'"{code}"') < 2], "explained, never used"

@@ -1,0 +1,27 @@
+"""The documentation as a site: it builds without a warning and is offline."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.documents import ROOT
+
+
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "tutorial/index.html", "errors/index.html", "seeds/index.html"} <= pages
+    loaded = r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?://[^"]+)"'
+    for path in (tmp_path / "site").rglob("*.html"):
+        assert not re.findall(loaded, path.read_text()), path
