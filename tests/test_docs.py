@@ -17,6 +17,7 @@ import pytest
 from moemesh.config.errors import ConfigError
 from moemesh.config.layout import AXES
 from moemesh.config.load import load_run
+from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 from moemesh.train.preflight import untrainable
 from tests.documents import (
@@ -166,7 +167,12 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
 
 
 def test_the_metrics_are_as_documented() -> None:
-    assert listed("metrics.jsonl") == {field.name for field in fields(MetricsRow)}
+    assert listed("metrics.jsonl") == {"schema", *(field.name for field in fields(MetricsRow))}
+
+
+def test_the_loads_are_as_documented() -> None:
+    one, other = (LayerLoads(step=n, layer=0, tokens_per_expert=(3, 1)) for n in (1, 2))
+    assert listed("loads.jsonl") == set(one.plus(other).to_json())
 
 
 def test_the_ledger_is_as_documented(readme_folder: Path) -> None:

@@ -69,6 +69,8 @@ class TrainConfig(Section):
     rebalance_every: int = 0
     #: Steps between lines of a log; 0: at most one a minute, at least one in 50 steps.
     log_every: int = 0
+    #: loads.jsonl sums neighbouring steps: it holds at most twice as many bins; 0: every step.
+    load_bins: int = 128
     #: Steps between validations; 0 validates only at the end.
     validate_every: int = 100
     validation_batches: int = 8
@@ -94,6 +96,7 @@ class TrainConfig(Section):
         "checkpoints_kept": SIZE,
         "rebalance_every": COUNT,
         "log_every": COUNT,
+        "load_bins": COUNT,
         "validate_every": COUNT,
         "validation_batches": SIZE,
         # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.

@@ -1,7 +1,8 @@
 """Tokens that each expert and each rank received, layer by layer, step by step.
 
-`loads.jsonl` holds one object a line, one line a (step, layer). A layer without any token is legal
-(an empty batch, a rank with nothing to do); all ratios are then those of a perfect balance.
+`loads.jsonl` holds one object a line: one layer in one step, or in several steps that follow one
+another, summed (:mod:`moemesh.trace.load_bins`). A layer without any token is legal (an empty
+batch, a rank with nothing to do); all ratios are then those of a perfect balance.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoads:
-    """Tokens that one MoE layer routed in one step, over all ranks, once per chosen expert.
+    """Tokens that one MoE layer routed, over all ranks, once per chosen expert: in step `step`, or
+    in the `steps` steps up to it, summed.
 
     `tokens_per_expert` [logical experts], `tokens_per_rank` [ranks that hold experts],
-    `dropped` assignments that no expert computed. Raises ValueError for a negative number.
+    `dropped` assignments that no expert computed. Of several steps `mean_ratios` are the means over
+    the steps of the fullest expert and of the fullest rank over the average, and `highest_ratio`
+    is the highest of the experts in a single step; None where they follow from the tokens. Raises
+    ValueError for a negative number.
     """
 
     step: int
@@ -26,6 +33,9 @@ class LayerLoads:
     tokens_per_expert: tuple[int, ...]
     tokens_per_rank: tuple[int, ...] = ()
     dropped: int = 0
+    steps: int = 1
+    mean_ratios: tuple[float, float] | None = None
+    highest_ratio: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens_per_expert", tuple(self.tokens_per_expert))
@@ -33,18 +43,58 @@ class LayerLoads:
         lowest = min((self.dropped, *self.tokens_per_expert, *self.tokens_per_rank))
         if lowest < 0:
             raise ValueError(f"step {self.step}, layer {self.layer}: a load of {lowest} < 0")
+        if self.steps < 1:
+            raise ValueError(f"step {self.step}, layer {self.layer}: {self.steps} steps")
 
     @property
+    def first_step(self) -> int:
+        """The first of the steps that are summed here."""
+        return self.step - self.steps + 1
+
+    @cached_property
     def expert_max_over_mean(self) -> float:
-        """Fullest expert over the average: 1.0 = balanced, number of experts = all on one."""
-        return max_over_mean(self.tokens_per_expert)
+        """Fullest expert over the average, mean over the steps: 1.0 = balanced, number of experts
+        = all on one."""
+        return self.mean_ratios[0] if self.mean_ratios else max_over_mean(self.tokens_per_expert)
 
-    @property
+    @cached_property
     def rank_max_over_mean(self) -> float:
-        """Fullest rank over the average: how much longer the layer takes than if balanced."""
-        return max_over_mean(self.tokens_per_rank)
+        """Fullest rank over the average, mean over the steps: how much longer the layer takes than
+        if balanced."""
+        return self.mean_ratios[1] if self.mean_ratios else max_over_mean(self.tokens_per_rank)
 
     @property
+    def highest_max_over_mean(self) -> float:
+        """Fullest expert over the average in the least balanced step."""
+        return self.expert_max_over_mean if self.highest_ratio is None else self.highest_ratio
+
+    def plus(self, later: LayerLoads) -> LayerLoads:
+        """The sum with the loads of the same layer in later steps.
+
+        Ranks are summed where there are as many. Raises ValueError for another layer.
+        """
+        if later.layer != self.layer:
+            raise ValueError(f"layer {self.layer} and layer {later.layer} have no sum")
+        steps = self.steps + later.steps
+        of_experts = (
+            self.expert_max_over_mean * self.steps + later.expert_max_over_mean * later.steps
+        )
+        of_ranks = self.rank_max_over_mean * self.steps + later.rank_max_over_mean * later.steps
+        ranks = later.tokens_per_rank
+        if len(self.tokens_per_rank) == len(ranks):
+            ranks = _sums(self.tokens_per_rank, ranks)
+        return LayerLoads(
+            step=later.step,
+            layer=self.layer,
+            tokens_per_expert=_sums(self.tokens_per_expert, later.tokens_per_expert),
+            tokens_per_rank=ranks,
+            dropped=self.dropped + later.dropped,
+            steps=steps,
+            mean_ratios=(of_experts / steps, of_ranks / steps),
+            highest_ratio=max(self.highest_max_over_mean, later.highest_max_over_mean),
+        )
+
+    @cached_property
     def entropy(self) -> float:
         """Shannon entropy of the experts' shares over its maximum: 1 uniform, 0 one expert."""
         return normalised_entropy(self.tokens_per_expert)
@@ -62,14 +112,17 @@ class LayerLoads:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and behind them what is derived from them, for readers without this class."""
+        several = {"highest_max_over_mean": self.highest_max_over_mean} if self.steps > 1 else {}
         return {
             "step": self.step,
+            "steps": self.steps,
             "layer": self.layer,
             "tokens_per_expert": list(self.tokens_per_expert),
             "tokens_per_rank": list(self.tokens_per_rank),
             "dropped": self.dropped,
             "max_over_mean": self.expert_max_over_mean,
             "rank_max_over_mean": self.rank_max_over_mean,
+            **several,
             "entropy": self.entropy,
             "dead_experts": self.dead_experts,
         }
@@ -80,17 +133,30 @@ class LayerLoads:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerLoads:
-        """Invert :meth:`to_json`; what is derived is derived again.
+        """Invert :meth:`to_json`; what follows from the tokens is derived again.
 
         Raises KeyError, TypeError or ValueError on other data.
         """
+        steps = int(data.get("steps", 1))
+        several: dict[str, Any] = {}
+        if steps > 1:
+            ratios = float(data["max_over_mean"]), float(data["rank_max_over_mean"])
+            highest = float(data["highest_max_over_mean"])
+            several = {"mean_ratios": ratios, "highest_ratio": highest}
         return cls(
             step=int(data["step"]),
             layer=int(data["layer"]),
             tokens_per_expert=tuple(int(tokens) for tokens in data["tokens_per_expert"]),
             tokens_per_rank=tuple(int(tokens) for tokens in data.get("tokens_per_rank", ())),
             dropped=int(data.get("dropped", 0)),
+            steps=steps,
+            **several,
         )
+
+
+def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Of both, the shorter one padded with zeros."""
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 def max_over_mean(loads: Iterable[int]) -> float:
@@ -121,5 +187,5 @@ def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:
         if line.strip():
             try:
                 yield LayerLoads.from_json(json.loads(line))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(f"line {number} holds no loads: {error!r}") from error

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from moemesh.trace.ledger import Ledger
+from moemesh.trace.load_bins import LoadBins
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfiles
 from moemesh.trace.timeline import Timeline
@@ -41,6 +42,10 @@ FILES: tuple[str, ...] = (
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
+#: The form of the rows of `metrics.jsonl`, their key "schema": 0, without the key, before there was
+#: one. A new key does not change it; another meaning of a key does.
+SCHEMA = 1
+
 #: Fields of a row of metrics that may be missing.
 _OPTIONAL = ("validation_loss", "mtp_loss", "data_seconds", "memory_bytes", "tflops_per_rank")
 
@@ -49,7 +54,7 @@ class RunError(ValueError):
     """The folder holds no run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsRow:
     """One line of `metrics.jsonl`: one training step.
 
@@ -76,7 +81,8 @@ class MetricsRow:
     tflops_per_rank: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        row = {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
+        row: dict[str, Any] = {"schema": SCHEMA}
+        row |= {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
         for name in _OPTIONAL:
             if getattr(self, name) is None:
                 del row[name]
@@ -90,8 +96,11 @@ class MetricsRow:
     def from_json(cls, data: Mapping[str, Any]) -> MetricsRow:
         """The inverse of :meth:`to_json`; unknown keys are left out.
 
-        Raises KeyError, TypeError or ValueError when a key is missing or of another type.
+        Raises KeyError, TypeError or ValueError when a key is missing or of another type, or when
+        the row has the form of a later version.
         """
+        if (schema := int(data.get("schema", 0))) > SCHEMA:
+            raise ValueError(f"the row has schema {schema}, this version reads up to {SCHEMA}")
         some = {name: _number(data[name]) for name in _OPTIONAL if name in data}
         return cls(
             step=int(data["step"]),
@@ -159,7 +168,9 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path | str) -> Run:
-        """Read `folder`. A step that was done twice (after a resume) counts as done the last time.
+        """Read `folder`. A step that was done twice (after a resume) counts as done the last time;
+        of a long run the loads of neighbouring steps are summed (:class:`LoadBins`), so that the
+        memory for them is bounded.
 
         Raises RunError when there is no such folder, or no file of a run in it.
         """
@@ -170,10 +181,10 @@ class Run:
             raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
         reader = _Reader(folder)
         config_text = reader.text("config.toml")
-        metrics = reader.lines("metrics.jsonl", MetricsRow.from_json)
-        loads = reader.lines("loads.jsonl", LayerLoads.from_json)
-        newest = {row.step: row for row in metrics}
-        newest_loads = {(load.step, load.layer): load for load in loads}
+        newest = {row.step: row for row in reader.rows("metrics.jsonl", MetricsRow.from_json)}
+        loads = LoadBins()
+        for row in reader.rows("loads.jsonl", LayerLoads.from_json):
+            loads.add(row)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
         return cls(
@@ -188,7 +199,7 @@ class Run:
             timeline=reader.json("timeline.json", Timeline.from_json),
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
-            loads=tuple(newest_loads[key] for key in sorted(newest_loads)),
+            loads=loads.all(),
             failure=reader.json("failure.json", _object),
             summary=reader.json("summary.json", _object) or {},
             warnings=tuple(reader.warnings),
@@ -224,12 +235,12 @@ class _Reader:
         """The file's JSON object as a trace type, None when missing or malformed."""
         return self.parse(name, self.text(name), lambda text: parse(_object(json.loads(text))))
 
-    def lines(self, name: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-        """The objects of a JSONL file; malformed lines are left out and counted."""
+    def rows(self, name: str, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+        """The objects of a JSONL file, one after the other; malformed lines are left out and
+        counted."""
         path = self.folder / name
-        found: list[T] = []
         if not path.is_file():
-            return found
+            return
         bad = 0
         first, line = "", ""
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -237,15 +248,16 @@ class _Reader:
                 if not line.strip():
                     continue
                 try:
-                    found.append(parse(_object(json.loads(line))))
+                    row = parse(_object(json.loads(line)))
                 except _MALFORMED as error:
                     bad += 1
                     half = "" if line.endswith("\n") else " (the last one, half-written)"
                     first = first or f"line {number}{half}: {_reason(error)}"
+                else:
+                    yield row
         if bad:
             lines = "1 line is" if bad == 1 else f"{bad} lines are"
             self.warnings.append(f"{name}: {lines} left out, first {first}")
-        return found
 
 
 def _object(value: Any) -> dict[str, Any]:

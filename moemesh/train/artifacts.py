@@ -30,9 +30,11 @@ from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.folder import RunFolder
+from moemesh.train.load_log import LoadLog
 from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.prediction import predicted_for
+from moemesh.train.row_log import Cut
 from moemesh.train.simulated_timeline import simulated
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
@@ -59,7 +61,11 @@ class Artifacts:
         self.folder, self.config = folder, config
         self.parallel, self.optimizer, self.mesh = parallel, optimizer, parallel.mesh
         self._writes = self.mesh.rank == 0
+        self._say = say
         self._alarms = LoadAlarms(say)
+        self._metrics = folder.row_log("metrics.jsonl", say)
+        log = folder.row_log("loads.jsonl", say)
+        self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._last: TimelineRecorder | None = None
@@ -85,8 +91,26 @@ class Artifacts:
         derived = {"world_size": plan.world_size, "edp": plan.edp}
         self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
         for name in ("metrics.jsonl", "loads.jsonl"):
-            self.folder.truncate_after(name, done)
+            self._tell(name, self.folder.cut_after(name, done))
+        self._loads.resume()
         (self.folder.path / "failure.json").unlink(missing_ok=True)
+
+    def _tell(self, name: str, cut: Cut) -> None:
+        """Say what a cut could not keep."""
+        if cut.damaged:
+            where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
+            text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"
+            self._say(text, "damaged")
+        if cut.lost:
+            text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} are no longer in its sums"
+            self._say(text, "damaged")
+
+    def flush(self) -> None:
+        """Write the rows that wait: before a checkpoint, from which a run may go on, and at the
+        end."""
+        if self._writes:
+            self._metrics.flush()
+            self._loads.flush()
 
     def measured(self, step: FinishedStep) -> dict[str, float]:
         """Of a finished step on this rank: fields of its row that no loss follows from."""
@@ -107,25 +131,32 @@ class Artifacts:
         self._stop_diverged(row, result)
         if not self._writes:
             return
-        self.folder.append("metrics.jsonl", row.to_json())
-        ep = self.config.plan.ep
+        self._metrics.append([row.to_json()])
+        loads = self._layer_loads(row.step, result)
+        self._loads.add(loads)
+        for layer in loads:
+            self._alarms.look(layer)
+
+    def _layer_loads(self, step: int, result: StepResult) -> list[LayerLoads]:
+        """What every layer routed in a step."""
         layers = self.config.model.routed_layers
         rank_LP = result.rank_LP
         if rank_LP is None:
+            ep = self.config.plan.ep
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
         found = zip(
             layers, result.counts_LE, rank_LP.tolist(), result.dropped_L.tolist(), strict=True
         )
-        for layer, counts_E, tokens_P, dropped in found:
-            loads = LayerLoads(
-                step=row.step,
+        return [
+            LayerLoads(
+                step=step,
                 layer=layer,
                 tokens_per_expert=tuple(counts_E.tolist()),
                 tokens_per_rank=tuple(tokens_P),
                 dropped=dropped,
             )
-            self.folder.append("loads.jsonl", loads.to_json())
-            self._alarms.look(loads)
+            for layer, counts_E, tokens_P, dropped in found
+        ]
 
     def _stop_diverged(self, row: MetricsRow, result: StepResult) -> None:
         """Raise on all ranks, at the same step, when no step updates anything any more."""

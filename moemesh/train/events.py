@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import UTC, datetime
 
 from moemesh.train.folder import RunFolder
@@ -11,16 +10,15 @@ FILE = "events.jsonl"
 
 
 class Events:
-    """Appends an event a line. A full disk stops no run: the console still says it."""
+    """Appends an event a line; those that a full disk does not take wait in memory."""
 
     def __init__(self, folder: RunFolder | None) -> None:
         """`folder` None: nothing is kept (every rank but the first)."""
-        self._folder = folder
+        self._log = None if folder is None else folder.row_log(FILE)
 
     def add(self, kind: str, text: str, step: int | None = None) -> None:
         """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
-        if self._folder is None:
+        if self._log is None:
             return
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        with suppress(OSError):
-            self._folder.append(FILE, {"time": time, "step": step, "kind": kind, "text": text})
+        self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])

@@ -2,7 +2,7 @@
 
     config.toml plan.json          the resolved configuration and the plan
     schedule.txt                   of a plan whose schedule is a file or searched
-    metrics.jsonl loads.jsonl      one row a step, appended
+    metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.row_log)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
     lease                          locked while a run is at work: its host, pid and start
@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from typing import Literal
 from moemesh.config.errors import UserError
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value
+from moemesh.train.row_log import Cut, RowLog, cut_after
 
 LEASE, CHECKPOINTS, LOGS = "lease", "checkpoints", "logs"
 #: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
@@ -78,6 +80,19 @@ class RunFolder:
             raise RunFolderError(f"{path}: cannot be created ({error.strerror})") from error
         return RunFolder(path, has_run=has_run)
 
+    def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
+        """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
+        return RowLog(self._file(name), say)
+
+    def cut_after(self, name: str, step: int) -> Cut:
+        """Cut a ``.jsonl`` file back to the rows up to `step`; see :func:`row_log.cut_after`."""
+        return cut_after(self._file(name), step)
+
+    def saved_steps(self) -> set[int]:
+        """The steps of the checkpoints in the folder, whole or not."""
+        found = (STEP.fullmatch(name) for name in os.listdir(self.checkpoints))
+        return {int(match[1]) for match in found if match}
+
     @property
     def checkpoints(self) -> Path:
         """Where the checkpoint store keeps its steps."""
@@ -129,44 +144,19 @@ class RunFolder:
         """Writes a file whole: readers and crashes meet the old or the new content, never half."""
         target = self._file(name)
         temporary = target.with_name(f".{name}.tmp")
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError as error:  # that of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(target)) from error
         return target
 
     def write_json(self, name: str, value: object) -> Path:
         """Writes a JSON file whole."""
         return self.write_text(name, json.dumps(value, indent=1) + "\n")
-
-    def append(self, name: str, row: dict[str, object]) -> None:
-        """Appends one row to a ``.jsonl`` file, floats in full precision."""
-        with self._file(name).open("a", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def truncate_after(self, name: str, step: int) -> int:
-        """Cuts a ``.jsonl`` file back to the rows up to `step`; returns how many rows went.
-
-        Also removes a last line that a crash left unfinished. A step of -1 cuts every row.
-        """
-        file = self._file(name)
-        if not file.exists():
-            return 0
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept: list[str] = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                keep = json.loads(line)["step"] <= step
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines) and not line.endswith("\n"):
-                    continue
-                raise RunFolderError(f"{file}, line {number}: not a row of a run") from error
-            if keep:
-                kept.append(line.rstrip("\n") + "\n")
-        if kept != lines:
-            self.write_text(name, "".join(kept))
-        return len(lines) - len(kept)
 
     def _file(self, name: str) -> Path:
         assert name == Path(name).name and not name.startswith("."), f"not a plain name: {name}"
@@ -195,6 +185,7 @@ FREE = frozenset(
         "data.cache",
         "train.checkpoint_every",
         "train.checkpoints_kept",
+        "train.load_bins",
         "train.log_every",
         "train.validate_every",
         "train.validation_batches",

@@ -124,6 +124,12 @@ class Session:
 
         All ranks call.
         """
+        try:
+            return self._train(steps)
+        finally:
+            self.artifacts.flush()
+
+    def _train(self, steps: Steps) -> int:
         train, step = self.config.train, self.done
         saved = step
         while step < train.steps:
@@ -187,6 +193,7 @@ class Session:
 
     def save(self, step: int) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
+        self.artifacts.flush()
         position = self._samples_before(step + 1)
         state: dict[str, object] = {"step": step, "position": position, **self.rehoming.state()}
         keep = self.config.train.checkpoints_kept

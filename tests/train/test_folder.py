@@ -40,7 +40,7 @@ def test_a_folder_with_a_run(tmp_path: Path) -> None:
     run.release()
     assert RunFolder.open(tmp_path, "never").path == tmp_path  # locked once, but nothing written
     run.write_text("config.toml", "x = 1\n")
-    run.append("metrics.jsonl", {"step": 1})
+    run.row_log("metrics.jsonl").append([{"step": 1}])
     assert RunFolder.open(tmp_path, "auto").has_run
     with pytest.raises(RunFolderError, match=r"config\.toml.*metrics\.jsonl.*never"):
         RunFolder.open(tmp_path, "never")
@@ -156,42 +156,16 @@ def test_whole_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads((tmp_path / "plan.json").read_text()) == {"ep": 2}
     run.write_json("plan.json", {"ep": 4})
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plan.json"]
+
+    def refuse(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.os, "fsync", refuse)
+        with pytest.raises(OSError, match=r"No space left on device.*plan\.json"):
+            run.write_json("plan.json", {"ep": 8})
     with pytest.raises(AssertionError):
         run.write_text("../escape", "x")
-
-
-def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
-    run = RunFolder.open(tmp_path)
-    assert run.truncate_after("metrics.jsonl", 3) == 0
-    for step in range(1, 6):
-        run.append("metrics.jsonl", {"step": step, "loss": 0.1 + step / 3})
-    file = tmp_path / "metrics.jsonl"
-    whole = file.read_bytes()
-    with file.open("a") as handle:
-        handle.write('{"step": 6, "lo')  # a crash in the middle of a row
-    assert run.truncate_after("metrics.jsonl", 9) == 1
-    assert file.read_bytes() == whole
-    assert run.truncate_after("metrics.jsonl", 3) == 2
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
-    assert run.truncate_after("metrics.jsonl", -1) == 3
-    assert file.read_bytes() == b""
-
-
-def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
-    run = RunFolder.open(tmp_path)
-    (tmp_path / "loads.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    assert run.truncate_after("loads.jsonl", 2) == 0
-    run.append("loads.jsonl", {"step": 3})
-    assert (tmp_path / "loads.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-@pytest.mark.parametrize("line", ["{broken", "3", "{}", '{"step": "1"}'])
-def test_a_damaged_row_is_named(tmp_path: Path, line: str) -> None:
-    run = RunFolder.open(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2"):
-        run.truncate_after("metrics.jsonl", 1)
 
 
 # --- changed configurations --------------------------------------------------------------------
