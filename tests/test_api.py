@@ -281,7 +281,14 @@ def load_net(rank: int, folder: str) -> Any:
     return model.state_dict(), moments["exp_avg"]
 
 
-@pytest.mark.parametrize(("experts", "sharded"), [(4, False), (2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("experts", "sharded"),
+    [
+        (4, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
 def test_saved_by_four_ranks_loaded_by_any(tmp_path: Path, experts: int, sharded: bool) -> None:
     folder = str(tmp_path)
     expected = run_on_ranks(4, train_net, folder, experts, sharded)[0]

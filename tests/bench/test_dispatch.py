@@ -103,7 +103,7 @@ def run_on_rank(mesh: Mesh, settings: DispatchSettings) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        replace(SMALL, dispatcher=NAMES, workload="W2,W4"),
+        pytest.param(replace(SMALL, dispatcher=NAMES, workload="W2,W4"), marks=pytest.mark.slow),
         replace(SMALL, dispatcher=NAMES, workload="W5", mode="moe_fwd_bwd", chunks=3),
         replace(SMALL, dispatcher=NAMES, mode="moe_fwd_bwd", payload="fp8", dtype="bfloat16"),
     ],

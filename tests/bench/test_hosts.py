@@ -29,6 +29,7 @@ def test_rates_are_bits_per_second() -> None:
             link_rate(wrong)
 
 
+@pytest.mark.slow
 @emulated
 def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None:
     """1 MiB a rank and direction, flat, at 100 Mbit: far above the noise of a busy machine."""
