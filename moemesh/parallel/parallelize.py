@@ -28,7 +28,7 @@ from moemesh.model.transformer import Transformer
 from moemesh.parallel.context.all_gather import GatheredKeyValues
 from moemesh.parallel.context.all_to_all import HeadShards
 from moemesh.parallel.context.ring import RingKeyValues
-from moemesh.parallel.data.buckets import GatheredBucket
+from moemesh.parallel.data.gathered import GatheredBucket
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas

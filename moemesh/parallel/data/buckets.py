@@ -6,7 +6,7 @@
 | :class:`ShardedBucket` (zero1) | all | all | reduce_scatter; all_gather of the updated weights |
 | the same (parameter_server) | all | all | the same, between all ranks and those that serve |
 | :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter behind every backward |
-| :class:`GatheredBucket` (zero3) | own | own | as zero2, but all_gather of the weights before use |
+| `GatheredBucket` (zero3) | own | own | as zero2, but all_gather of weights before use |
 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 Parameters that do not train have neither gradients nor sums: their buckets hold weights only, which
@@ -333,95 +333,3 @@ class ScatteredBucket(ShardedBucket):
         self._views.clear()
         self._clear()
         self._work = lambda: (self._sums.add_(receive()), None)[1]
-
-
-class GatheredBucket(ScatteredBucket):
-    """Weights are sharded, too: all of them are here only from :meth:`gather` to :meth:`free`.
-
-    Parameters stay views of one flat vector, whose memory comes and goes: what autograd has saved
-    of them finds it again in the backward.
-    """
-
-    def allocate(self) -> None:
-        super().allocate()
-        self._own_weights = self.weights[self.own.start : self.own.stop]
-        self._bytes = self.weights.untyped_storage().nbytes()
-        #: Uses at this moment; the gather that has started and was not waited for.
-        self.users, self._arriving = 0, None
-        self.is_here = self.axis.size == 1
-        if not self.is_here:
-            self._own_weights = self._own_weights.clone()
-            self._release()
-
-    def own_flat_weights(self) -> Tensor:
-        return self._own_weights
-
-    def whole_weights(self, name: str) -> Tensor:
-        parts = {member: place for member, _, place in self.ranges(self.own)}
-        part = self._own_weights[parts[name]] if name in parts else self._own_weights[:0]
-        return self.whole(name, part)
-
-    @property
-    def weight_bytes(self) -> int:
-        return len(self.own) * self.rule.weight_bytes
-
-    def publish(self) -> Wait | None:
-        return None
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the weights that are here beside the own share."""
-        return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
-
-    def start_gather(self, phase: str) -> None:
-        """Start to gather the weights, unless they are here or on their way."""
-        if self.is_here or self._arriving is not None:
-            return
-        self.weights.untyped_storage().resize_(self._bytes)
-        self._arriving = all_gather_start(
-            self._own_weights,
-            self.axis,
-            self.sizes,
-            into=self.weights,
-            phase=phase,
-            caller="weights",
-        )
-
-    def gather(self, phase: str) -> None:
-        """One more use of the weights begins: they are here when this returns."""
-        self.start_gather(phase)
-        self.users += 1
-        if self._arriving is not None:
-            self._arriving()
-            self._arriving, self.is_here = None, True
-
-    def free(self, *, keep: bool = False) -> None:
-        """A use ends; `keep`: the weights stay for others to come."""
-        self.users -= 1
-        if not keep:
-            self.free_unused()
-
-    def free_unused(self) -> None:
-        """Give the memory back if nobody uses the weights; a rank alone keeps them."""
-        if self.users == 0 and self._arriving is not None:
-            self._arriving()
-            self._arriving, self.is_here = None, True
-        if self.users == 0 and self.is_here and self.axis.size > 1:
-            self._release()
-
-    def _release(self) -> None:
-        self.weights.untyped_storage().resize_(0)
-        self.is_here = False
-
-
-#: `plan.data` -> how parameters are held that do not train.
-FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
-
-BUCKETS: dict[str, type[ReplicatedBucket]] = {
-    "replicate": ReplicatedBucket,
-    "zero1": ShardedBucket,
-    "zero2": ScatteredBucket,
-    "zero3": GatheredBucket,
-    # The same, but all ranges belong to a few ranks: gradients are pushed there, weights come back.
-    "parameter_server": ShardedBucket,
-}

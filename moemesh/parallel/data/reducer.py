@@ -20,13 +20,26 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.buckets import Member, buckets
 from moemesh.config.layout import EXPERT_AXES
 from moemesh.config.plan import DataStrategy
-from moemesh.parallel.data.buckets import BUCKETS, FROZEN_BUCKETS, ReplicatedBucket
+from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
+from moemesh.parallel.data.gathered import GatheredBucket
 from moemesh.parallel.data.ownership import OwnRange
 from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.placement import Placement
 
 #: Sums over ranks under way at once: each holds a copy of its bucket.
 MOST_UNDER_WAY = 2
+
+#: `plan.data` -> how parameters are held.
+BUCKETS: dict[str, type[ReplicatedBucket]] = {
+    "replicate": ReplicatedBucket,
+    "zero1": ShardedBucket,
+    "zero2": ScatteredBucket,
+    "zero3": GatheredBucket,
+    # The same, but all ranges belong to a few ranks: gradients are pushed there, weights come back.
+    "parameter_server": ShardedBucket,
+}
+#: The same of parameters that do not train.
+FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
 class GradientReducer:

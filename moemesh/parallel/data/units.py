@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moemesh.config.plan import Reshard
 from moemesh.model.transformer import Part
-from moemesh.parallel.data.buckets import GatheredBucket
+from moemesh.parallel.data.gathered import GatheredBucket
 
 
 class GatheredWeights:
