@@ -45,6 +45,7 @@ DOCUMENTS = (
     "docs/modules.md",
     "docs/configuration.md",
     "docs/data.md",
+    "docs/checkpoints.md",
     "docs/run-folder.md",
     "docs/parallelism.md",
     "docs/seeds.md",

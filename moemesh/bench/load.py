@@ -24,10 +24,10 @@ import torch
 
 from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import LoadSettings
-from moemesh.checkpoint.header import Deferred
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.store import Shard
+from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.export import config_json

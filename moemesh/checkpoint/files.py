@@ -6,13 +6,16 @@ stop the store at each of them. Files are created exclusively, symbolic links ar
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from moemesh.config.errors import UserError
 
@@ -28,32 +31,63 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not what was written; names the file and the fault."""
 
 
+def explain(error: OSError, path: Path, needed: int | None = None) -> CheckpointError:
+    """The error with its path and, where the disk is full, the bytes needed and free."""
+    hint = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        wanted = "" if needed is None else f"{needed:,} bytes needed, "
+        hint = f": {wanted}{free_bytes(path):,} free"
+    elif error.errno == errno.ENOENT:
+        hint = ": is the checkpoint folder on a file system that all ranks share?"
+    return CheckpointError(f"{path}: {error.strerror or error}{hint}")
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the file system of `path`, which need not exist yet."""
+    for place in (path, *path.parents):
+        try:
+            status = os.statvfs(place)
+        except OSError:
+            continue
+        return status.f_bavail * status.f_frsize
+    return 0
+
+
 def make_folder(path: Path) -> None:
     """Creates one folder, which must not exist."""
     os.mkdir(path)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Writes a new file and syncs it; returns its size in bytes and its digest.
+class Written(NamedTuple):
+    """A file that was written: its size in bytes, and of each of its parts the digests of every
+    CHUNK_BYTES of it."""
 
-    The digest is taken from memory before each chunk is written, so that it also catches what goes
-    wrong on the way to the disk.
+    size: int
+    digests: list[list[str]]
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Written:
+    """Writes a new file and syncs it.
+
+    The digests are taken from memory before the bytes are written, so that they also catch what
+    goes wrong on the way to the disk.
     """
-    digest, size = new_digest(), 0
+    size, digests = 0, list[list[str]]()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
+        for part in parts:
+            view = memoryview(part).cast("B")
+            digests.append([])
             for start in range(0, len(view), CHUNK_BYTES):
                 piece = view[start : start + CHUNK_BYTES]
-                digest.update(piece)
+                digests[-1].append(hash_bytes(piece))
                 size += len(piece)
                 while piece:
                     piece = piece[os.write(handle, piece) :]
         os.fsync(handle)
     finally:
         os.close(handle)
-    return size, digest_text(digest)
+    return Written(size, digests)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -85,6 +119,14 @@ def rename(source: Path, target: Path) -> None:
     if os.path.lexists(target):
         raise FileExistsError(17, "exists already", str(target))
     os.rename(source, target)
+
+
+def remove_file(path: Path) -> None:
+    """Deletes a file; one that is gone already is no error."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
 
 
 def remove_folder(path: Path) -> None:
@@ -121,17 +163,43 @@ def read_start(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def hash_file(path: Path) -> str:
-    """The digest of a file as the disk holds it: clean pages of the cache are dropped first."""
-    digest = new_digest()
+@contextmanager
+def reading(path: Path, *, from_disk: bool = False) -> Iterator[BinaryIO]:
+    """An open regular file; links are not followed. `from_disk`: what the page cache holds of it,
+    unless it is yet to be written, is dropped first, so that the disk itself is read."""
     file_size(path)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
+        if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(CHUNK_BYTES):
+        yield file
+
+
+def read_chunks(file: BinaryIO, size: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The next `size` bytes of a file, in chunks of `chunk_bytes`; less where it ends."""
+    while size > 0:
+        wanted, found = min(chunk_bytes, size), b""
+        while len(found) < wanted and (more := file.read(wanted - len(found))):
+            found += more
+        if found:
+            yield found
+        if len(found) < wanted:
+            return
+        size -= wanted
+
+
+def hash_file(path: Path) -> str:
+    """The digest of a file as the disk holds it."""
+    digest = new_digest()
+    with reading(path, from_disk=True) as file:
+        for chunk in read_chunks(file, file_size(path)):
             digest.update(chunk)
     return digest_text(digest)
+
+
+def hash_bytes(content: bytes | memoryview) -> str:
+    """The digest of bytes, without the name of the function."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def new_digest() -> hashlib.blake2b:
@@ -139,9 +207,9 @@ def new_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
 
 
-def digest_text(digest: hashlib.blake2b) -> str:
+def digest_text(digest: hashlib.blake2b | str) -> str:
     """A digest as the manifest spells it."""
-    return f"blake2b-128:{digest.hexdigest()}"
+    return f"blake2b-128:{digest if isinstance(digest, str) else digest.hexdigest()}"
 
 
 def list_names(path: Path) -> Sequence[str]:

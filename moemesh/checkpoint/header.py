@@ -1,4 +1,4 @@
-"""Files of safetensors: bounded headers read with care, and the bytes of a new file.
+"""Headers of safetensors files, bounded and read with care.
 
 Format: little-endian uint64 length, JSON header padded to 8 bytes by spaces, row-major tensors.
 """
@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from moemesh.checkpoint.files import CheckpointError, read_start
-from moemesh.checkpoint.manifest import DTYPES
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
@@ -66,47 +61,6 @@ def read_places(path: Path, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     if [begin for begin, _ in ranges] != ends[:-1] or ends[-1] != size - 8 - length:
         raise CheckpointError(f"{path}: the header's tensors do not fill the file")
     return found
-
-
-class Deferred(NamedTuple):
-    """A tensor that is made when it is written: its dtype and shape, and how."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def safetensors_bytes(
-    tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor in host memory at a time.
-
-    Tensors of wide elements come first, so that each starts at a multiple of its element size.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for key, tensor in ordered:
-        start, end = end, end + tensor.num_bytes
-        header[key] = {
-            "dtype": DTYPES[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"the names of {len(tensors)} tensors exceed the header limit")
-    yield struct.pack("<Q", len(text)) + text
-    for key, tensor in ordered:
-        made = tensor.make().detach().cpu().contiguous()
-        assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), key
-        yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
 
 
 def _size(number: object) -> int:

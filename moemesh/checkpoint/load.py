@@ -1,38 +1,23 @@
-"""Finding, verifying and reading checkpoints, under whatever layout they were saved.
+"""Reading verified checkpoints into tensors, under whatever layout they were saved.
 
-Order of an open: manifest size and own digest, schema, completeness, exact list of files, their
-sizes and headers, digests; only then is anything read, and nothing is ever unpickled or cast.
+Everything is checked (:mod:`moemesh.checkpoint.stored`) before anything is read; nothing is cast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 
-from moemesh.checkpoint.files import (
-    COMMITTED,
-    CheckpointError,
-    check_folder,
-    file_size,
-    hash_file,
-    list_names,
-    read_start,
-)
-from moemesh.checkpoint.header import Deferred, HeaderEntry, read_header
-from moemesh.checkpoint.manifest import (
-    DTYPES,
-    MANIFEST,
-    MANIFEST_LIMIT,
-    Entry,
-    Manifest,
-    decode,
-)
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.manifest import Manifest
+from moemesh.checkpoint.retention import nonfinite
+from moemesh.checkpoint.stored import Stored, candidates, open_stored
+from moemesh.checkpoint.tensor_file import Deferred
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,39 +40,16 @@ class Shard:
         return Deferred(self.tensor.dtype, tuple(self.tensor.shape), make)
 
 
-class Checkpoint:
+class Checkpoint(Stored):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.step, self.manifest = path, manifest.step, manifest
+        super().__init__(path, manifest)
         self._open: dict[str, Any] = {}
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The JSON object given to save."""
-        return self.manifest.state
-
-    def names(self) -> list[str]:
-        """Logical names, sorted."""
-        return sorted(self.manifest.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Logical shape of a tensor."""
-        return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype it was saved with."""
-        return getattr(torch, self._entry(name).dtype)
-
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Checks the digests of every `parts`-th file from `part` on: ranks can share the work.
-
-        Raises CheckpointError naming the first file whose bytes are not those that were written.
-        """
-        for name in sorted(self.manifest.files)[part::parts]:
-            actual, expected = hash_file(self.path / name), self.manifest.files[name].digest
-            if actual != expected:
-                raise CheckpointError(f"{self.path / name}: digest {actual}, expected {expected}")
+        return getattr(torch, self.entry(name).dtype)
 
     def read(
         self,
@@ -102,7 +64,7 @@ class Checkpoint:
         Reads the needed parts of however many files hold them. Raises CheckpointError for an
         unknown name, a rectangle outside the tensor, or a `dtype` other than the saved one.
         """
-        entry = self._entry(name)
+        entry = self.entry(name)
         offset = tuple(offset) if offset is not None else (0,) * len(entry.shape)
         shape = tuple(shape) if shape is not None else entry.shape
         self._check_rectangle(name, offset, shape, dtype)
@@ -149,12 +111,6 @@ class Checkpoint:
         """Lets go of the files; a later read opens them again."""
         self._open.clear()
 
-    def _entry(self, name: str) -> Entry:
-        try:
-            return self.manifest.tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
-
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
@@ -167,7 +123,7 @@ class Checkpoint:
         shape: tuple[int, ...],
         dtype: torch.dtype | None,
     ) -> None:
-        entry = self._entry(name)
+        entry = self.entry(name)
         if dtype is not None and dtype != self.dtype(name):
             raise CheckpointError(
                 f"{self.path}: {name} is {entry.dtype}, asked for as "
@@ -183,14 +139,6 @@ class Checkpoint:
             )
 
 
-def candidates(folder: Path) -> list[int]:
-    """The steps of the committed checkpoints, newest first; none when there is no folder."""
-    if not folder.is_dir():
-        return []
-    matches = (COMMITTED.fullmatch(name) for name in list_names(folder))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-
 def open_checkpoint(
     folder: Path, step: int, *, verify: Literal["full", "sizes"] = "full"
 ) -> Checkpoint:
@@ -200,17 +148,8 @@ def open_checkpoint(
     byte: one rank checks in full, the others then open by sizes. Raises CheckpointError naming the
     file and what is wrong with it.
     """
-    path = folder / f"step-{step}"
-    check_folder(path)
-    try:
-        manifest = decode(read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
-    except CheckpointError as error:
-        text = str(error)
-        raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
-    if manifest.step != step:
-        raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}: a renamed folder?")
-    _check_files(path, manifest)
-    checkpoint = Checkpoint(path, manifest)
+    stored = open_stored(folder, step)
+    checkpoint = Checkpoint(stored.path, stored.manifest)
     if verify == "full":
         checkpoint.verify()
     return checkpoint
@@ -221,42 +160,27 @@ def latest(
     on_skip: Callable[[int, str], None],
     *,
     verify: Literal["full", "sizes"] = "full",
+    prefer_finite: bool = False,
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None.
 
     Each newer one that does not is passed to ``on_skip(step, reason)``, which must say so loudly.
+    `prefer_finite`: one that holds numbers that are not finite is taken only where there is no
+    other; it is skipped in the same way.
     """
+    poisoned: list[tuple[int, str, Checkpoint]] = []
     for step in candidates(folder):
         try:
-            return open_checkpoint(folder, step, verify=verify)
+            checkpoint = open_checkpoint(folder, step, verify=verify)
+            names = nonfinite(checkpoint) if prefer_finite else ()
         except (CheckpointError, OSError) as error:
             on_skip(step, str(error))
-    return None
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Exact list of files, their sizes, and headers that hold the slices the manifest names."""
-    present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
-    if missing := sorted(expected - present):
-        raise CheckpointError(f"{path / missing[0]}: missing ({len(missing)} files are)")
-    if extra := sorted(present - expected):
-        raise CheckpointError(f"{path / extra[0]}: does not belong to this checkpoint")
-    slices: dict[str, dict[str, HeaderEntry]] = {name: {} for name in manifest.files}
-    for entry in manifest.tensors.values():
-        for piece in entry.slices:
-            size = prod(piece.shape) * getattr(torch, entry.dtype).itemsize
-            slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
-    for name, file in manifest.files.items():
-        size = file_size(path / name)
-        if size != file.size:
-            word = "truncated" if size < file.size else "too long"
-            raise CheckpointError(f"{path / name}: {word}: size {size}, expected {file.size}")
-        _check_header(path / name, size, slices[name])
-
-
-def _check_header(path: Path, size: int, slices: dict[str, HeaderEntry]) -> None:
-    """A header that names exactly `slices`."""
-    found = read_header(path, size)
-    if found != slices:
-        wrong = sorted(key for key in {*found, *slices} if found.get(key) != slices.get(key))
-        raise CheckpointError(f"{path}: the header disagrees with the manifest about {wrong[0]}")
+            continue
+        if not names:
+            for number, why, _ in poisoned:
+                on_skip(number, why)
+            return checkpoint
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        why = f"{checkpoint.path}: {names[0]}{more} hold numbers that are not finite"
+        poisoned.append((step, why, checkpoint))
+    return poisoned[0][2] if poisoned else None

@@ -2,20 +2,27 @@
 
 The manifest is canonical JSON (sorted keys, no spaces) with a digest of itself, so that any change
 of the file is seen, and its slices cover every logical tensor exactly: no hole, no overlap.
+
+Format 2 has digests of every chunk of every slice and of each file's header, which together are all
+bytes, and the names of the tensors that hold numbers that are not finite. Format 1, still read, has
+one digest a file.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moemesh.checkpoint.files import CheckpointError, digest_text, new_digest
 
-FORMAT = 1
+#: The format that is written, and all that are read.
+FORMAT = 2
+READABLE = (1, 2)
 MANIFEST = "manifest.json"
 #: Upper bound of a manifest that will be parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
@@ -25,6 +32,8 @@ MAX_ELEMENTS = 1 << 60
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,7}\.safetensors$")]
 Digest = Annotated[str, Field(pattern=r"^blake2b-128:[0-9a-f]{32}$")]
+#: A digest by the same function, without its name.
+ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: torch's names of the dtypes that a checkpoint may hold -> safetensors' names.
 DTYPES = {
     "float64": "F64",
@@ -40,6 +49,11 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+#: Bytes of one element, by torch's name of the dtype.
+ITEM_BYTES = {
+    name: 1 if name.startswith("float8") or name == "bool" else int(re.sub(r"\D", "", name)) // 8
+    for name in DTYPES
+}
 
 
 class _Strict(BaseModel):
@@ -47,12 +61,16 @@ class _Strict(BaseModel):
 
 
 class Slice(_Strict):
-    """The rectangle ``offset .. offset + shape`` of a logical tensor, under `key` in `file`."""
+    """The rectangle ``offset .. offset + shape`` of a logical tensor, under `key` in `file`.
+
+    `chunks`: digests of its bytes, `chunk_bytes` of the manifest at once; none in format 1.
+    """
 
     file: FileName
     key: str
     offset: tuple[Size, ...]
     shape: tuple[Size, ...]
+    chunks: tuple[ChunkDigest, ...] = ()
 
 
 class Entry(_Strict):
@@ -64,30 +82,63 @@ class Entry(_Strict):
 
 
 class File(_Strict):
-    """One file of the checkpoint: size in bytes and digest of its content."""
+    """One file of the checkpoint: size in bytes, and digest of what precedes its tensors."""
+
+    size: Size
+    header: Digest
+
+
+class WholeFile(_Strict):
+    """One file of a checkpoint of format 1: size in bytes, and digest of its content."""
 
     size: Size
     digest: Digest
 
 
 class Manifest(_Strict):
-    """All of a checkpoint but the tensors' bytes; `state` is the caller's JSON."""
+    """All of a checkpoint but the tensors' bytes; `state` is the caller's JSON.
 
-    format: Literal[1]
+    `nonfinite`: sorted names of the tensors that hold infinities or NaN; None in format 1, which
+    does not say. `digest` is that of the manifest itself, where it was read.
+    """
+
+    format: Literal[1, 2]
     step: Size
     world_size: Annotated[int, Field(strict=True, ge=1)]
+    chunk_bytes: Annotated[int, Field(strict=True, ge=1, le=1 << 30)] | None = None
+    nonfinite: tuple[str, ...] | None = None
     tensors: dict[str, Entry]
-    files: dict[FileName, File]
+    files: dict[FileName, File | WholeFile]
     state: dict[str, Any]
+    digest: Annotated[str, Field(exclude=True)] = ""
 
     def check(self) -> None:
-        """Raises CheckpointError unless the slices cover every tensor and use every file."""
+        """Raises CheckpointError unless the slices cover every tensor and use every file, and the
+        fields are those of the format."""
+        is_new = self.format > 1
+        if (
+            (self.chunk_bytes is not None) != is_new
+            or (self.nonfinite is not None) != is_new
+            or any(isinstance(file, File) != is_new for file in self.files.values())
+        ):
+            raise CheckpointError(f"{MANIFEST}: these are not the fields of format {self.format}")
+        if unknown := sorted({*(self.nonfinite or ())} - {*self.tensors}):
+            raise CheckpointError(f"{MANIFEST}: nonfinite names {unknown[0]}, no tensor here")
         used: set[tuple[str, str]] = set()
         for name, entry in self.tensors.items():
             check_cover(name, entry.shape, entry.slices)
             for piece in entry.slices:
                 if piece.file not in self.files:
                     raise CheckpointError(f"{MANIFEST}: {name} is in {piece.file}, not a file here")
+                expected = 0
+                if self.chunk_bytes is not None:
+                    num_bytes = prod(piece.shape) * ITEM_BYTES[entry.dtype]
+                    expected = ceil(num_bytes / self.chunk_bytes)
+                if len(piece.chunks) != expected:
+                    raise CheckpointError(
+                        f"{MANIFEST}: {name} has {len(piece.chunks)} digests in {piece.file}, not "
+                        f"{expected}"
+                    )
                 if (piece.file, piece.key) in used:
                     raise CheckpointError(f"{MANIFEST}: {piece.file} {piece.key} is used twice")
                 used.add((piece.file, piece.key))
@@ -130,12 +181,13 @@ def decode(raw: bytes) -> Manifest:
         raise CheckpointError(
             f"{MANIFEST}: its digest is {actual}, expected {said}: it was changed"
         )
-    if content.get("format") != FORMAT:
+    if content.get("format") not in READABLE:
         raise CheckpointError(
-            f"{MANIFEST}: format {content.get('format')}; this version reads format {FORMAT}"
+            f"{MANIFEST}: format {content.get('format')}; this version reads the formats "
+            f"{', '.join(map(str, READABLE))}"
         )
     try:
-        manifest = Manifest.model_validate(content)
+        manifest = Manifest.model_validate({**content, "digest": actual})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

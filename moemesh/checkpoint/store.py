@@ -6,56 +6,26 @@
         rank-00007.safetensors      the slices that rank 7 held
       step-2000.tmp-<id>/           being written: never loaded
       .trash-step-500-<id>/         being deleted: never loaded
-      verified.json                 steps whose digests were checked after the write
+      verified.json                 steps that were read back and found right
 
 Two phases: every rank writes and syncs its own file; when all have and the slices are complete,
 rank 0 writes the manifest and renames. Ranks talk in JSON through the `gather` and `barrier` given
-by the caller; the store knows neither torch.distributed nor layouts.
+by the caller; the store knows neither torch.distributed nor layouts. A training run saves by
+:mod:`moemesh.checkpoint.saver`, whose ranks talk through files.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemesh.checkpoint.files import (
-    COMMITTED,
-    TEMPORARY,
-    TRASH,
-    CheckpointError,
-    list_names,
-    make_folder,
-    read_start,
-    remove_folder,
-    rename,
-    replace_file,
-    sync_folder,
-    write_file,
-)
-from moemesh.checkpoint.header import safetensors_bytes
-from moemesh.checkpoint.load import (
-    Checkpoint,
-    Shard,
-    candidates,
-    latest,
-    open_checkpoint,
-)
-from moemesh.checkpoint.manifest import (
-    DTYPES,
-    FORMAT,
-    MANIFEST,
-    Entry,
-    File,
-    Manifest,
-    Slice,
-    check_state,
-    encode,
-)
+from moemesh.checkpoint.files import CheckpointError, make_folder, remove_folder
+from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
+from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.stored import candidates
+from moemesh.checkpoint.writing import check_shards, check_step, commit, write_part
 
 __all__ = [
     "Checkpoint",
@@ -68,7 +38,6 @@ __all__ = [
     "save",
 ]
 
-VERIFIED = "verified.json"
 #: JSON of this rank -> the JSON of all ranks, in rank order.
 Gather = Callable[[object], list[Any]]
 
@@ -94,16 +63,16 @@ def save(
     identity = uuid.uuid4().hex if rank == 0 else ""
     temporary = None
     try:
-        plans, begun = _attempt(lambda: _begin(folder, final, identity, shards, state, rank))
+        plans, begun = _attempt(lambda: _begin(final, identity, shards, state, rank))
         replies = _agree(gather, world_size, begun, {"step": step, "identity": identity})
         if {reply["step"] for reply in replies} != {step}:
             raise CheckpointError(f"ranks save different steps: {[r['step'] for r in replies]}")
         temporary = folder / f"{final.name}.tmp-{replies[0]['identity']}"
-        written, problem = _attempt(lambda: _write(temporary, rank, plans))
+        written, problem = _attempt(lambda: write_part(temporary, rank, plans))
         reports = _agree(gather, world_size, problem, written)
         problem = None
         if rank == 0:
-            _, problem = _attempt(lambda: _commit(temporary, final, step, reports, state))
+            _, problem = _attempt(lambda: commit(temporary, final, step, reports, state))
         _agree(gather, world_size, problem, None)
     except CheckpointError:
         # The verdict was exchanged: all ranks are here, and none returns before the folder is gone.
@@ -112,43 +81,6 @@ def save(
         barrier()
         raise
     return final
-
-
-def prune(folder: Path, keep: int) -> list[int]:
-    """Deletes checkpoints older than the newest `keep` verified ones; returns the deleted steps.
-
-    Checkpoints not yet verified are read back first, and one that fails does not count: the newest
-    verified one always stays. Also removes what dead runs left half written or half deleted, so it
-    must be called by one process that holds the run folder's lock, with no save under way.
-    """
-    if keep < 1:
-        raise ValueError(f"keep ({keep}) must be at least 1")
-    for name in list_names(folder):
-        if TEMPORARY.fullmatch(name) or TRASH.fullmatch(name):
-            remove_folder(folder / name)
-    verified = _read_verified(folder)
-    good: dict[str, str] = {}
-    doomed: list[int] = []
-    for step in candidates(folder):
-        if len(good) == keep:
-            doomed.append(step)
-            continue
-        try:
-            known = verified.get(f"step-{step}")
-            checkpoint = open_checkpoint(folder, step, verify="sizes")
-            digest = json.loads(encode(checkpoint.manifest))["digest"]
-            if digest != known:
-                checkpoint.verify()
-            good[f"step-{step}"] = digest
-        except (CheckpointError, OSError):
-            continue
-    if good != verified:
-        replace_file(folder / VERIFIED, json.dumps(good, indent=1).encode())
-    for step in doomed:
-        trash = folder / f".trash-step-{step}-{uuid.uuid4().hex}"
-        rename(folder / f"step-{step}", trash)
-        remove_folder(trash)
-    return doomed
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -173,114 +105,12 @@ def _agree(gather: Gather, world_size: int, problem: str | None, content: object
 
 
 def _begin(
-    folder: Path,
-    final: Path,
-    identity: str,
-    shards: Sequence[Shard],
-    state: dict[str, Any],
-    rank: int,
+    final: Path, identity: str, shards: Sequence[Shard], state: dict[str, Any], rank: int
 ) -> dict[str, Shard]:
     """Checks this rank's shards, and on rank 0 makes the temporary folder. Returns key -> shard."""
-    if not COMMITTED.fullmatch(final.name):
-        raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
-    keyed: dict[str, Shard] = {}
-    for shard in shards:
-        dims = (len(shard.shape), len(shard.offset), shard.tensor.ndim)
-        if len(set(dims)) != 1:
-            raise CheckpointError(f"{shard.name}: shape, offset and tensor have {dims} dimensions")
-        if _dtype(shard) not in DTYPES:
-            raise CheckpointError(f"{shard.name}: dtype {_dtype(shard)} cannot be saved")
-        key = f"{shard.name}@{','.join(map(str, shard.offset))}"
-        if shard.tensor.numel() and key in keyed:
-            raise CheckpointError(f"{shard.name}: given twice at offset {list(shard.offset)}")
-        # An empty slice holds nothing, but its rank's word on shape and dtype is checked as well.
-        keyed[key if shard.tensor.numel() else f"{key} (empty)"] = shard
+    keyed = check_shards(shards)
+    check_step(final, state if rank == 0 else {})
     if rank == 0:
-        check_state(state)
-        folder.mkdir(parents=True, exist_ok=True)
-        if final.exists() or final.is_symlink():
-            raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
-        make_folder(folder / f"{final.name}.tmp-{identity}")
+        final.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(final.parent / f"{final.name}.tmp-{identity}")
     return keyed
-
-
-def _write(temporary: Path, rank: int, keyed: dict[str, Shard]) -> dict[str, Any]:
-    """Writes this rank's file, if it holds anything, and says what is in it."""
-    filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
-    name = f"rank-{rank:05d}.safetensors"
-    report: dict[str, Any] = {
-        "slices": [
-            [s.name, list(s.shape), _dtype(s), key, list(s.offset), list(s.tensor.shape)]
-            for key, s in keyed.items()
-        ],
-        "name": name,
-        "file": None,
-    }
-    if not filled:
-        return report
-    tensors = {key: shard.deferred() for key, shard in filled.items()}
-    try:
-        size, digest = write_file(temporary / name, safetensors_bytes(tensors))
-        sync_folder(temporary)
-    except OSError as error:
-        needed = sum(shard.tensor.nbytes for shard in filled.values())
-        hint = ""
-        if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(temporary.parent).free
-            hint = f": {needed} bytes needed by this rank, {free} free"
-        elif error.errno == errno.ENOENT:
-            hint = ": is the checkpoint folder on a file system that all ranks share?"
-        raise CheckpointError(f"{temporary / name}: {error.strerror}{hint}") from error
-    return {**report, "file": {"size": size, "digest": digest}}
-
-
-def _commit(
-    temporary: Path, final: Path, step: int, reports: list[dict[str, Any]], state: dict[str, Any]
-) -> None:
-    """Rank 0: checks that every logical tensor is complete, writes the manifest, renames."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for rank, report in enumerate(reports):
-        for name, shape, dtype, key, offset, size in report["slices"]:
-            entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
-            if (entry["shape"], entry["dtype"]) != (shape, dtype):
-                raise CheckpointError(
-                    f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
-                    f"{entry['shape']}"
-                )
-            if 0 not in size:
-                entry["slices"].append(
-                    Slice(file=report["name"], key=key, offset=tuple(offset), shape=tuple(size))
-                )
-    manifest = Manifest(
-        format=FORMAT,
-        step=step,
-        world_size=len(reports),
-        tensors={
-            name: Entry(**{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]})
-            for name, entry in tensors.items()
-        },
-        files={report["name"]: File(**report["file"]) for report in reports if report["file"]},
-        state=state,
-    )
-    manifest.check()
-    write_file(temporary / MANIFEST, [encode(manifest)])
-    sync_folder(temporary)
-    rename(temporary, final)
-    try:
-        sync_folder(final.parent)
-    except OSError:
-        rename(final, temporary)  # not durable, so not committed; the caller removes it
-        raise
-
-
-def _read_verified(folder: Path) -> dict[str, str]:
-    """Step name -> manifest digest of the checkpoints verified before; a damaged list is empty."""
-    try:
-        content = json.loads(read_start(folder / VERIFIED, 1 << 20))
-    except (CheckpointError, OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _dtype(shard: Shard) -> str:
-    return str(shard.tensor.dtype).removeprefix("torch.")

@@ -39,13 +39,18 @@ def save(
     )
 
 
-def open_together(folder: Path, axis: Axis, step: int | None = None) -> Opened:
+def open_together(
+    folder: Path, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
+) -> Opened:
     """Open that step, its digests checked by the ranks in parts, or (None) the newest that
-    verifies. Raises CheckpointError on every rank when one cannot open it."""
+    verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Raises CheckpointError
+    on every rank when one cannot open it."""
     chosen, skipped = step, list[tuple[int, str]]()
     if step is None:
         if axis.index == 0:
-            found = store.latest(folder, lambda *why: skipped.append(why))
+            found = store.latest(
+                folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite
+            )
             chosen = found.step if found else None
         chosen, bad = gather_json([chosen, skipped], axis)[0]
         skipped = [(number, why) for number, why in bad]

@@ -28,6 +28,9 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
 data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, **_PLAIN)
 bench_app = typer.Typer(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints, verify, compare and delete them.", no_args_is_help=True, **_PLAIN
+)
 esft_app = typer.Typer(
     help="Expert-specialised fine-tuning: the experts of a task.",
     no_args_is_help=True,
@@ -35,6 +38,7 @@ esft_app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 app.add_typer(esft_app, name="esft")
 

@@ -21,6 +21,7 @@ from moemesh.checkpoint import store, together
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
 from moemesh.comm.collectives import barrier
+from moemesh.config.layout import Layout
 from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
@@ -48,19 +49,30 @@ def save(
         shards += _counted(parallel, f"optimizer.{kind}", tensors)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, owned=True)
-    own = {**state, "moments": sorted(optimizer.kinds()), "updates": optimizer.num_updates}
+    own = {
+        **state,
+        "layout": _degrees(mesh.layout),
+        "moments": sorted(optimizer.kinds()),
+        "updates": optimizer.num_updates,
+    }
     together.save(folder.checkpoints, step, shards, own, mesh.control)
     if mesh.rank == 0:
         store.prune(folder.checkpoints, keep)
     barrier(mesh.control)
 
 
+def _degrees(layout: Layout) -> dict[str, int]:
+    """Who looks at a checkpoint wants to know; nobody needs it to read one."""
+    return {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
+
+
 def newest(
     folder: RunFolder, parallel: ParallelModel, on_skip: Callable[[int, str], None]
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies, the same on every rank; None when there is none."""
+    """The newest checkpoint that verifies, the same on every rank; None when there is none. One
+    with numbers that are not finite only where all have such."""
     mesh = parallel.mesh
-    found, skipped = together.open_together(folder.checkpoints, mesh.control)
+    found, skipped = together.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
     if found is None and skipped:
         reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
         raise CheckpointError(

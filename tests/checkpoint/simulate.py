@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from moemesh.checkpoint.files import digest_text, hash_bytes, hash_file
+from moemesh.checkpoint.manifest import MANIFEST, encode_json
 from moemesh.checkpoint.store import Shard, save
 from moemesh.config.layout import shard_range
 
@@ -109,3 +111,19 @@ def cut(name: str, tensor: torch.Tensor, parts: Sequence[int]) -> list[Shard]:
         Shard(name=name, shape=tuple(tensor.shape), offset=offset, tensor=part)
         for offset, part in shards
     ]
+
+
+def as_format_1(checkpoint: Path) -> None:
+    """Turns a stored checkpoint into what the first version of this package wrote."""
+    file = checkpoint / MANIFEST
+    content = json.loads(file.read_bytes())
+    del content["digest"], content["chunk_bytes"], content["nonfinite"]
+    content["format"] = 1
+    for entry in content["tensors"].values():
+        for piece in entry["slices"]:
+            del piece["chunks"]
+    for name, known in content["files"].items():
+        del known["header"]
+        known["digest"] = hash_file(checkpoint / name)
+    digest = digest_text(hash_bytes(encode_json(content)))
+    file.write_bytes(encode_json({**content, "digest": digest}))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import files, header, load, manifest
+from moemesh.checkpoint import files, header, load, manifest, writing
 from moemesh.checkpoint.store import (
     CheckpointError,
     Shard,
@@ -82,7 +82,8 @@ def test_everything_is_durable_before_the_rename(
     save_one(tmp_path, 1, shards(1))
     new_file, synced_folder = ["open", "write", "fsync"], ["open", "fsync"]
     tensors = ["open", "write", "write", "write", "fsync"]  # header and two slices
-    commit = [*new_file, *synced_folder, "rename", *synced_folder]
+    read_back = ["open"]
+    commit = [*new_file, *synced_folder, *read_back, "rename", *synced_folder]
     assert faulty.log == ["mkdir", *tensors, *synced_folder, *commit]
 
 
@@ -127,19 +128,17 @@ def test_error_at_each_operation_leaves_nothing(
 
 
 def test_disk_full_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moemesh.checkpoint import store
+    real = writing.write_file
 
-    real = store.write_file
-
-    def write(path: Path, chunks: Any) -> tuple[int, str]:
+    def write(path: Path, parts: Any) -> files.Written:
         if path.name == "rank-00002.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, chunks)
+        return real(path, parts)
 
-    monkeypatch.setattr(store, "write_file", write)
+    monkeypatch.setattr(writing, "write_file", write)
     for result in save_as_ranks(tmp_path, 1, [[s] for s in cut("w", torch.ones(7, 3), [4, 1])]):
         assert isinstance(result, CheckpointError)
-        assert "rank 2: " in str(result) and "24 bytes needed by this rank" in str(result)
+        assert "rank 2: " in str(result) and "24 bytes needed, " in str(result)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,7 +255,11 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format=2), "format 2; this version reads format 1"),
+        (lambda m: m.update(format=3), "format 3; this version reads the formats 1, 2"),
+        (lambda m: m.update(format=1), "not the fields of format 1"),
+        (lambda m: m.update(chunk_bytes=None), "not the fields of format 2"),
+        (lambda m: m.update(nonfinite=["v"]), "nonfinite names v"),
+        (lambda m: m["tensors"]["w"]["slices"][0].update(chunks=[]), "0 digests in rank"),
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m.update(step="2"), "step: "),
         (lambda m: m["tensors"]["w"].update(shape=[-10, 3]), "tensors.w.shape.0"),
@@ -271,7 +274,7 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
             ),
             "tensors.w.slices.0.file",
         ),
-        (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "digest": "x"}}), "files"),
+        (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "header": "x"}}), "files"),
         (
             lambda m: m["tensors"]["w"]["slices"][1].update(file="rank-00009.safetensors"),
             "not a file here",

@@ -20,6 +20,7 @@ from moemesh.checkpoint.store import (
     prune,
     save,
 )
+from moemesh.checkpoint.stored import Stored
 from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
 
 
@@ -250,7 +251,10 @@ def test_prune_keeps_the_newest_verified(tmp_path: Path) -> None:
     skipped: list[tuple[int, str]] = []
     found = latest(tmp_path, lambda step, reason: skipped.append((step, reason)))
     assert found is not None and found.step == 3
-    assert skipped[0][0] == 10 and "rank-00000.safetensors: digest" in skipped[0][1]
+    assert (
+        skipped[0][0] == 10
+        and "rank-00000.safetensors: a, slice at [0], chunk 0: digest" in skipped[0][1]
+    )
     flip(tmp_path / "step-3" / "rank-00000.safetensors")
     (tmp_path / "verified.json").write_text("{broken")
     assert prune(tmp_path, 1) == []
@@ -265,11 +269,14 @@ def test_prune_keeps_the_newest_verified(tmp_path: Path) -> None:
 def test_prune_reads_each_checkpoint_back_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moemesh.checkpoint import load
-
     read: list[str] = []
-    real = load.hash_file
-    monkeypatch.setattr(load, "hash_file", lambda path: read.append(path.parent.name) or real(path))
+    real = Stored.verify
+
+    def verify(self: Stored, part: int = 0, parts: int = 1) -> None:
+        read.append(self.path.name)
+        real(self, part, parts)
+
+    monkeypatch.setattr(Stored, "verify", verify)
     for step in (1, 2, 3):
         save_one(tmp_path, step, [whole("a", numbers(3))])
         prune(tmp_path, 2)

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.header import Deferred
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
 from moemesh.checkpoint.huggingface.write import carry_along, write_folder
+from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 

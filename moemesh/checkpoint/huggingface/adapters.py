@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, replace_by
-from moemesh.checkpoint.header import Deferred, read_header, safetensors_bytes
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.convert import Weights
 from moemesh.checkpoint.huggingface.folder import read_json
 from moemesh.checkpoint.huggingface.names import pieces
@@ -32,6 +32,7 @@ from moemesh.checkpoint.huggingface.pieces import Piece
 from moemesh.checkpoint.huggingface.weights import EXPERT
 from moemesh.checkpoint.huggingface.write import write_json
 from moemesh.checkpoint.store import Shard
+from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
 from moemesh.config.lora import LoraConfig, Part, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors

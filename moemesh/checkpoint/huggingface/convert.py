@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.header import Deferred
 from moemesh.checkpoint.huggingface.delta import Delta
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.pieces import Piece
@@ -24,6 +23,7 @@ from moemesh.checkpoint.huggingface.weights import (
 )
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.store import Checkpoint, Shard
+from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.model import ModelConfig
 
 #: A stack of experts; a checkpoint has each expert by itself.

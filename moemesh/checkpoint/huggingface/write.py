@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
-from moemesh.checkpoint.header import Deferred, read_header, safetensors_bytes
+from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.folder import plain_file
 from moemesh.checkpoint.manifest import DTYPES
+from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 
 #: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.

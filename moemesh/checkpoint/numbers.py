@@ -1,0 +1,125 @@
+"""Numbers of stored tensors as numpy arrays: which are finite, and how two checkpoints differ.
+
+numpy has no bfloat16 and no 8-bit floats; they are taken apart by their bits.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading
+from moemesh.checkpoint.header import read_places
+from moemesh.checkpoint.manifest import ITEM_BYTES
+from moemesh.checkpoint.stored import Stored
+
+Array = np.ndarray[Any, np.dtype[Any]]
+#: Dtypes of floats: bits of the exponent, and the bits that are compared with them. A number whose
+#: exponent has all bits set is infinite or NaN; float8_e4m3fn has one NaN, all bits but the sign.
+_EXPONENTS = {
+    "float64": 0x7FF0_0000_0000_0000,
+    "float32": 0x7F80_0000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,
+}
+
+
+def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
+    """How many of the numbers in `content`, of torch's `dtype`, are infinite or NaN."""
+    if dtype not in _EXPONENTS:
+        return 0
+    bits = _bits(content, dtype)
+    mask = bits.dtype.type(_EXPONENTS[dtype])
+    return int(np.count_nonzero((bits & mask) == mask))
+
+
+class Difference(NamedTuple):
+    """How two tensors of one name, shape and dtype differ, over the numbers finite in both.
+
+    `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
+    difference, `relative` the same over the largest magnitude of the first tensor.
+    """
+
+    num_different: int
+    num_elements: int
+    largest: float
+    relative: float
+    num_nonfinite: tuple[int, int]
+
+
+def difference(first: Stored, second: Stored, name: str) -> Difference:
+    """Compare the tensor `name` of two checkpoints, in which it has one shape and dtype."""
+    entry = first.entry(name)
+    a_bits, b_bits = read_bits(first, name), read_bits(second, name)
+    num_bad = tuple(num_nonfinite(x.tobytes(), entry.dtype) for x in (a_bits, b_bits))
+    a, b = (_values(x, entry.dtype) for x in (a_bits, b_bits))
+    usable = np.isfinite(a) & np.isfinite(b)
+    a, b = a[usable], b[usable]
+    largest = float(np.max(np.abs(a - b), initial=0.0))
+    magnitude = float(np.max(np.abs(a), initial=0.0))
+    return Difference(
+        num_different=int(np.count_nonzero(a_bits != b_bits)),
+        num_elements=prod(entry.shape),
+        largest=largest,
+        relative=largest / magnitude if magnitude else (0.0 if largest == 0 else float("inf")),
+        num_nonfinite=(num_bad[0], num_bad[1]),
+    )
+
+
+def read_bits(stored: Stored, name: str) -> Array:
+    """A whole logical tensor, put together of its slices, as unsigned integers of its bits."""
+    entry = stored.entry(name)
+    result = np.empty(entry.shape, _unsigned(entry.dtype))
+    for piece in entry.slices:
+        path = stored.path / piece.file
+        _, start = read_places(path, file_size(path))[piece.key]
+        size = prod(piece.shape) * ITEM_BYTES[entry.dtype]
+        with reading(path) as file:
+            file.seek(start)
+            content = b"".join(read_chunks(file, size))
+        if len(content) != size:
+            raise CheckpointError(f"{path}: ends within {name}")
+        ends = zip(piece.offset, piece.shape, strict=True)
+        place = tuple(slice(begin, begin + extent) for begin, extent in ends)
+        result[place] = _bits(content, entry.dtype).reshape(piece.shape)
+    return result
+
+
+def _unsigned(dtype: str) -> np.dtype[Any]:
+    return np.dtype(f"<u{ITEM_BYTES[dtype]}")
+
+
+def _bits(content: bytes | memoryview, dtype: str) -> Array:
+    return np.frombuffer(content, _unsigned(dtype))
+
+
+def _values(bits: Array, dtype: str) -> Array:
+    """The numbers, in float64 (of integers: their nearest)."""
+    match dtype:
+        case "bfloat16":
+            return (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
+        case "float8_e4m3fn":
+            return _table(4, 3, 7)[bits]
+        case "float8_e5m2":
+            return _table(5, 2, 15)[bits]
+        case "bool" | "uint8":
+            return bits.astype(np.float64)
+    native = f"<{'f' if dtype.startswith('float') else 'i'}{ITEM_BYTES[dtype]}"
+    return bits.view(native).astype(np.float64)
+
+
+def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> Array:
+    """The 256 numbers of an 8-bit float."""
+    codes = np.arange(256)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = (1 + mantissa) * 2.0 ** (exponent - bias)
+    values = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
+    dtype = "float8_e4m3fn" if exponent_bits == 4 else "float8_e5m2"
+    mask = _EXPONENTS[dtype]
+    values = np.where((codes & mask) == mask, np.nan, values)
+    return np.where(codes >= 128, -values, values)

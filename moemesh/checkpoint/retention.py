@@ -1,0 +1,178 @@
+"""Which checkpoints stay: the newest that were read back, verified, and hold finite numbers.
+
+``verified.json`` beside them says which have been: a step's name -> digest of its manifest, and
+whether its numbers are finite. It is a memory, not a proof: a checkpoint that is not in it, because
+the file is gone or an older version wrote it, is read back when the question comes up.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.checkpoint.files import (
+    TEMPORARY,
+    TRASH,
+    CheckpointError,
+    list_names,
+    read_chunks,
+    read_start,
+    reading,
+    remove_folder,
+    rename,
+    replace_file,
+)
+from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint.stored import Stored, candidates, open_stored
+
+VERIFIED = "verified.json"
+
+
+class Standing(NamedTuple):
+    """A committed checkpoint: whether it verifies, whether all its numbers are finite (None where
+    that is not known), and what is wrong with it."""
+
+    step: int
+    digest: str | None
+    is_verified: bool
+    is_finite: bool | None
+    problem: str | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may take the place of an older one."""
+        return self.is_verified and bool(self.is_finite)
+
+
+class Pruning(NamedTuple):
+    """What a pruning keeps, newest first; the steps that it deletes; and the names of what dead
+    runs left half written or half deleted."""
+
+    kept: list[Standing]
+    doomed: list[int]
+    leftovers: list[str]
+
+
+def nonfinite(stored: Stored) -> Sequence[str]:
+    """The names of the tensors that hold numbers that are not finite. A checkpoint of format 1 does
+    not say: its tensors are read."""
+    if stored.manifest.nonfinite is not None:
+        return stored.manifest.nonfinite
+    found = set[str]()
+    for file, known in stored.manifest.files.items():
+        slices = stored.slices(file)
+        with reading(stored.path / file) as opened:
+            opened.seek(known.size - sum(piece.num_bytes for piece in slices))
+            for piece in slices:
+                for chunk in read_chunks(opened, piece.num_bytes):
+                    if num_nonfinite(chunk, piece.dtype):
+                        found.add(piece.name)
+    return sorted(found)
+
+
+def standing(folder: Path, step: int, *, read_back: bool) -> Standing:
+    """How ``folder/step-<step>`` stands. `read_back`: one that is not known to be verified is read;
+    else it is not verified, without a problem."""
+    known = _read_verified(folder).get(f"step-{step}")
+    try:
+        stored = open_stored(folder, step)
+        digest, names = stored.manifest.digest, stored.manifest.nonfinite
+        is_finite = None if names is None else not names
+        if known is not None and known.digest == digest:
+            if (is_finite := is_finite if known.is_finite is None else known.is_finite) is None:
+                is_finite = not nonfinite(stored) if read_back else None
+            return Standing(step, digest, True, is_finite)
+        if not read_back:
+            return Standing(step, digest, False, is_finite)
+        stored.verify()
+        return Standing(step, digest, True, not nonfinite(stored))
+    except (CheckpointError, OSError) as error:
+        return Standing(step, None, False, None, str(error))
+
+
+def remember(folder: Path, standings: Sequence[Standing], *, only: bool = False) -> None:
+    """Write down what is verified; `only`: and forget all others."""
+    known = {} if only else _read_verified(folder)
+    for one in standings:
+        if one.is_verified and one.digest is not None:
+            known[f"step-{one.step}"] = _Known(one.digest, one.is_finite)
+    content = {name: {"digest": one.digest, "finite": one.is_finite} for name, one in known.items()}
+    text = json.dumps(content, indent=1).encode()
+    try:
+        if read_start(folder / VERIFIED, len(text) + 1) == text:
+            return
+    except (CheckpointError, OSError):
+        pass
+    replace_file(folder / VERIFIED, text)
+
+
+def plan_pruning(folder: Path, keep: int) -> Pruning:
+    """What :func:`prune` does; reads back what is not known to be verified, deletes nothing.
+
+    The newest `keep` that count stay, and of those behind them none. A checkpoint that does not
+    verify stays while it is newer than the last of these. Of those with numbers that are not
+    finite, the newest stays for whoever wants to look; without any that count, `keep` of them stay.
+    """
+    if keep < 1:
+        raise ValueError(f"keep ({keep}) must be at least 1")
+    kept, doomed, poisoned = list[Standing](), list[int](), list[Standing]()
+    num_good = 0
+    for step in candidates(folder):
+        if num_good == keep:
+            doomed.append(step)
+            continue
+        one = standing(folder, step, read_back=True)
+        num_good += one.counts
+        kept.append(one)
+        if one.is_verified and not one.counts:
+            poisoned.append(one)
+    spare = poisoned[(1 if num_good else keep) :]
+    doomed += [one.step for one in spare]
+    leftovers = [n for n in list_names(folder) if TEMPORARY.fullmatch(n) or TRASH.fullmatch(n)]
+    return Pruning(
+        [one for one in kept if one not in spare], sorted(doomed, reverse=True), leftovers
+    )
+
+
+def prune(folder: Path, keep: int) -> list[int]:
+    """Deletes as :func:`plan_pruning` says; returns the deleted steps.
+
+    Also removes what dead runs left half written or half deleted, so it must be called by one
+    process that holds the run folder's lock, with no save under way.
+    """
+    plan = plan_pruning(folder, keep)
+    for name in plan.leftovers:
+        remove_folder(folder / name)
+    # Before anything goes: a crash in between must not leave a list that misses what stayed.
+    remember(folder, plan.kept, only=True)
+    for step in plan.doomed:
+        trash = folder / f".trash-step-{step}-{uuid.uuid4().hex}"
+        rename(folder / f"step-{step}", trash)
+        remove_folder(trash)
+    return plan.doomed
+
+
+class _Known(NamedTuple):
+    digest: str
+    is_finite: bool | None
+
+
+def _read_verified(folder: Path) -> dict[str, _Known]:
+    """Step name -> what is remembered of it; a damaged list is empty. Older versions wrote the
+    digest alone."""
+    try:
+        content: Any = json.loads(read_start(folder / VERIFIED, 1 << 20))
+    except (CheckpointError, OSError, ValueError, RecursionError):
+        return {}
+    found: dict[str, _Known] = {}
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, str):
+            found[name] = _Known(value, None)
+        elif isinstance(value, dict) and isinstance(value.get("digest"), str):
+            is_finite = value.get("finite")
+            known = is_finite if isinstance(is_finite, bool) else None
+            found[name] = _Known(value["digest"], known)
+    return found

@@ -1,0 +1,231 @@
+"""Checkpoints on the disk, found and verified without torch.
+
+Order of an open: manifest size and own digest, schema, completeness, exact list of files, their
+sizes and headers, digests. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.checkpoint.files import (
+    COMMITTED,
+    CheckpointError,
+    check_folder,
+    digest_text,
+    file_size,
+    hash_bytes,
+    hash_file,
+    list_names,
+    read_chunks,
+    read_start,
+    reading,
+)
+from moemesh.checkpoint.header import HeaderEntry, read_header
+from moemesh.checkpoint.manifest import (
+    DTYPES,
+    ITEM_BYTES,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    Entry,
+    Manifest,
+    Slice,
+    WholeFile,
+    decode,
+)
+
+
+class Damage(NamedTuple):
+    """Bytes of a file that are not those that were written.
+
+    `tensor` and `chunk` (counted from 0 in the slice at `offset`) are None where the damage is not
+    in a tensor, or the checkpoint, of format 1, cannot tell.
+    """
+
+    file: str
+    reason: str
+    tensor: str | None = None
+    offset: tuple[int, ...] | None = None
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        where = ""
+        if self.tensor is not None and self.offset is not None:
+            where = f"{self.tensor}, slice at {list(self.offset)}, chunk {self.chunk}: "
+        return f"{self.file}: {where}{self.reason}"
+
+
+class Stored:
+    """A checkpoint whose manifest, files and headers agree."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.step, self.manifest = path, manifest.step, manifest
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The JSON object given to save."""
+        return self.manifest.state
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor files in bytes."""
+        return sum(file.size for file in self.manifest.files.values())
+
+    def names(self) -> list[str]:
+        """Logical names, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape of a tensor."""
+        return self.entry(name).shape
+
+    def entry(self, name: str) -> Entry:
+        """Shape, dtype and slices of a tensor; CheckpointError where there is none."""
+        try:
+            return self.manifest.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: holds no tensor named {name}") from None
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Checks the digests of every `parts`-th file from `part` on: ranks can share the work.
+
+        Raises CheckpointError naming the first damage that is found.
+        """
+        for file in sorted(self.manifest.files)[part::parts]:
+            for damage in self.damages(file):
+                raise CheckpointError(f"{self.path}/{damage}")
+
+    def damages(self, file: str) -> Iterator[Damage]:
+        """What of a file, read from the disk, is not what was written."""
+        known = self.manifest.files[file]
+        if isinstance(known, WholeFile):
+            if (actual := hash_file(self.path / file)) != known.digest:
+                yield Damage(file, f"digest {actual}, expected {known.digest}")
+            return
+        assert self.manifest.chunk_bytes is not None
+        slices = self.slices(file)
+        start = known.size - sum(piece.num_bytes for piece in slices)
+        with reading(self.path / file, from_disk=True) as opened:
+            header = b"".join(read_chunks(opened, start))
+            if (actual := digest_text(hash_bytes(header))) != known.header:
+                yield Damage(file, f"the header has digest {actual}, expected {known.header}")
+            for piece in slices:
+                chunks = read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
+                found = [hash_bytes(chunk) for chunk in chunks]
+                found += [""] * (len(piece.stored.chunks) - len(found))
+                for place, expected in enumerate(piece.stored.chunks):
+                    if found[place] != expected:
+                        reason = f"digest {found[place] or 'of nothing'}, expected {expected}"
+                        yield Damage(file, reason, piece.name, piece.stored.offset, place)
+
+    def slices(self, file: str) -> list[SliceInFile]:
+        """The slices in a file, in its order."""
+        found = [
+            SliceInFile(name, entry.dtype, piece)
+            for name, entry in self.manifest.tensors.items()
+            for piece in entry.slices
+            if piece.file == file
+        ]
+        return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
+
+
+class SliceInFile(NamedTuple):
+    """A slice of the tensor `name`."""
+
+    name: str
+    dtype: str
+    stored: Slice
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.stored.shape) * ITEM_BYTES[self.dtype]
+
+
+def candidates(folder: Path) -> list[int]:
+    """The steps of the committed checkpoints, newest first; none when there is no folder."""
+    if not folder.is_dir():
+        return []
+    matches = (COMMITTED.fullmatch(name) for name in list_names(folder))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def open_stored(folder: Path, step: int) -> Stored:
+    """Opens ``folder/step-<step>`` and checks all but the digests of tensors, the part that reads
+    every byte. Raises CheckpointError naming the file and what is wrong with it."""
+    path = folder / f"step-{step}"
+    manifest = read_manifest(path)
+    if manifest.step != step:
+        raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}: a renamed folder?")
+    for damage in misfits(path, manifest):
+        raise CheckpointError(f"{path}/{damage}")
+    return Stored(path, manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in the folder `path`; CheckpointError as :func:`decode`."""
+    check_folder(path)
+    try:
+        return decode(read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
+
+
+def misfits(path: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Where the list of files, their sizes, and their headers are not those of the manifest."""
+    present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
+    for name in sorted(expected - present):
+        yield Damage(name, "missing")
+    for name in sorted(present - expected):
+        yield Damage(name, "does not belong to this checkpoint")
+    slices: dict[str, dict[str, HeaderEntry]] = {name: {} for name in manifest.files}
+    for entry in manifest.tensors.values():
+        for piece in entry.slices:
+            size = prod(piece.shape) * ITEM_BYTES[entry.dtype]
+            slices[piece.file][piece.key] = HeaderEntry(DTYPES[entry.dtype], piece.shape, size)
+    for name in (name for name in manifest.files if name in present):
+        try:
+            if reason := _misfit(path / name, manifest.files[name].size, slices[name]):
+                yield Damage(name, reason)
+        except CheckpointError as error:
+            yield Damage(name, str(error).removeprefix(f"{path / name}: "))
+
+
+def _misfit(path: Path, expected: int, slices: dict[str, HeaderEntry]) -> str | None:
+    size = file_size(path)
+    if size != expected:
+        word = "truncated" if size < expected else "too long"
+        return f"{word}: size {size}, expected {expected}"
+    found = read_header(path, size)
+    if found != slices:
+        wrong = sorted(key for key in {*found, *slices} if found.get(key) != slices.get(key))
+        return f"the header disagrees with the manifest about {wrong[0]}"
+    return None
+
+
+def examine(folder: Path, step: int) -> list[Damage]:
+    """Everything that is wrong with ``folder/step-<step>``; reads every byte of it."""
+    path = folder / f"step-{step}"
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, str(error).removeprefix(f"{path / MANIFEST}: "))]
+    found = list(misfits(path, manifest))
+    if manifest.step != step:
+        found.insert(0, Damage(MANIFEST, f"is of step {manifest.step}: a renamed folder?"))
+    stored = Stored(path, manifest)
+    bad = {damage.file: damage.reason for damage in found}
+    for file in sorted(manifest.files):
+        if bad.get(file) == "missing":
+            continue
+        try:
+            # The digest of a header that was found wrong says nothing more.
+            found += [d for d in stored.damages(file) if d.tensor or file not in bad]
+        except (CheckpointError, OSError) as error:
+            if file not in bad:
+                found.append(Damage(file, str(error)))
+    return found

@@ -1,0 +1,185 @@
+"""The two phases of a save: the file of a rank, and the manifest and the rename of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moemesh.checkpoint.files import (
+    CHUNK_BYTES,
+    COMMITTED,
+    CheckpointError,
+    digest_text,
+    explain,
+    hash_bytes,
+    hash_file,
+    rename,
+    sync_folder,
+    write_file,
+)
+from moemesh.checkpoint.load import Shard
+from moemesh.checkpoint.manifest import (
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    Entry,
+    File,
+    Manifest,
+    Slice,
+    check_state,
+    encode,
+)
+from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint.stored import Stored
+from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
+
+#: What a rank says of its part: JSON.
+Report = dict[str, Any]
+
+
+def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
+    """Key in the file -> shard; CheckpointError for shards that cannot be saved."""
+    keyed: dict[str, Shard] = {}
+    for shard in shards:
+        dims = (len(shard.shape), len(shard.offset), shard.tensor.ndim)
+        if len(set(dims)) != 1:
+            raise CheckpointError(f"{shard.name}: shape, offset and tensor have {dims} dimensions")
+        if dtype_of(shard) not in DTYPES:
+            raise CheckpointError(f"{shard.name}: dtype {dtype_of(shard)} cannot be saved")
+        key = f"{shard.name}@{','.join(map(str, shard.offset))}"
+        if shard.tensor.numel() and key in keyed:
+            raise CheckpointError(f"{shard.name}: given twice at offset {list(shard.offset)}")
+        # An empty slice holds nothing, but its rank's word on shape and dtype is checked as well.
+        keyed[key if shard.tensor.numel() else f"{key} (empty)"] = shard
+    return keyed
+
+
+def check_step(final: Path, state: dict[str, Any]) -> None:
+    """CheckpointError for a folder `final` that a save cannot end in, or a state that JSON cannot
+    hold."""
+    if not COMMITTED.fullmatch(final.name):
+        raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
+    check_state(state)
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
+
+
+def write_part(
+    temporary: Path,
+    rank: int,
+    keyed: Mapping[str, Shard],
+    before_tensor: Callable[[], None] = lambda: None,
+) -> Report:
+    """Writes this rank's file, if it holds anything, and says what is in it.
+
+    `before_tensor` is called before each tensor; what it raises ends the write. CheckpointError
+    with the path, and where the disk is full the bytes needed and free.
+    """
+    filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
+    tensors = {key: shard.deferred() for key, shard in filled.items()}
+    name = f"rank-{rank:05d}.safetensors"
+    order, nonfinite, header = in_order(tensors), set[str](), ""
+
+    def parts() -> Iterator[bytes | memoryview]:
+        nonlocal header
+        for place, part in enumerate(safetensors_bytes(tensors)):
+            before_tensor()
+            if place == 0:
+                header = hash_bytes(part)
+            else:
+                shard = filled[order[place - 1]]
+                if num_nonfinite(part, dtype_of(shard)):
+                    nonfinite.add(shard.name)
+            yield part
+
+    file, digests = None, dict[str, list[str]]()
+    if filled:
+        try:
+            written = write_file(temporary / name, parts())
+            sync_folder(temporary)
+        except OSError as error:
+            needed = sum(shard.tensor.nbytes for shard in filled.values())
+            raise explain(error, temporary / name, needed) from error
+        file = {"size": written.size, "header": digest_text(header)}
+        digests = dict(zip(order, written.digests[1:], strict=True))
+    slices = [
+        [s.name, list(s.shape), dtype_of(s), key, list(s.offset), list(s.tensor.shape)]
+        for key, s in keyed.items()
+    ]
+    return {
+        "name": name,
+        "file": file,
+        "slices": [[*one, digests.get(one[3], [])] for one in slices],
+        "nonfinite": sorted(nonfinite),
+    }
+
+
+def read_back(temporary: Path, report: Report) -> None:
+    """Reads this rank's part from the disk; CheckpointError where it is not what was written."""
+    if report["file"] is not None:
+        Stored(temporary, _manifest(0, [report], {})).verify()
+
+
+def commit(
+    temporary: Path, final: Path, step: int, reports: Sequence[Report], state: dict[str, Any]
+) -> Manifest:
+    """Rank 0: checks that every logical tensor is complete, writes the manifest, renames."""
+    manifest = _manifest(step, reports, state)
+    manifest.check()
+    content = encode(manifest)
+    try:
+        write_file(temporary / MANIFEST, [content])
+        sync_folder(temporary)
+        if hash_file(temporary / MANIFEST) != digest_text(hash_bytes(content)):
+            raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
+        rename(temporary, final)
+        try:
+            sync_folder(final.parent)
+        except OSError:
+            rename(final, temporary)  # not durable, so not committed; the caller removes it
+            raise
+    except OSError as error:
+        raise explain(error, temporary / MANIFEST, len(content)) from error
+    return manifest
+
+
+def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:
+    """The slices of all `reports` put together; CheckpointError where they disagree."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank, report in enumerate(reports):
+        for name, shape, dtype, key, offset, size, chunks in report["slices"]:
+            entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
+            if (entry["shape"], entry["dtype"]) != (shape, dtype):
+                raise CheckpointError(
+                    f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
+                    f"{entry['shape']}"
+                )
+            if 0 not in size:
+                entry["slices"].append(
+                    Slice(
+                        file=report["name"],
+                        key=key,
+                        offset=tuple(offset),
+                        shape=tuple(size),
+                        chunks=tuple(chunks),
+                    )
+                )
+    return Manifest(
+        format=FORMAT,
+        step=step,
+        world_size=len(reports),
+        chunk_bytes=CHUNK_BYTES,
+        nonfinite=tuple(sorted({name for report in reports for name in report["nonfinite"]})),
+        tensors={
+            name: Entry(**{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]})
+            for name, entry in tensors.items()
+        },
+        files={report["name"]: File(**report["file"]) for report in reports if report["file"]},
+        state=state,
+    )
+
+
+def dtype_of(shard: Shard) -> str:
+    """torch's name of a shard's dtype."""
+    return str(shard.tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,361 @@
+"""The verbs checkpoint ls, verify, diff and prune: what lies on the disk, without torch."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from moemesh.cli.application import AsJson, checkpoint_app
+from moemesh.cli.table import table
+
+if TYPE_CHECKING:
+    from moemesh.checkpoint.stored import Stored
+
+Place = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run, its folder checkpoints, or one checkpoint: RUN/step-N."
+    ),
+]
+#: Rows of a table of differences, unless all are asked for.
+_LINES = 20
+
+
+class _Found(NamedTuple):
+    """A folder of checkpoints, and the steps that are meant, newest first."""
+
+    folder: Path
+    steps: list[int]
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+
+def _find(place: Path) -> _Found:
+    """What a path on the command line means. CheckpointError where there is no checkpoint."""
+    from moemesh.checkpoint.files import COMMITTED, CheckpointError
+    from moemesh.checkpoint.stored import candidates
+
+    place = place.expanduser()
+    if match := COMMITTED.fullmatch(place.name):
+        for folder in (place.parent, place.parent / "checkpoints"):
+            if (folder / place.name).is_dir():
+                return _Found(folder, [int(match[1])])
+        raise CheckpointError(f"{place}: there is no such checkpoint{_others(place.parent)}")
+    for folder in (place / "checkpoints", place):
+        if steps := candidates(folder):
+            return _Found(folder, steps)
+    raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
+
+
+def _others(run: Path) -> str:
+    from moemesh.checkpoint.stored import candidates
+
+    steps = candidates(run / "checkpoints") or candidates(run)
+    return f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
+
+
+@checkpoint_app.command(short_help="Steps, sizes, layouts, and which are verified.")
+def ls(place: Place, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, newest first. Nothing is read but manifests and headers.
+
+    verified: read back since it was written, and found right. Example:
+
+        moemesh checkpoint ls runs/tiny
+    """
+    from moemesh.checkpoint.files import TEMPORARY, TRASH, CheckpointError, list_names
+    from moemesh.checkpoint.manifest import MANIFEST
+    from moemesh.checkpoint.retention import standing
+    from moemesh.checkpoint.stored import read_manifest
+
+    found = _find(place)
+    rows: list[dict[str, Any]] = []
+    for step in found.steps:
+        one = standing(found.folder, step, read_back=False)
+        row: dict[str, Any] = {"step": step, "verified": one.is_verified, "finite": one.is_finite}
+        with suppress(CheckpointError, OSError):
+            manifest = read_manifest(found.path(step))
+            row["bytes"] = sum(file.size for file in manifest.files.values())
+            row["tensors"] = len(manifest.tensors)
+            row["ranks"] = manifest.world_size
+            row["layout"] = manifest.state.get("layout")
+            written = (found.path(step) / MANIFEST).stat().st_mtime
+            row["age_seconds"] = max(time.time() - written, 0.0)
+        rows.append({**row, "problem": one.problem})
+    left = [n for n in list_names(found.folder) if TEMPORARY.fullmatch(n) or TRASH.fullmatch(n)]
+    if as_json:
+        content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
+        typer.echo(json.dumps(content, indent=1))
+        return
+    header = ["step", "size", "tensors", "layout", "verified", "age"]
+    typer.echo(table(header, [_row(row) for row in rows], left=1))
+    for row in rows:
+        if row["problem"]:
+            typer.echo(f"step {row['step']} cannot be used: {row['problem']}")
+    for name in left:
+        typer.echo(f"{name}: being written or deleted, or left by a run that died")
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    from moemesh.trace.memory import format_bytes
+
+    if "bytes" not in row:
+        return [str(row["step"]), "-", "-", "-", "damaged", "-"]
+    verified = "yes" if row["verified"] else "damaged" if row["problem"] else "no"
+    if row["finite"] is False:
+        verified += ", not finite"
+    layout = row["layout"]
+    degrees = [f"{key}{n}" for key, n in (layout or {}).items() if n != 1]
+    words = " ".join(degrees) or "1 rank"
+    return [
+        str(row["step"]),
+        format_bytes(row["bytes"]),
+        str(row["tensors"]),
+        words if layout else f"{row['ranks']} rank(s)",
+        verified,
+        _age(row["age_seconds"]),
+    ]
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@checkpoint_app.command(short_help="Read every byte back; name what is damaged.")
+def verify(place: Place, as_json: AsJson = False) -> None:
+    """Compare every chunk of every file with its digest, as the disk holds it.
+
+    Names tensor, chunk and file of each damage, and the tensors with numbers that are not finite.
+    Exit code 1 where anything is damaged. Example:
+
+        moemesh checkpoint verify runs/tiny/step-100
+    """
+    from moemesh.checkpoint.retention import Standing, nonfinite, remember
+    from moemesh.checkpoint.stored import examine, open_stored
+
+    found = _find(place)
+    content: list[dict[str, Any]] = []
+    is_damaged = False
+    for step in found.steps:
+        damages, size = examine(found.folder, step), 0
+        names: Sequence[str] = ()
+        if not damages:
+            stored = open_stored(found.folder, step)
+            names, size = nonfinite(stored), stored.num_bytes
+            with suppress(OSError):  # a folder that is only read is verified all the same
+                digest = stored.manifest.digest
+                remember(found.folder, [Standing(step, digest, True, not names)])
+        is_damaged = is_damaged or bool(damages)
+        content.append(
+            {
+                "step": step,
+                "damaged": bool(damages),
+                "bytes": size,
+                "damages": [damage._asdict() for damage in damages],
+                "nonfinite": list(names),
+            }
+        )
+        if not as_json:
+            _say_verified(found.path(step), damages, names, size)
+    if as_json:
+        folder = str(found.folder)
+        typer.echo(json.dumps({"folder": folder, "checkpoints": content}, indent=1))
+    raise typer.Exit(int(is_damaged))
+
+
+def _say_verified(path: Path, damages: Sequence[object], names: Sequence[str], size: int) -> None:
+    from moemesh.trace.memory import format_bytes
+
+    if damages:
+        typer.echo(f"{path}: DAMAGED")
+        for damage in damages:
+            typer.echo(f"  {damage}")
+        return
+    typer.echo(f"{path}: {format_bytes(size)} are what was written")
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        typer.echo(f"  numbers that are not finite: {', '.join(names[:3])}{more}")
+
+
+@checkpoint_app.command(short_help="Which tensors of two checkpoints differ, and by how much.")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The same.")],
+    all_lines: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by logical names, whatever layouts wrote them.
+
+    largest: the largest absolute difference of two numbers; relative: over the largest magnitude
+    in A. Exit code 1 where anything differs. Example:
+
+        moemesh checkpoint diff runs/a/step-100 runs/b/step-100
+    """
+    from moemesh.checkpoint.numbers import difference
+    from moemesh.checkpoint.stored import open_stored
+
+    a, b = (open_stored(found.folder, found.steps[0]) for found in (_find(first), _find(second)))
+    ours, theirs = set(a.names()), set(b.names())
+    rows: list[dict[str, Any]] = []
+    others: list[str] = []
+    for name in sorted(ours & theirs):
+        one, other = a.entry(name), b.entry(name)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (one, other))
+            others.append(f"{name}: {' and '.join(kinds)}")
+        elif (found := difference(a, b, name)).num_different:
+            rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
+    rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
+    states = _changed(a, b)
+    content = {
+        "first": str(a.path),
+        "second": str(b.path),
+        "equal": len(ours & theirs) - len(rows) - len(others),
+        "different": rows,
+        "other_shape_or_dtype": others,
+        "only_in_first": sorted(ours - theirs),
+        "only_in_second": sorted(theirs - ours),
+        "state": states,
+    }
+    differs = bool(rows or others or ours ^ theirs)
+    if as_json:
+        # Python writes the word Infinity, which is no JSON.
+        typer.echo(json.dumps(_finite(content), indent=1))
+        raise typer.Exit(int(differs))
+    _say_difference(content, all_lines=all_lines)
+    raise typer.Exit(int(differs))
+
+
+def _changed(a: "Stored", b: "Stored") -> dict[str, list[Any]]:
+    """The keys of the state that differ, each with both values."""
+    keys = sorted({*a.state, *b.state})
+    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and value in (float("inf"), -float("inf")) else value
+
+
+def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
+    rows: list[dict[str, Any]] = content["different"]
+    shown = rows if all_lines else rows[:_LINES]
+    if rows:
+        header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
+        lines = [
+            [
+                row["tensor"],
+                row["dtype"],
+                f"{row['num_different']:,} of {row['num_elements']:,}",
+                f"{row['largest']:.3g}",
+                f"{row['relative']:.3g}",
+            ]
+            for row in shown
+        ]
+        typer.echo(table(header, lines, left=2))
+    if len(shown) < len(rows):
+        typer.echo(f"... and {len(rows) - len(shown)} more: --all shows them")
+    for row in rows:
+        if any(row["num_nonfinite"]):
+            here, there = row["num_nonfinite"]
+            typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
+    for line in content["other_shape_or_dtype"]:
+        typer.echo(line)
+    for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
+        for name in content[key]:
+            typer.echo(f"{name}: only in {side}")
+    for key, (old, new) in content["state"].items():
+        if len(text := f"{key}: {json.dumps(old)} and {json.dumps(new)}") <= 100:
+            typer.echo(text)
+        else:
+            typer.echo(f"{key}: differs")
+    typer.echo(
+        f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
+        f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
+    )
+
+
+@checkpoint_app.command(short_help="Delete old checkpoints as a run would.")
+def prune(
+    place: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run, or a folder of checkpoints.")
+    ],
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Newest verified checkpoints that stay.",
+            show_default="train.checkpoints_kept of the run, or 2",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep the newest verified checkpoints with finite numbers, delete the older ones.
+
+    What is not known to be verified is read back first; the last verified checkpoint is never
+    deleted. A folder in which a run is at work is refused. Example:
+
+        moemesh checkpoint prune runs/tiny --keep 1 --dry-run
+    """
+    from moemesh.checkpoint import retention
+    from moemesh.checkpoint.files import CheckpointError
+    from moemesh.train.folder import LEASE, RunFolder
+
+    found = _find(place)
+    if len(found.steps) == 1 and place.name == f"step-{found.steps[0]}":
+        raise CheckpointError(f"{place}: is one checkpoint; give the run")
+    run = found.folder.parent
+    keep = _kept(run) if keep is None else keep
+    folder = RunFolder(run, has_run=True)
+    if (run / LEASE).exists() and not dry_run:
+        folder.lock()
+    try:
+        plan = retention.plan_pruning(found.folder, keep)
+        if not dry_run:
+            retention.prune(found.folder, keep)
+    finally:
+        folder.release()
+    if as_json:
+        kept = [one._asdict() for one in plan.kept]
+        content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}
+        typer.echo(json.dumps({**content, "dry_run": dry_run}, indent=1))
+        return
+    for one in plan.kept:
+        why = f"damaged: {one.problem}" if one.problem else "verified"
+        if one.is_verified and not one.is_finite:
+            why += "; holds numbers that are not finite, so that it replaces no older one"
+        typer.echo(f"step {one.step}: kept, {why}")
+    word = "would be deleted" if dry_run else "deleted"
+    for step in plan.doomed:
+        typer.echo(f"step {step}: {word}")
+    for name in plan.leftovers:
+        typer.echo(f"{name}: {word}")
+    if not plan.doomed and not plan.leftovers:
+        typer.echo("nothing to delete")
+
+
+def _kept(run: Path) -> int:
+    """`train.checkpoints_kept` of a run; 2, its default, where the run does not say."""
+    import tomllib
+
+    from moemesh.config.train import TrainConfig
+
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        text = (run / "config.toml").read_text(encoding="utf-8")
+        return max(int(tomllib.loads(text)["train"]["checkpoints_kept"]), 1)
+    return TrainConfig().checkpoints_kept

@@ -1,0 +1,106 @@
+"""Retention counts what was read back and is finite; older formats and lists are understood."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moemesh.checkpoint.manifest import DTYPES
+from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint.retention import plan_pruning, prune
+from moemesh.checkpoint.store import candidates, latest, open_checkpoint
+from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
+
+
+def save(folder: Path, step: int, value: float = 1.0) -> None:
+    bad = torch.full((3,), value)
+    save_one(folder, step, [whole("bad", bad), whole("w", torch.arange(5.0) + step)])
+
+
+def newest(folder: Path) -> tuple[int, list[int]]:
+    skipped: list[int] = []
+    found = latest(folder, lambda step, _: skipped.append(step), prefer_finite=True)
+    assert found is not None
+    return found.step, skipped
+
+
+@pytest.mark.parametrize("format_1", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_checkpoints_that_are_not_finite_evict_nothing(
+    tmp_path: Path, value: float, format_1: bool
+) -> None:
+    for step in range(1, 9):
+        save(tmp_path, step, value if step > 3 else 1.0)
+        if format_1:
+            as_format_1(tmp_path / f"step-{step}")
+        prune(tmp_path, 2)
+    # the newest of the poisoned ones stays to be looked at, and no other
+    assert candidates(tmp_path) == [8, 3, 2]
+    assert newest(tmp_path) == (3, [8])
+    assert json.loads((tmp_path / "verified.json").read_bytes())["step-8"]["finite"] is False
+
+
+def test_only_poisoned_checkpoints_are_better_than_none(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        save(tmp_path, step, float("nan"))
+        prune(tmp_path, 2)
+    assert candidates(tmp_path) == [4, 3]
+    assert newest(tmp_path) == (4, [])
+    # a program of its own may save infinities on purpose: it is not asked to be finite
+    save(tmp_path, 9, float("-inf"))
+    found = latest(tmp_path, lambda *_: None)
+    assert found is not None and found.step == 9
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_numbers_that_are_not_finite_by_their_bits(name: str) -> None:
+    dtype = getattr(torch, name)
+    if not dtype.is_floating_point:
+        assert num_nonfinite(bytes([255] * 16), name) == 0
+        return
+    size = torch.empty(0, dtype=dtype).element_size()
+    if size == 1:
+        codes = torch.arange(256, dtype=torch.uint8)
+    else:
+        codes = torch.randint(0, 256, (4096 * size,), dtype=torch.uint8)
+        special = [float("inf"), float("-inf"), float("nan"), 0.0, torch.finfo(dtype).max]
+        codes = torch.cat([codes, torch.tensor(special, dtype=dtype).view(torch.uint8)])
+    expected = int((~torch.isfinite(codes.view(dtype).double())).sum())
+    assert expected > 0
+    assert num_nonfinite(codes.numpy().tobytes(), name) == expected
+
+
+def test_format_1_is_read_verified_and_kept(tmp_path: Path) -> None:
+    tensor = torch.arange(30.0).reshape(10, 3)
+    save_as_ranks(tmp_path, 2, [[s] for s in cut("w", tensor, [2, 1])])
+    as_format_1(tmp_path / "step-2")
+    found = open_checkpoint(tmp_path, 2)
+    assert found.manifest.format == 1 and torch.equal(found.read("w"), tensor)
+    assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2]
+    save_one(tmp_path, 3, [whole("w", tensor)])
+    assert prune(tmp_path, 1) == [2]
+
+
+def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    digests = {
+        f"step-{n}": json.loads((tmp_path / f"step-{n}/manifest.json").read_bytes())["digest"]
+        for n in (1, 2)
+    }
+    (tmp_path / "verified.json").write_text(json.dumps(digests))
+    # known to be verified: not read again, so that a flipped bit is not seen
+    file = tmp_path / "step-2" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert prune(tmp_path, 2) == [1]
+    (tmp_path / "verified.json").unlink()
+    assert [one.step for one in plan_pruning(tmp_path, 1).kept] == [3]
+    shutil.rmtree(tmp_path / "step-3")
+    # the last one left is damaged: it stays
+    assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2]

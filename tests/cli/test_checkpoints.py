@@ -1,0 +1,175 @@
+"""`moemesh checkpoint`: what is said of whole, damaged, poisoned and different checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.train.folder import RunFolder
+from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
+from tests.test_cli import run, run_guarded
+
+STATE: dict[str, Any] = {"layout": {"pp": 1, "dp": 2, "cp": 1, "tp": 1, "ep": 2, "etp": 1}}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A run of three checkpoints of two ranks, the last one not finite."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    big = torch.arange(3_000_000.0).reshape(1000, 3000)  # 12 MB: two chunks a rank
+    for step in (1, 2, 3):
+        small = torch.full((4,), float(step), dtype=torch.bfloat16)
+        if step == 3:
+            small[1] = float("nan")
+        shards = [[shard] for shard in cut("big", big + (step > 1), [2, 1])]
+        shards[0].append(whole("small", small))
+        save_as_ranks(folder, step, shards, {**STATE, "step": step})
+    return folder.parent
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def work(*arguments: object) -> tuple[int, str, str]:
+        return run(capsys, monkeypatch, "checkpoint", *map(str, arguments))
+
+    return work
+
+
+def flip(file: Path, position: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        byte = opened.read(1)[0]
+        opened.seek(position)
+        opened.write(bytes([byte ^ 4]))
+
+
+def test_ls(made: Path, call: Any) -> None:
+    code, out, _ = call("ls", made)
+    assert code == 0
+    rows = out.splitlines()
+    assert rows[0].split() == ["step", "size", "tensors", "layout", "verified", "age"]
+    assert rows[1].startswith("3     11.4 MiB        2  dp2 ep2  no, not finite")
+    shutil.copytree(made / "checkpoints/step-1", made / "checkpoints/step-7")
+    assert call("verify", made / "step-2")[0] == 0
+    content = json.loads(call("ls", made / "checkpoints", "--json")[1])
+    seven, three, two, one = content["checkpoints"]
+    assert "is of step 1: a renamed folder?" in seven["problem"] and not seven["verified"]
+    assert (three["verified"], two["verified"], one["verified"]) == (False, True, False)
+    assert two["layout"] == STATE["layout"] and two["finite"] and not three["finite"]
+
+
+def test_verify_names_tensor_chunk_and_file(made: Path, call: Any) -> None:
+    code, out, _ = call("verify", made)
+    assert code == 0 and "numbers that are not finite: small" in out
+    size = (made / "checkpoints/step-2/rank-00001.safetensors").stat().st_size
+    flip(made / "checkpoints/step-2/rank-00001.safetensors", size - 1)
+    flip(made / "checkpoints/step-2/rank-00000.safetensors", 200)
+    (made / "checkpoints/step-1/rank-00000.safetensors").unlink()
+    (made / "checkpoints/step-1/notes").write_text("mine")
+    code, out, _ = call("verify", made, "--json")
+    assert code == 1
+    three, two, one = json.loads(out)["checkpoints"]
+    assert not three["damaged"] and two["damaged"] and one["damaged"]
+    damaged = [(d["file"], d["tensor"], d["offset"], d["chunk"]) for d in two["damages"]]
+    assert ("rank-00001.safetensors", "big", [500, 0], 1) in damaged and len(damaged) == 2
+    assert [(d["file"], d["reason"]) for d in one["damages"]] == [
+        ("rank-00000.safetensors", "missing"),
+        ("notes", "does not belong to this checkpoint"),
+    ]
+    code, out, _ = call("verify", made / "step-2")
+    assert code == 1 and "rank-00001.safetensors: big, slice at [500, 0], chunk 1: digest" in out
+
+
+def test_verify_of_the_first_format_names_the_file(made: Path, call: Any) -> None:
+    as_format_1(made / "checkpoints/step-2")
+    assert call("verify", made / "step-2")[0] == 0
+    flip(made / "checkpoints/step-2/rank-00001.safetensors", 5000)
+    code, out, _ = call("verify", made / "step-2")
+    assert code == 1 and "rank-00001.safetensors: digest blake2b-128:" in out
+
+
+def test_diff(made: Path, call: Any) -> None:
+    code, out, _ = call("diff", made / "step-1", made / "step-2")
+    assert code == 1
+    rows = [line.split() for line in out.splitlines()]
+    assert ["small", "bfloat16", "4", "of", "4", "1", "1"] in rows
+    assert ["big", "float32", "3,000,000", "of", "3,000,000", "1", "3.33e-07"] in rows
+    assert "step: 1 and 2" in out and "0 tensors are equal to the bit, 2 differ" in out
+    code, out, _ = call("diff", made / "step-2", made, "--json")
+    content = json.loads(out)
+    assert code == 1 and content["equal"] == 1
+    (small,) = content["different"]
+    assert small["num_nonfinite"] == [0, 1] and small["largest"] == 1.0
+    # another layout of the same numbers, one tensor more and one of another dtype
+    other = made.parent / "other"
+    big = torch.arange(3_000_000.0).reshape(1000, 3000) + 1
+    more = [whole("big", big), whole("extra", big[0]), whole("small", torch.full((4,), 2.0))]
+    save_one(other, 5, more, {"step": 5})
+    code, out, _ = call("diff", made / "step-2", other)
+    assert code == 1 and "1 tensors are equal to the bit, 0 differ, 0 are only in A, 1" in out
+    assert "extra: only in B" in out and "small: bfloat16 [4] and float32 [4]" in out
+    assert call("diff", made / "step-2", made / "checkpoints/step-2")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64, torch.int32]
+)
+def test_diff_of_every_kind_of_number(tmp_path: Path, call: Any, dtype: torch.dtype) -> None:
+    first = torch.tensor([-1.5, 0.0, 2.0, 8.0]).to(dtype)
+    second = torch.tensor([-1.5, 0.25, 2.0, 5.0]).to(dtype)
+    save_one(tmp_path / "a", 1, [whole("w", first)])
+    save_one(tmp_path / "b", 1, [whole("w", second)])
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b", "--json")
+    (row,) = json.loads(out)["different"]
+    assert code == 1 and row["largest"] == 3.0 and row["relative"] == 3 / 8
+    assert row["num_different"] == int((first.double() != second.double()).sum())
+
+
+def test_prune(made: Path, call: Any) -> None:
+    (made / "checkpoints" / ("step-9.tmp-" + "0" * 32)).mkdir()
+    code, out, _ = call("prune", made, "--keep", 1, "--dry-run")
+    assert code == 0 and "step 1: would be deleted" in out and "step 2: kept, verified" in out
+    assert "step 3: kept, verified; holds numbers that are not finite" in out
+    assert len(list((made / "checkpoints").glob("step-*"))) == 4
+    (made / "lease").touch()
+    holder = RunFolder(made, has_run=True)
+    holder.lock()
+    code, _, err = call("prune", made)
+    assert code == 2 and "is in use by another run" in err
+    holder.release()
+    (made / "config.toml").write_text("[train]\ncheckpoints_kept = 1\n")
+    content = json.loads(call("prune", made, "--json")[1])
+    assert content["deleted"] == [1] and len(content["leftovers"]) == 1
+    assert sorted(path.name for path in (made / "checkpoints").iterdir()) == [
+        "step-2", "step-3", "verified.json",
+    ]  # fmt: skip
+    assert "nothing to delete" in call("prune", made)[1]
+
+
+def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("ls", tmp_path / "nowhere"), "nowhere: no folder"),
+        (("ls", tmp_path), "holds no checkpoint"),
+        (("verify", made / "step-8"), "no such checkpoint; there are the steps 1, 2, 3"),
+        (("prune", made / "step-1"), "is one checkpoint; give the run"),
+        (("prune", made, "--keep", 0), "greater than or equal to 1"),
+    ):
+        code, _, err = call(*arguments)
+        assert code == 2 and message in err, err
+
+
+def test_no_torch(made: Path) -> None:
+    for arguments in (
+        ["ls", str(made)],
+        ["verify", str(made)],
+        ["diff", str(made / "step-1"), str(made / "step-2")],
+        ["prune", str(made), "--keep", "1"],
+    ):
+        done = run_guarded({"torch"}, "checkpoint", *arguments)
+        assert "forbidden" not in done.stderr and done.stdout, done.stderr
