@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moemesh.config.cluster import load_cluster
 from moemesh.config.data import NUM_BYTES, DataConfig
-from moemesh.config.errors import Problem, independent
+from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft import TableError, misfit, read_table
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
@@ -55,10 +56,23 @@ class RunConfig:
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
         rules += self._vocabulary_rules(self.model) + self._position_rules(self.model)
-        own += adapter_rules(self.model)
+        own += adapter_rules(self.model) + self._cluster_problems()
         if not own:
             own += self._table_problems() or tuning_problems(self.tuning, self.model, self.plan)
         return own + independent(rules, {problem.key for problem in own})
+
+    def _cluster_problems(self) -> list[Problem]:
+        """Problems of the description of the machine."""
+        if self.train.cluster is None:
+            return []
+        try:
+            load_cluster(self.train.cluster)
+        except ConfigError as error:
+            return [
+                self.train.problem(one.code, "cluster", f"{one.key}: {one.message}", one.fix)
+                for one in error.problems
+            ]
+        return []
 
     def _table_problems(self) -> list[Problem]:
         """What is wrong with the table of experts."""

@@ -76,6 +76,8 @@ class TrainConfig(Section):
     validation_batches: int = 8
     resume: Resume = "auto"
     device: Device = "auto"
+    #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
+    cluster: str | None = None
     #: A collective that waits longer than this has lost a rank.
     timeout_seconds: float = 600.0
 

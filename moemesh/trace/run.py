@@ -47,7 +47,18 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, Re
 SCHEMA = 1
 
 #: Fields of a row of metrics that may be missing.
-_OPTIONAL = ("validation_loss", "mtp_loss", "data_seconds", "memory_bytes", "tflops_per_rank")
+_OPTIONAL = (
+    "validation_loss",
+    "mtp_loss",
+    "data_seconds",
+    "communication_seconds",
+    "memory_bytes",
+    "tflops_per_rank",
+    "mfu",
+    "epoch",
+    "load_max_over_mean",
+    "dropped_share",
+)
 
 
 class RunError(ValueError):
@@ -61,8 +72,12 @@ class MetricsRow:
     `loss` and `aux_loss` in nats per token, `mtp_loss` the mean over extra prediction layers of
     theirs (None: there are none), `tokens` of this step over all ranks, `seconds` of this
     step. Of rank 0 (None: an older run): `data_seconds` that it waited for its batch,
-    `memory_bytes` at most so far, and `tflops_per_rank`, 10^12 model FLOPs a second of the mean
-    rank. A number that is not finite is written as null and read as NaN, so that each line is
+    `communication_seconds` that it waited for other ranks, `memory_bytes` at most so far, and
+    `tflops_per_rank`, 10^12 model FLOPs a second of the mean rank, `mfu` their share of the peak
+    of its device (None: not known). `epoch`: how often the training samples have been read by the
+    end of the step. Of the experts (None: there are none) `load_max_over_mean`, the fullest over
+    the mean in the least balanced layer, and `dropped_share` of choices that found no room. A
+    number that is not finite is written as null and read as NaN, so that each line is
     strict JSON.
     """
 
@@ -77,8 +92,13 @@ class MetricsRow:
     validation_loss: float | None = None
     mtp_loss: float | None = None
     data_seconds: float | None = None
+    communication_seconds: float | None = None
     memory_bytes: float | None = None
     tflops_per_rank: float | None = None
+    mfu: float | None = None
+    epoch: float | None = None
+    load_max_over_mean: float | None = None
+    dropped_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"schema": SCHEMA}

@@ -12,14 +12,17 @@ from pathlib import Path
 import torch
 
 from moemesh.comm.collectives import gather_json
+from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
 from moemesh.trace.ledger import Ledger
@@ -116,11 +119,20 @@ class Artifacts:
         """Of a finished step on this rank: fields of its row that no loss follows from."""
         data, plan = self.config.data, self.config.plan
         flops = self._flops_per_token * data.global_batch * data.seq_len
-        return {
+        tflops = flops / plan.world_size / step.seconds / 1e12
+        found = {
             "data_seconds": step.recorder.seconds("data", step.number),
             "memory_bytes": _peak_bytes(self.mesh.device),
-            "tflops_per_rank": flops / plan.world_size / step.seconds / 1e12,
+            "tflops_per_rank": tflops,
         }
+        if self._peak_flops is not None:
+            found["mfu"] = mfu(tflops, self._peak_flops)
+        counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L
+        if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
+            mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
+            found["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
+            found["dropped_share"] = int(dropped_L.sum()) / num_wanted
+        return found
 
     def record(self, row: MetricsRow, result: StepResult, recorder: TimelineRecorder) -> None:
         """One finished step."""
@@ -248,6 +260,16 @@ class Artifacts:
                 f"report              {Path(self.folder.path) / 'report.html'}",
             ]
         )
+
+
+def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
+    """Operations a second of one device, by the cluster that the user names or by the data sheet of
+    the GPU; None where nobody says."""
+    if train.cluster is not None:
+        return peak_flops(load_cluster(train.cluster), train.dtype)
+    if device.type != "cuda":
+        return None
+    return device_peak_flops(torch.cuda.get_device_name(device), train.dtype)
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -147,10 +147,7 @@ class Console:
             self._safely(lambda: bar.update(task, completed=row.step, state=text, left=left))
         elif is_due:
             more = [f"lr {row.lr:.2e}"]
-            if row.tflops_per_rank is not None:
-                more.append(f"{_rate(row.tflops_per_rank)} a rank")
-            if row.memory_bytes is not None:
-                more.append(f"{row.memory_bytes / 2**30:.2f} GiB")
+            more += facts(row)
             self._print("  ".join([f"step {row.step}/{total}", text, *more, *filter(None, [left])]))
         if row.validation_loss is not None and row.step < total:  # the summary tells the last
             self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
@@ -175,6 +172,26 @@ class Console:
             _point_at_nothing()
             why = f"{type(error).__name__}: {error}"
             self._events.add("console", f"nobody reads the console any more ({why})")
+
+
+def facts(row: MetricsRow) -> list[str]:
+    """Rate, memory, waits and epoch of a step, in words; those that the row has."""
+    found: list[str] = []
+    if row.tflops_per_rank is not None:
+        share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
+        found.append(f"{_rate(row.tflops_per_rank)} a rank{share}")
+    if row.memory_bytes is not None:
+        found.append(f"{row.memory_bytes / 2**30:.2f} GiB")
+    waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
+    if shown := [
+        f"{name} {min(seconds / row.seconds, 1):.0%}"
+        for name, seconds in waits.items()
+        if seconds is not None and row.seconds > 0
+    ]:
+        found.append("waits: " + ", ".join(shown))
+    if row.epoch is not None:
+        found.append(f"epoch {row.epoch:.2f}")
+    return found
 
 
 def _rate(tflops: float) -> str:

@@ -185,6 +185,7 @@ FREE = frozenset(
         "data.cache",
         "train.checkpoint_every",
         "train.checkpoints_kept",
+        "train.cluster",
         "train.load_bins",
         "train.log_every",
         "train.validate_every",

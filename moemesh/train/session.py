@@ -171,6 +171,7 @@ class Session:
             seconds=step.seconds,
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
+            epoch=self._samples_before(step.number + 1) / self.samples.num_training,
             **self.artifacts.measured(step),
         )
         if result.skipped:

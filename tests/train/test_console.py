@@ -11,8 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
+from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.config.load import load_run
+from moemesh.config.train import TrainConfig
+from moemesh.train.artifacts import _peak_flops
 from moemesh.train.progress import Progress
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
@@ -105,13 +111,32 @@ def test_events_are_kept_over_a_resume(tmp_path: Path) -> None:
 
 def test_rows_say_what_a_watcher_asks(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = moemesh(*arguments(out, train__log_every=2))
+    done = moemesh(*arguments(out, train__log_every=2, train__cluster="laptop_cpu"))
     rows = metrics(out)
     assert all(0 <= row["data_seconds"] <= row["seconds"] for row in rows)
     assert all(row["tflops_per_rank"] > 0 and row["memory_bytes"] > 1 << 20 for row in rows)
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "4/4"]
-    assert "FLOP/s a rank" in lines[0] and " left" in lines[1]
+    assert "FLOP/s a rank (MFU " in lines[0] and " left" in lines[1]
+    assert "  waits: data " in lines[0] and "  epoch 0.00" in lines[0]
+    peak = load_cluster("laptop_cpu").peak_flops["float32"] / 1e12
+    assert [row["mfu"] * peak for row in rows] == pytest.approx(
+        [r["tflops_per_rank"] for r in rows]
+    )
+    epochs = [row["epoch"] for row in rows]
+    assert epochs == pytest.approx([step * epochs[0] for step in (1, 2, 3, 4)])
+    loads = [json.loads(line) for line in (out / "loads.jsonl").read_text().splitlines()]
+    for row in rows:
+        worst = max(one["max_over_mean"] for one in loads if one["step"] == row["step"])
+        assert row["load_max_over_mean"] == pytest.approx(worst) and row["dropped_share"] == 0
+
+
+def test_a_cpu_without_a_cluster_has_no_mfu(tmp_path: Path) -> None:
+    assert _peak_flops(TrainConfig(), torch.device("cpu")) is None
+    given = TrainConfig(cluster="dgx_h100", dtype="bfloat16")
+    assert _peak_flops(given, torch.device("cpu")) == 989.4e12
+    with pytest.raises(ConfigError, match=r"train\.cluster = \"dgx_h10\"(.|\n)*dgx_h100"):
+        load_run([], ["train.cluster=dgx_h10"])
 
 
 RANK = """
