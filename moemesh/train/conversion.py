@@ -25,6 +25,7 @@ from moemesh.checkpoint.huggingface.delta import (
     trained_sources,
     write_delta,
 )
+from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
 from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
@@ -38,12 +39,15 @@ from moemesh.config.huggingface.export import (
     VERSION_KEYS,
     config_json,
     differences,
+    exported,
     family_or_refusal,
 )
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values
 from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.load import load_recorded, load_run, resolved_toml
+from moemesh.config.lora import NO_ADAPTERS
+from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.train.folder import CHECKPOINTS, RunFolder
 
@@ -204,8 +208,10 @@ def _to_huggingface(
         if like is not None:
             raise _refused("--like", str(like), f"{like} holds no {CONFIG}")
         origin = None
-    wanted = dtype or config.train.dtype
-    kind, values = _family(config, origin, wanted)
+    wanted, model = dtype or config.train.dtype, config.model
+    if origin is None:
+        model = exported(model.with_lora(NO_ADAPTERS))
+    kind, values = _family(model, origin, wanted)
     weights: WeightFolder | None = None
     if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
@@ -215,9 +221,11 @@ def _to_huggingface(
     own: Weights = CheckpointWeights(checkpoint)
     if config.lora.rank:
         own = MergedWeights(own, config.model)
+    if origin is None:
+        own = EquivalentWeights(own, config.model, model)
     write_huggingface(
         own,
-        config.model,
+        model,
         kind,
         out,
         values,
@@ -247,7 +255,7 @@ def _to_another(
         message = f"{source / CONFIG} names the dtype {wanted}"
         raise _refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
     weights = open_weights(config, _to_stderr)
-    kind, values = _family(config, source, wanted)
+    kind, values = _family(config.model, source, wanted)
     fused = _is_fused(kind, expert_layout)
     carry_along(source, out)
     write_huggingface(
@@ -276,25 +284,25 @@ def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:
     return expert_layout == "fused" and not is_stacked
 
 
-def _family(config: RunConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
+def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, dict[str, Any]]:
     """The family to write, and its config.json: that of `origin` with what it leaves out."""
     if origin is None:
-        kind = family_or_refusal(config.model)
-        return kind, config_json(config.model, kind, dtype)
+        kind = family_or_refusal(model)
+        return kind, config_json(model, kind, dtype)
     given = read_config(origin)
     kind = family_of(given)
-    ours = config_json(config.model, kind, dtype)
+    ours = config_json(model, kind, dtype)
     stored: dict[str, object] = {"torch_dtype": dtype, "dtype": dtype, "quantization_config": None}
-    if ahead := config.model.num_mtp_layers:
+    if ahead := model.num_mtp_layers:
         # Layers that are not trained are copied: the folder has at least those of `origin`.
         stored[AHEAD_KEY] = max(ahead, int(given.get(AHEAD_KEY) or 0))
     added = {key: ours[key] for key in VERSION_KEYS if key in ours}
     for values in ({**added, **given, **stored}, {**given, **ours, **stored}):
         if values["quantization_config"] is None:
             del values["quantization_config"]
-        if not differences(config.model, kind, model_values(values)):
+        if not differences(model, kind, model_values(values)):
             return kind, values
-    found = ", ".join(sorted(differences(config.model, kind)))
+    found = ", ".join(sorted(differences(model, kind)))
     raise _refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
 
 

@@ -45,6 +45,28 @@ def families_for(model: ModelConfig) -> list[str]:
     return [kind for kind in trained_families()["family"] if not differences(model, kind)]
 
 
+def equivalents(model: ModelConfig) -> list[ModelConfig]:
+    """`model`, and models that compute the same with the same numbers in other places: RoPE's pairs
+    (i, i + F) at (2i, 2i + 1) or back, and a selection bias of zero."""
+    found = [model]
+    # A norm over the channels of a head has weights in their order, too.
+    if model.attention == "gqa" and not model.qk_norm and not model.lora.rank:
+        found.append(model.model_copy(update={"rope_interleave": not model.rope_interleave}))
+    if model.num_experts and not model.router_selection_bias:
+        found += [one.model_copy(update={"router_selection_bias": True}) for one in found]
+    return found
+
+
+def exported(model: ModelConfig) -> ModelConfig:
+    """`model`, or the first of its :func:`equivalents` that a family computes. Raises ConfigError
+    where none does, naming the nearest family."""
+    for one in equivalents(model):
+        if families_for(one):
+            return one
+    family_or_refusal(model)
+    return model
+
+
 def differences(
     model: ModelConfig, kind: str, values: Mapping[str, object] | None = None
 ) -> dict[str, tuple[object, object]]:

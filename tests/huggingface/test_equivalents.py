@@ -1,0 +1,90 @@
+"""Models that differ from every family only in how they are written down can be exported, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.huggingface.convert import write_huggingface
+from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.export import config_json, exported, families_for
+from moemesh.config.load import load_run
+from moemesh.model.initialization import initialize
+from moemesh.model.transformer import Transformer
+from tests.huggingface import ours
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(2 * 256).view(2, 256) * 7 % 256
+DENSE = [
+    "model.num_experts=0",
+    "model.first_dense_layers=3",
+    "model.num_shared_experts=0",
+    "model.rope_interleave=true",
+]
+SMALL = ["model.num_layers=3", "model.hidden_size=64"]
+
+
+class _ModelWeights:
+    def __init__(self, model: Transformer) -> None:
+        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def read(self, name: str, box: Sequence[range]) -> Tensor:
+        return self.named[name].detach()[tuple(slice(one.start, one.stop) for one in box)]
+
+
+def _spread(model: Transformer) -> Transformer:
+    """Every matrix times 3, so that routing is spread; vectors are drawn."""
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=drawn) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("keys", "family"),
+    [
+        ([], "ernie4_5_moe"),  # the default model
+        ([*DENSE, "model.num_kv_heads=2", "model.qkv_bias=true"], "qwen2"),
+        ([*DENSE, "model.partial_rotary_factor=1.0"], "llama"),
+    ],
+)
+def test_transformers_computes_the_same(tmp_path: Path, keys: list[str], family: str) -> None:
+    config = load_run([], [*SMALL, *keys]).config.model
+    assert not families_for(config)
+    other = exported(config)
+    assert other != config and families_for(other)[0] == family
+    model = Transformer(config)
+    initialize(model, seed=0, dtype=torch.float32)
+    _spread(model)
+    write_huggingface(
+        EquivalentWeights(_ModelWeights(model), config, other),
+        other,
+        family,
+        tmp_path / "out",
+        config_json(other, family),
+        dtype=torch.float32,
+    )
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    found = ours.logits(model, TOKENS)[0]
+    assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
+
+
+def test_what_no_family_computes_is_refused_with_the_nearest() -> None:
+    config = load_run([], ["model.qk_norm=true"]).config.model
+    with pytest.raises(ConfigError, match="no family of transformers computes this model"):
+        exported(config)
