@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 from moemesh.cli.table import table
@@ -18,6 +19,7 @@ from moemesh.planner.accuracy.calibration_file import (
     runs_of_cluster,
     use_cluster,
 )
+from moemesh.planner.accuracy.left_out import intervals_toml, left_out_errors
 from moemesh.planner.accuracy.published import PublishedRun, read_runs
 from moemesh.planner.accuracy.validate import (
     ErrorStatistics,
@@ -26,6 +28,7 @@ from moemesh.planner.accuracy.validate import (
     summarize,
     validate,
 )
+from moemesh.planner.intervals import Intervals
 from moemesh.planner.timing.calibration import Calibration, prior_calibration, shipped_calibration
 from moemesh.report.agreement import Agreement, agreement_chart
 
@@ -46,19 +49,21 @@ def validate_command(
     *,
     plot: Path | None = None,
     cross: bool = False,
+    intervals: Path | None = None,
 ) -> str:
     """Predict every row of a table; writes the JSON object to `out` and the picture to `plot`.
 
     Returns the statistics. With `cross` every finished run is predicted by a fit that saw no run
-    of its group instead of the packaged constants: minutes, and the honest figures.
+    of its group instead of the packaged constants: minutes, and the honest figures. With
+    `intervals` each source is left out once, and its errors are written there.
     """
     runs = read_runs(runs_file, archs)
     calibration = shipped_calibration()
     for source in clusters:
         runs, calibration = use_cluster(runs, calibration, load_cluster(source))
     further = ""
+    start = replace(prior_calibration(), allocations=calibration.allocations)
     if cross:
-        start = replace(prior_calibration(), allocations=calibration.allocations)
         validation = summarize(cross_validate(runs, start))
         further = _further_left_out(runs, start)
     else:
@@ -67,7 +72,38 @@ def validate_command(
         _write(out, json_text(validation))
     if plot is not None:
         _write(plot, _picture(validation))
+    if intervals is not None:
+        errors = left_out_errors(runs, start)
+        _write(intervals, intervals_toml(errors))
+        further += f"\n\n{intervals_text(errors)}\n\nwrote {intervals}"
     return report(validation) + further
+
+
+def intervals_text(found: Intervals) -> str:
+    """The widths of the intervals, and how many runs of each left-out source lie within."""
+    lines = [
+        "80 % intervals, and the share of a left-out source within those of the other sources:",
+        f"step time on {', '.join(sorted(found.well_measured))}: "
+        f"{_factor(found.seconds_width(next(iter(sorted(found.well_measured)), '')))}; "
+        f"on other devices: {_factor(found.seconds_width(''))}; "
+        f"memory: {_factor(found.memory_width)}",
+    ]
+    for name, coverage in (
+        ("step time", found.seconds_coverage()),
+        ("memory", found.memory_coverage()),
+    ):
+        rows = [
+            (source, str(coverage.rows[source]), f"{share:.0%}")
+            for source, share in sorted(coverage.by_source.items())
+        ]
+        rows.append(("mean over sources", "", f"{coverage.of_sources:.1%}"))
+        rows.append(("mean over rows", "", f"{coverage.of_rows:.1%}"))
+        lines += ["", table((name, "rows", "within"), rows)]
+    return "\n".join(lines)
+
+
+def _factor(width: float) -> str:
+    return f"x {exp(-width):.2f} to {exp(width):.2f}"
 
 
 def _further_left_out(runs: Sequence[PublishedRun], start: Calibration) -> str:

@@ -104,11 +104,35 @@ def plan(
     trainable: Annotated[
         bool, typer.Option("--trainable", help="Only what `moemesh train` carries out.")
     ] = False,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Tokens of the training (14.8T, 300B): days, GPU-hours."),
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE|SIZE",
+            help="Memory of each device to leave free, such as 10% or 6GiB. "
+            "[default: 1.5% on GPUs, as calibrated]",
+        ),
+    ] = None,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLAN", help='Why not this one: "tp=8,ep=64,data=zero3". May be repeated.'
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best layouts of a model on a cluster, with reasons and a certificate. Example:
+    """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
-    moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4096 --global-batch 256
+    Seconds, tokens a second, MFU and memory with 80 % intervals; with --tokens days and GPU-hours;
+    with --why what is wrong with a layout that you name. Examples:
+
+        moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4096 --global-batch 256
+
+        moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 64 --seq-len 4096 \\
+            --global-batch 15360 --tokens 14.8T --why tp=8,ep=64,data=zero3
     """
     from moemesh.planner.search.command import plan_named, to_json
 
@@ -122,11 +146,14 @@ def plan(
         precision=precision.value,
         anywhere=anywhere,
         trainable=trainable,
+        tokens=tokens,
+        headroom=headroom,
+        why=why or (),
     )
     if as_json:
         typer.echo(json.dumps(to_json(found), indent=2))
         return
-    from moemesh.cli.planning_text import plan_text
+    from moemesh.cli.plan_text import plan_text
 
     asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
     typer.echo(plan_text(found, shlex.join(map(str, [*asked, "--global-batch", global_batch]))))
@@ -161,6 +188,15 @@ def validate(
         bool,
         typer.Option("--cross-validate", help="Refit without each group, model, stack."),
     ] = False,
+    intervals: Annotated[
+        Path | None,
+        typer.Option(
+            "--intervals",
+            metavar="FILE",
+            help="Refit without each source; print 80 % intervals and their coverage, write the "
+            "errors.",
+        ),
+    ] = None,
 ) -> None:
     """Predict every row of a table of measured runs, and say how far off it is.
 
@@ -170,7 +206,9 @@ def validate(
     """
     from moemesh.cli import accuracy
 
-    text = accuracy.validate_command(runs, archs, out, cluster or [], plot=plot, cross=cross)
+    text = accuracy.validate_command(
+        runs, archs, out, cluster or [], plot=plot, cross=cross, intervals=intervals
+    )
     typer.echo(text)
 
 

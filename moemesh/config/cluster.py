@@ -68,6 +68,8 @@ class Cluster(Section):
     inter_node_latency: float
     #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
     accelerator: str = ""
+    #: Share of a device's memory that a job may take; None: as calibrated for the device.
+    usable_share: float | None = None
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
@@ -91,6 +93,14 @@ class Cluster(Section):
     def check(self) -> list[Problem]:
         """Every rule of a cluster description; an empty list is a good one."""
         problems = self.range_problems()
+        share = self.usable_share
+        if share is not None and not 0 < share <= 1:
+            message = f"usable_share is the part of a device's memory for a job, not {share}"
+            fix = "usable_share = 0.95"
+            key = "cluster.usable_share"
+            problems.append(
+                Problem(code="out-of-range", key=key, value=share, message=message, fix=fix)
+            )
         for dtype, flops in self.peak_flops.items():
             if flops <= 0:
                 key = f"cluster.peak_flops.{dtype}"
@@ -121,7 +131,7 @@ class Cluster(Section):
         lines = [f"# {line}".rstrip() for line in heading.splitlines()]
         tables = ("peak_flops", "constants")
         for name, value in self.model_dump(exclude={*tables, "links"}).items():
-            if value != "":
+            if value not in ("", None):
                 lines.append(f"{name} = {_shown(value)}")
         for name in tables:
             if values := getattr(self, name):

@@ -13,7 +13,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
-from moemesh.config.section import nearest_divisors
+from moemesh.config.section import LARGEST_SIZE, nearest_divisors
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
@@ -62,7 +62,7 @@ def read_plan(
     `microbatches` (how many) say the same thing: give one. Raises ConfigError with every problem
     found, those with `model` among them.
     """
-    table = _table(source)
+    table = plan_table(source)
     batch: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch}
     for name in _BATCH:
         written = table.pop(name, None)
@@ -91,7 +91,7 @@ def read_plan(
 
 def smallest_batch(source: str | Mapping[str, Any]) -> int:
     """The smallest global batch that the plan `source` can divide, in sequences."""
-    return _legal_batch(None, _table(source))
+    return _legal_batch(None, plan_table(source))
 
 
 def _legal_batch(given: int | None, table: Mapping[str, Any]) -> int:
@@ -131,7 +131,8 @@ def _unread(plan: Plan) -> dict[str, object]:
     }
 
 
-def _table(source: str | Mapping[str, Any]) -> dict[str, Any]:
+def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Keys and values of what names a plan. Raises ConfigError for what cannot be read."""
     if not isinstance(source, str):
         return dict(source)
     if source in preset_names(PLANS):
@@ -205,6 +206,9 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
             problems.append(_problem("out-of-range", name, value, message, f"{option} 1"))
+        elif value > LARGEST_SIZE:
+            message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
+            problems.append(_problem("out-of-range", name, value, message, fix))
     each = table.get("microbatch", 1)
     if isinstance(each, int) and each < 1:
         message = f"a microbatch is at least 1 sequence, not {each}"

@@ -32,8 +32,8 @@ _ROUNDS = 2
 _LEAST_GAIN = 1e-3
 
 #: What a cross-validation leaves out at once: a cluster's runs of one model on one number of
-#: devices, a model wherever it ran, or all that one software stack measured.
-LeftOut = Literal["group", "model", "stack"]
+#: devices, a model wherever it ran, all that one software stack measured, or a source of the table.
+LeftOut = Literal["group", "model", "stack", "source"]
 
 
 def measured_runs(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
@@ -90,7 +90,14 @@ def cross_validate(
     return [found[run.id] for run in usable]
 
 
+def study_of(run: PublishedRun) -> str:
+    """The study that a row comes from: sources whose names begin with the same word are one."""
+    return (run.source or run.cluster).partition("_")[0]
+
+
 def _group(run: PublishedRun, left_out: LeftOut) -> tuple[str, ...]:
+    if left_out == "source":
+        return (study_of(run),)
     if left_out == "stack":
         return (stack_of(run.cluster),)
     if left_out == "model":

@@ -41,7 +41,7 @@ def cluster_toml(cluster: Cluster, heading: str) -> str:
     """A Cluster file with its data-sheet numbers and its calibrated constants."""
     lines = [f"# {line}" for line in heading.splitlines()]
     for name, value in cluster.model_dump(exclude={"peak_flops", "constants"}).items():
-        if value != "":
+        if value not in ("", None):
             lines.append(f"{name} = {format_value(value)}")
     lines += _table("peak_flops", cluster.peak_flops)
     if cluster.constants:

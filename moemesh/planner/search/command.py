@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,23 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
-from moemesh.config.section import Section
+from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import preset_names
 from moemesh.config.toml import format_value
+from moemesh.planner.headroom import with_headroom
+from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
+from moemesh.planner.search.rival import Rival, why_not
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_both, load_model
+from moemesh.planner.speed import Speed, read_tokens
 from moemesh.trace.memory import format_bytes
 
+#: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
+_SHORT = 64
 #: Keys of [plan] that every answer names, with their defaults, too.
 _ALWAYS = (
     *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
@@ -42,27 +49,70 @@ class Planned:
     candidates: tuple[Candidate, ...]
     advice: Advice
     certificate: Certificate
+    #: The part of a device's memory that a job may take.
+    usable_share: float
+    #: Generation of the devices ("" is unknown): how well its step times are known.
+    generation: str = ""
+    #: What the user named, judged.
+    rivals: tuple[Rival, ...] = ()
+    #: Tokens of a training, for its days.
+    tokens: float | None = None
+
+    def speed(self, found: Candidate) -> Speed:
+        """Tokens a second, MFU and days of a candidate."""
+        return Speed.of(self.model.shape, found.layout, self.cluster, found.seconds)
+
+    def seconds_interval(self, found: Candidate) -> Interval:
+        """80 % interval of a candidate's step."""
+        return shipped_intervals().of_seconds(found.seconds, self.generation)
+
+    def memory_interval(self, found: Candidate) -> Interval:
+        """80 % interval of the bytes that it needs."""
+        return shipped_intervals().of_memory(found.memory.needed)
 
 
-def plan(model: Model, cluster: Cluster, space: Space, top: int) -> Planned:
-    """The `top` best layouts. Raises ConfigError when no layout is legal, NothingFits when none
-    fits in memory."""
+def plan(
+    model: Model, cluster: Cluster, space: Space, top: int, *, rivals: Sequence[str] = ()
+) -> Planned:
+    """The `top` best layouts, and what is wrong with `rivals` ("tp=8,ep=64"). Raises ConfigError
+    when no layout is legal, NothingFits when none fits in memory."""
     found = Found(model.shape, cluster, space)
     best = found.fitting(found.capacity, top)
     if not best:
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(found)}\n"
-            f"fix: more --nodes, a shorter --seq-len, devices with more memory"
-            + (", or all layouts, without --trainable" if space.trainable else "")
+            f"fix: {_what_helps(found)}"
         )
+    first = found.candidate(best[0])
     return Planned(
         model=model,
         cluster=cluster,
         candidates=tuple(found.candidate(index) for index in best),
         advice=advise(found, best[0]),
         certificate=found.certificate(found.seconds(best[0])),
+        usable_share=found.pricing.usable_share,
+        generation=found.pricing.device.generation,
+        rivals=tuple(why_not(found, model, first, asked) for asked in rivals),
     )
+
+
+def _what_helps(found: Found) -> str:
+    """Changes that could make something fit; a shorter sequence only where one would."""
+    space, fixes = found.space, ["more --nodes", "devices with more memory"]
+    short = min(_SHORT, space.seq_len)
+    try:
+        shorter = Found(found.shape, found.cluster, replace(space, seq_len=short))
+        helps = short < space.seq_len and bool((shorter.needed <= shorter.capacity).any())
+    except ConfigError:
+        helps = False
+    if helps:
+        fixes.insert(1, "a shorter --seq-len")
+    if space.trainable:
+        fixes.append("all layouts, without --trainable")
+    if found.cluster.usable_share is not None:
+        fixes.append("less --headroom")
+    return f"{', '.join(fixes[:-1])} or {fixes[-1]}"
 
 
 def plan_named(
@@ -76,17 +126,27 @@ def plan_named(
     precision: Precision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
+    headroom: str | float | None = None,
+    why: Sequence[str] = (),
+    tokens: str | float | None = None,
 ) -> Planned:
     """Search for the best layouts. Raises ConfigError with every problem found.
 
     `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
-    keeps to what ``moemesh train`` carries out.
+    keeps to what ``moemesh train`` carries out, `headroom` is memory of each device to leave free
+    ("10%", "6GiB"), `why` are layouts to be judged ("tp=8,ep=64"), `tokens` those of a training.
     """
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
     for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top)):
-        if value < 1:
-            problems.append(_too_small(name, value))
+        if not 1 <= value <= LARGEST_SIZE:
+            problems.append(_out_of_range(name, value))
+    wanted = None
+    try:
+        wanted = None if tokens is None else read_tokens(str(tokens))
+        machine = None if machine is None else with_headroom(machine, headroom)
+    except ConfigError as error:
+        problems += error.problems
     if machine is not None and nodes is not None:
         machine = machine.model_copy(update={"nodes": nodes})
     if machine is not None and not 1 <= machine.num_devices <= LARGEST_DEGREE:
@@ -115,7 +175,7 @@ def plan_named(
     )
     if trainable:
         _refuse_untrainable(known, space)
-    return plan(known, machine, space, top)
+    return replace(plan(known, machine, space, top, rivals=why), tokens=wanted)
 
 
 def _refuse_untrainable(model: Model, space: Space) -> None:
@@ -130,7 +190,17 @@ def to_json(planned: Planned) -> dict[str, Any]:
     """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
     certificate, advice = planned.certificate, planned.advice
     return {
-        "plans": [candidate_json(found, planned.model) for found in planned.candidates],
+        "plans": [
+            candidate_json(found, planned.model)
+            | {
+                "seconds_interval": list(planned.seconds_interval(found)),
+                "memory_interval_bytes": list(planned.memory_interval(found)),
+                "speed": planned.speed(found).to_json(planned.tokens),
+            }
+            for found in planned.candidates
+        ],
+        "device_bytes": planned.cluster.memory_bytes,
+        "usable_share": planned.usable_share,
         "lower_bound_seconds": certificate.lower_bound_seconds,
         "compute_floor_seconds": certificate.compute_floor_seconds,
         "examined": certificate.examined,
@@ -139,6 +209,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
         "why_not": list(advice.why_not),
+        "why": [rival.to_json() for rival in planned.rivals],
     }
 
 
@@ -211,11 +282,12 @@ def _set(section: str, values: Section, defaults: Section) -> list[str]:
     ]
 
 
-def _too_small(name: str, value: int) -> Problem:
+def _out_of_range(name: str, value: int) -> Problem:
+    bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
     return Problem(
         code="out-of-range",
         key=name,
         value=value,
-        message=f"{name} must be at least 1, not {value}",
-        fix=f"{name} = 1",
+        message=f"{name} must be {bound}",
+        fix=f"{name} = {1 if value < 1 else LARGEST_SIZE}",
     )

@@ -8,7 +8,7 @@ and of the microbatch. One formula call prices a family.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -57,8 +57,18 @@ class Space:
     largest_microbatch: int = 16
     largest_context: int = 64
     tensor_inside_node: bool = True
+    exits: tuple[AttentionExit, ...] = EXITS
+    fewest_stages: int = 1
+    #: Also ZeRO-2 and 3 with a pipeline, where gradients travel for every microbatch.
+    sharded_pipelines: bool = False
+    #: Values that do not vary, by their names in a layout; `microbatches` among them.
+    fixed: Mapping[str, int] = field(default_factory=dict[str, int])
     #: Only what `moemesh train` carries out.
     trainable: bool = False
+
+    def allows(self, **values: int) -> bool:
+        """Whether none of the values is fixed at another one."""
+        return all(self.fixed.get(name, value) == value for name, value in values.items())
 
 
 class Columns(NamedTuple):
@@ -135,6 +145,8 @@ _DEGREES = ("tp", "cp", "dp", "ep", "etp", "microbatch")
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
     """Every family with its legal columns; what a rule cuts is counted in `rejected`."""
     for pp in divisors(space.num_devices):
+        if pp < space.fewest_stages or not space.allows(pp=pp):
+            continue
         if pp > shape.num_layers:
             rejected["more stages than layers"] += 1
             continue
@@ -142,6 +154,8 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         if not len(columns):
             continue
         for schedule, chunks in _schedules(shape, space, pp):
+            if not space.allows(stages_per_rank=chunks):
+                continue
             allowed = columns.where(runs(schedule, pp, columns.microbatches))
             rejected[f"microbatches do not fit {schedule}"] += len(columns) - len(allowed)
             if not len(allowed):
@@ -149,12 +163,12 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             for zero in space.zero:
                 # Nothing to shard where no rank holds the same weights.
                 own = allowed.where(allowed.dp * allowed.cp > 1) if zero else allowed
-                if zero >= 2 and pp > 1:
+                if zero >= 2 and pp > 1 and not space.sharded_pipelines:
                     # Gradients (and weights) would travel again for every microbatch.
                     rejected["ZeRO-2 or 3 with a pipeline"] += len(own) * len(space.recompute)
                     continue
-                for attention_exit in EXITS:
-                    if attention_exit != EXITS[0]:
+                for attention_exit in space.exits:
+                    if attention_exit != space.exits[0]:
                         own = own.where(own.tp > 1)
                     for recompute in space.recompute:
                         if len(own):
@@ -178,7 +192,8 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
         if schedule == "interleaved_1f1b":
             for chunks in range(2, shape.num_layers // pp + 1):
                 # Unequal chunks make the longest stage the pace of all.
-                if shape.num_layers % (pp * chunks) == 0 or chunks in (2, 3, 4):
+                is_even = shape.num_layers % (pp * chunks) == 0
+                if is_even or chunks in (2, 3, 4) or "stages_per_rank" in space.fixed:
                     yield schedule, chunks
         elif schedule not in ("zb_v", "dualpipe_v") or 2 * pp <= shape.num_layers:
             yield schedule, 1
@@ -213,7 +228,14 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
             share = space.global_batch // dp
             batches = [size for size in divisors(share) if size <= space.largest_microbatch]
             for ep, etp in _expert_degrees(shape, space, stage):
-                rows += [(tp, cp, dp, ep, etp, size, share // size) for size in batches]
+                rows += [
+                    (tp, cp, dp, ep, etp, size, share // size)
+                    for size in batches
+                    if space.allows(
+                        tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, microbatch=size,
+                        microbatches=share // size,
+                    )
+                ]  # fmt: skip
     table = np.array(rows, dtype=np.int64).reshape(-1, len(Columns._fields))
     return Columns(*(np.ascontiguousarray(column) for column in table.T))
 

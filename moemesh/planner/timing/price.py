@@ -114,6 +114,8 @@ def pricing(cluster: Cluster) -> Pricing:
     if not device.generation:
         # Nothing is known of the libraries of such a device (a CPU, say).
         allocation = replace(allocation, workspace_bytes=0.0, usable_share=1.0)
+    if cluster.usable_share is not None:
+        allocation = replace(allocation, usable_share=cluster.usable_share)
     return Pricing(
         device=device,
         constants=replace(calibrated.constants(key), **cluster.constants),

@@ -1,0 +1,321 @@
+"""The answer of `moemesh plan` as text: the layouts, their figures, reasons, and the command."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from math import floor
+from typing import Any
+
+from moemesh.cli.table import table
+from moemesh.planner.intervals import Interval
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.layout_sources import untrained
+from moemesh.planner.search.command import Planned, not_trained, plan_keys, train_command
+from moemesh.planner.search.rival import Rival
+from moemesh.planner.search.search import Candidate
+from moemesh.trace.memory import format_bytes
+
+WIDTH = 80
+#: Columns of the table of layouts, as keys of [plan], and their heads.
+COLUMNS: dict[str, str] = {
+    "pp": "pp",
+    "dp": "dp",
+    "cp": "cp",
+    "tp": "tp",
+    "ep": "ep",
+    "etp": "etp",
+    "schedule": "schedule",
+    "microbatches": "parts",
+    "data": "data",
+    "recompute": "recompute",
+    "attention_exit": "exit",
+    "dispatcher": "dispatch",
+}
+#: Long values in the table.
+_SHORT_WORDS = {
+    "interleaved_1f1b": "1f1b",
+    "replicate": "copies",
+    "selective": "part",
+    "reduce_scatter": "scatter",
+    "all_reduce": "reduce",
+    "all_to_all": "all2all",
+    "hierarchical": "nodes",
+}
+_LEGEND = {
+    "pp": "pp dp cp tp: pipeline, data, context and tensor ranks",
+    "ep": "ep etp: ranks that share the experts, and that share one expert",
+    "schedule": "schedule: of the pipeline; 1f1b x2 is interleaved_1f1b with stages_per_rank = 2",
+    "microbatches": "parts: microbatches of a step and replica",
+    "data": "data: copies (replicate), or zero1 to zero3",
+    "recompute": "recompute: part is selective",
+    "attention_exit": "exit: the collective behind attention (reduce_scatter, all_to_all)",
+    "dispatcher": "dispatch: of tokens to experts (all_to_all; nodes is hierarchical)",
+}
+#: What the parts of a step are.
+PARTS = {
+    "compute": "dense matrix products",
+    "attention": "attention cores",
+    "elementwise": "norms, residuals, activations",
+    "experts": "products of experts and their exchange",
+    "launches": "the device waits for its host",
+    "head": "logits and loss",
+    "tensor": "collectives over tp",
+    "context": "collectives over cp",
+    "data": "exposed gradients and weights",
+    "pipeline": "messages between stages",
+    "bubble": "waiting of the schedule",
+    "optimizer": "update of the weights",
+    "other": "all smaller parts",
+}
+
+
+def plan_text(planned: Planned, asked: str) -> str:
+    """The best layouts; `asked` are options that `moemesh estimate` takes, too."""
+    best, cluster = planned.candidates[0], planned.cluster
+    capacity = cluster.memory_bytes * planned.usable_share
+    nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
+    lines = [
+        f"{planned.model.shape.name} on {cluster.num_devices} devices of {cluster.name} ({nodes})",
+        f"{best.layout.seq_len:,} tokens a sequence, {best.layout.global_batch:,} sequences a step",
+        f"{format_bytes(cluster.memory_bytes)} a device, {format_bytes(round(capacity))} of it "
+        f"usable ({planned.usable_share:.1%}; --headroom leaves more)",
+        "",
+        *_layouts(planned.candidates),
+        "",
+        _figures(planned),
+        *wrapped(
+            "80 %: the interval that held four in five runs of sources which the fit had not seen"
+        ),
+        *wrapped(f"MFU: model FLOPs of a step / (seconds x {cluster.num_devices} devices x "
+                 f"{planned.speed(best).peak_flops / 1e12:,.4g} TFLOP/s)"),
+        "",
+        *_step(best),
+        "",
+        *_memory(best, capacity),
+        *wrapped(f"binding: {planned.advice.binding}"),
+    ]  # fmt: skip
+    if planned.advice.why_not:
+        lines += ["", "faster, and too large for the memory:"]
+        lines += [line for why in planned.advice.why_not for line in wrapped(f"- {why}", "  ")]
+    for rival in planned.rivals:
+        lines += ["", *rival_text(rival, best, capacity)]
+    return "\n".join(
+        [*lines, "", *_certificate(planned, best), "", *_command(planned, best, asked)]
+    )
+
+
+def _layouts(candidates: Sequence[Candidate]) -> list[str]:
+    """The table of layouts: what differs, or is no default, in columns; the rest in a line."""
+    rows = [_cells(found.layout) for found in candidates]
+    shown = [
+        name
+        for name in COLUMNS
+        if len({row[name] for row in rows}) > 1 or (name in ("pp", "dp", "cp", "tp", "ep"))
+    ]
+    header = ("#", *(COLUMNS[name] for name in shown))
+    body = [
+        (str(number), *(row[name] for name in shown)) for number, row in enumerate(rows, start=1)
+    ]
+    same = [f"{COLUMNS[name]} {rows[0][name]}" for name in COLUMNS if name not in shown]
+    every = "every layout: " if len(rows) > 1 else "with "
+    legend = [text for name, text in _LEGEND.items() if any(row[name] != "-" for row in rows)]
+    return [
+        table(header, body),
+        *(wrapped(every + ", ".join(same)) if same else ()),
+        *wrapped("; ".join(legend)),
+    ]
+
+
+def _cells(layout: PlannedLayout) -> dict[str, str]:
+    """The short words of a layout by key of [plan]; "-" for what has no meaning in it."""
+    keys: Mapping[str, Any] = plan_keys(layout)
+    found = {name: _SHORT_WORDS.get(str(keys[name]), str(keys[name])) for name in COLUMNS}
+    if keys["stages_per_rank"] > 1:
+        found["schedule"] += f" x{keys['stages_per_rank']}"
+    for key, name in (("pp", "schedule"), ("tp", "attention_exit"), ("ep", "dispatcher")):
+        if keys[key] == 1:
+            found[name] = "-"
+    return found
+
+
+def _figures(planned: Planned) -> str:
+    rows: list[tuple[str, ...]] = []
+    tokens = planned.tokens
+    is_small = max(found.memory.needed for found in planned.candidates) < 2**30
+    unit, name = (2.0**20, "MiB") if is_small else (2.0**30, "GiB")
+    for number, found in enumerate(planned.candidates, start=1):
+        speed = planned.speed(found)
+        memory = planned.memory_interval(found)
+        row = (
+            str(number),
+            f"{found.seconds:.3f}",
+            _between(planned.seconds_interval(found), 1.0),
+            f"{found.memory.needed / unit:.1f}",
+            _between(memory, unit),
+            f"{speed.tokens_per_second:,.0f}",
+            f"{speed.tokens_per_second_per_gpu:,.1f}",
+            f"{speed.mfu:.1%}",
+        )
+        rows.append(row)
+    header = ("#", "seconds", "80 %", name, "80 %", "tokens/s", "a GPU", "MFU")
+    found = table(header, rows)
+    if tokens is None:
+        return found
+    costs = [
+        (
+            str(number),
+            f"{planned.speed(one).days(tokens):,.1f}",
+            _between(_scaled(planned, one, tokens), 1.0),
+            f"{planned.speed(one).gpu_hours(tokens):,.0f}",
+        )
+        for number, one in enumerate(planned.candidates, start=1)
+    ]
+    of_tokens = table(("#", "days", "80 %", "GPU-hours"), costs)
+    return f"{found}\n\n{tokens:.4g} tokens, steps alone (no evaluation, no restart):\n{of_tokens}"
+
+
+def _scaled(planned: Planned, found: Candidate, tokens: float) -> Interval:
+    days, interval = planned.speed(found).days(tokens), planned.seconds_interval(found)
+    return Interval(*(days * one / found.seconds for one in interval))
+
+
+def _between(interval: Interval, unit: float) -> str:
+    low, high = (value / unit for value in interval)
+    digits = 3 if high < 1 else 2 if high < 10 else 1 if high < 100 else 0
+    return f"{low:,.{digits}f}-{high:,.{digits}f}"
+
+
+def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """(part, seconds, percent) of a step, the largest first: percents are rounded to tenths that
+    add up to 100, what is below 0.05 % is `other`."""
+    total = breakdown["total"]
+    parts = {name: x for name, x in breakdown.items() if name != "total"}
+    large = {name: x for name, x in parts.items() if x >= 0.0005 * total}
+    rest = total - sum(large.values())
+    if abs(rest) >= 0.0005 * total:
+        large["other"] = rest
+    ordered = sorted(large.items(), key=lambda item: -item[1])
+    whole = sum(x for _, x in ordered)
+    exact = [1000 * x / whole for _, x in ordered]
+    tenths = [floor(x) for x in exact]
+    # The largest remainders round up, so that the sum is right.
+    order = sorted(range(len(exact)), key=lambda i: tenths[i] - exact[i])
+    for index in order[: 1000 - sum(tenths)]:
+        tenths[index] += 1
+    return [(name, x, tenth / 10) for (name, x), tenth in zip(ordered, tenths, strict=True)]
+
+
+def _step(best: Candidate) -> list[str]:
+    rows = [
+        (f"  {name}", f"{seconds:.4g} s", f"{percent:.1f}%", f"  {PARTS.get(name, '')}")
+        for name, seconds, percent in step_parts(best.breakdown)
+    ]
+    rows.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
+    lines = table(("a step of the first", "", ""), [row[:3] for row in rows]).split("\n")
+    texts = ["", *(row[3] for row in rows)]
+    return [f"{line}{text}".rstrip() for line, text in zip(lines, texts, strict=True)]
+
+
+def _memory(best: Candidate, capacity: float) -> list[str]:
+    memory = best.memory
+    kept = ("states", "activations", "logits", "working")
+    rest = memory.needed - sum(getattr(memory, name) for name in kept)
+    parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
+    held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
+    free = format_bytes(round(capacity - memory.needed))
+    return wrapped(f"memory of pipeline rank {memory.rank}: {held}; {free} of the usable are free")
+
+
+def rival_text(rival: Rival, best: Candidate, capacity: float) -> list[str]:
+    """Why a layout that was named is not the answer."""
+    lines = [f"why not {rival.asked}?"]
+    if rival.candidate is None:
+        for problem in rival.problems:
+            fix = f" Nearest legal: {problem.fix}." if problem.fix else ""
+            lines += wrapped(f"  illegal: {problem.message}.{fix}", "  ")
+        return lines
+    found = rival.candidate
+    words = found.layout.text.replace("=", " ").replace(",", ", ")
+    lines += wrapped(f"  the best layout with it: {words}", "    ")
+    if rival.verdict == "chosen":
+        return [*lines, "  this is the first of the table"]
+    if rival.beyond:
+        lines += wrapped(f"  it breaks what the search assumes: {', '.join(rival.beyond)}", "    ")
+    if rival.short:
+        more = ", ".join(
+            f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
+        )
+        needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
+        lines += wrapped(
+            f"  does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are "
+            f"usable, {format_bytes(round(rival.short))} short"
+            + (f"; against the first: {more}" if more else ""),
+            "    ",
+        )
+        if near := rival.nearest:
+            change = f"{near.change}: {format_bytes(round(near.needed))}, {near.seconds:.4g} s"
+            lines += wrapped(f"  nearest that fits: {change}", "    ")
+    share = rival.slower / best.seconds
+    if rival.verdict == "equal":
+        lines += wrapped("  as fast as the first: the time model does not tell them apart")
+        return lines
+    word = "slower" if rival.slower > 0 else "faster"
+    lines.append(
+        f"  {abs(share):.1%} {word}: {found.seconds:.4g} s, the first {best.seconds:.4g} s"
+    )
+    least = 0.001 * best.seconds
+    changed = [(name, more) for name, more in rival.parts if abs(more) >= least]
+    if changed:
+        told = ", ".join(f"{name} {more:+.4g} s" for name, more in changed)
+        lines += wrapped(f"  by part: {told}", "    ")
+    return lines
+
+
+def _certificate(planned: Planned, best: Candidate) -> list[str]:
+    certificate = planned.certificate
+    gap = best.seconds / certificate.lower_bound_seconds - 1
+    return [
+        *wrapped(
+            f"certificate: {certificate.examined:,} layouts examined; none of them that fits is "
+            f"faster under this model (lower bound {certificate.lower_bound_seconds:.3f} s, gap "
+            f"{gap:.1%}); computing alone takes {certificate.compute_floor_seconds:.3f} s"
+        ),
+        *wrapped(
+            "left out: "
+            + "; ".join(f"{name} {count:,}" for name, count in certificate.rejected.items())
+        ),
+        *wrapped("assumed: " + "; ".join(certificate.assumptions)),
+    ]
+
+
+def _command(planned: Planned, best: Candidate, asked: str) -> list[str]:
+    if not (refused := not_trained(best.layout, planned.model)):
+        return folded(train_command(best.layout, planned.model))
+    lines = [
+        *folded(f"moemesh estimate {asked} --plan {best.layout.text}"),
+        *wrapped(f"this version plans {', '.join(refused)} and does not train it"),
+    ]
+    if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
+        lines.append("the best of what it trains: the same call with --trainable")
+    return lines
+
+
+def wrapped(line: str, indent: str = "    ") -> list[str]:
+    """The line in pieces of at most 80 columns; a word that is longer stays whole."""
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def folded(command: str) -> list[str]:
+    """A call in lines of at most 80 columns that a shell reads as one: broken before options."""
+    lines = [""]
+    for part in command.replace(" --", "\n--").split("\n"):
+        joined = f"{lines[-1]} {part}" if lines[-1] else part
+        if lines[-1] and len(joined) > WIDTH - 2:
+            lines[-1] += " \\"
+            lines.append(f"  {part}")
+        else:
+            lines[-1] = joined
+    return lines

@@ -1,0 +1,221 @@
+"""80 % intervals of predicted seconds and memory, from errors on sources that no fit had seen.
+
+``presets/calibration/intervals.toml`` holds, for each published source, how its runs deviate from
+a prediction by a fit without that source (`moemesh.planner.accuracy.left_out` writes it). A source
+is one draw, however many rows it has: its errors share one weight. The interval of a prediction x
+is [x / e^w, x e^w], symmetric because nobody knows the sign of the next source's bias:
+
+    seconds   w: 80 % quantile of |log(measured / predicted)|, of sources alike
+    memory    w: where the mean over sources of the share of runs within reaches 80 %
+
+Alike are device generations: one that at least three sources measured, or one that fewer did. Most
+memory labels say only whether a run fitted. What share of such a source's runs needs at most e^x
+times the prediction is then the isotonic regression of "it ran" on x = log(memory / predicted).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from math import exp
+from typing import Any, NamedTuple
+
+LEVEL = 0.8
+#: Sources that make a device generation a well-measured one.
+ENOUGH_SOURCES = 3
+
+
+class Interval(NamedTuple):
+    """Where the measurement lies in 80 % of cases, if the next source is like those of the past."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, value: float, width: float) -> Interval:
+        """The interval of `width` in logarithms."""
+        return cls(value / exp(width), value * exp(width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondsErrors:
+    """Log of measured over predicted step times, of one source on one device generation."""
+
+    source: str
+    generation: str
+    errors: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryErrors:
+    """One source: logs of measured over predicted bytes; or logs of the device's memory over the
+    predicted bytes, of runs that `ran` and of those that ran `out` of memory."""
+
+    source: str
+    errors: tuple[float, ...] = ()
+    ran: tuple[float, ...] = ()
+    out: tuple[float, ...] = ()
+
+    def within(self, width: float) -> float:
+        """The share of this source's runs whose memory lies in the interval."""
+        if self.errors:
+            return sum(abs(error) <= width for error in self.errors) / len(self.errors)
+        return self._needing_at_most(width) - self._needing_at_most(-width)
+
+    def _needing_at_most(self, x: float) -> float:
+        """The share of runs that need at most e^x times the prediction."""
+        places, shares = self._isotonic
+        if x < places[0]:
+            return 0.0
+        if x >= places[-1]:
+            return 1.0
+        return shares[max(index for index, place in enumerate(places) if place <= x)]
+
+    @cached_property
+    def _isotonic(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(log margin, share that ran), ascending: pooled adjacent violators."""
+        margins = sorted({*self.ran, *self.out})
+        pools: list[tuple[float, int, int]] = []  # share, runs, margins
+        for margin in margins:
+            ran, out = self.ran.count(margin), self.out.count(margin)
+            pools.append((ran / (ran + out), ran + out, 1))
+            while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+                (high, many, left), (low, more, right) = pools[-2:]
+                share = (high * many + low * more) / (many + more)
+                pools[-2:] = [(share, many + more, left + right)]
+        shares = [share for share, _, count in pools for _ in range(count)]
+        return tuple(margins), tuple(shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Of every source, the share of its runs within intervals that the other sources give; `rows`
+    is how many runs of each source have an error of their own."""
+
+    by_source: Mapping[str, float]
+    rows: Mapping[str, int]
+
+    @property
+    def of_sources(self) -> float:
+        """The mean over sources."""
+        return sum(self.by_source.values()) / len(self.by_source)
+
+    @property
+    def of_rows(self) -> float:
+        """The mean over runs."""
+        weighted = sum(share * self.rows[name] for name, share in self.by_source.items())
+        return weighted / sum(self.rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """The widths that errors on left-out sources give."""
+
+    seconds: tuple[SecondsErrors, ...]
+    memory: tuple[MemoryErrors, ...]
+
+    @cached_property
+    def well_measured(self) -> frozenset[str]:
+        """Generations of devices that enough sources measured."""
+        names = [one.generation for one in self.seconds]
+        return frozenset(name for name in names if names.count(name) >= ENOUGH_SOURCES)
+
+    def of_seconds(self, value: float, generation: str) -> Interval:
+        """The interval of a step time on a device of that generation ("" is an unknown one)."""
+        return Interval.around(value, self.seconds_width(generation))
+
+    def of_memory(self, value: float) -> Interval:
+        """The interval of the bytes that a device needs."""
+        return Interval.around(value, self.memory_width)
+
+    def seconds_width(self, generation: str, *, without: str = "") -> float:
+        """Half the interval in logarithms; `without` leaves a source out."""
+        known = generation in self.well_measured
+        others = [one for one in self.seconds if one.source != without]
+        alike = [one for one in others if (one.generation in self.well_measured) == known]
+        by_source: dict[str, list[float]] = {}
+        for one in alike or others:
+            by_source.setdefault(one.source, []).extend(abs(error) for error in one.errors)
+        return _quantile(by_source.values())
+
+    @cached_property
+    def memory_width(self) -> float:
+        """The same of memory."""
+        return _memory_width(self.memory)
+
+    def seconds_coverage(self) -> Coverage:
+        """Each source against the widths that the others give."""
+        hits: dict[str, list[bool]] = {}
+        for one in self.seconds:
+            width = self.seconds_width(one.generation, without=one.source)
+            found = [abs(error) <= width for error in one.errors]
+            hits.setdefault(one.source, []).extend(found)
+        return Coverage(
+            by_source={name: sum(found) / len(found) for name, found in hits.items()},
+            rows={name: len(found) for name, found in hits.items()},
+        )
+
+    def memory_coverage(self) -> Coverage:
+        """The same of memory."""
+        within: dict[str, float] = {}
+        for one in self.memory:
+            width = _memory_width([other for other in self.memory if other is not one])
+            within[one.source] = one.within(width)
+        rows = {one.source: len(one.errors) or len(one.ran) + len(one.out) for one in self.memory}
+        return Coverage(by_source=within, rows=rows)
+
+
+def _quantile(sources: Iterable[Sequence[float]]) -> float:
+    """The 80 % quantile of numbers of which each source has the same weight in all: between the
+    middles of the steps of their distribution."""
+    weighted = sorted((value, 1 / len(found)) for found in sources for value in found)
+    total = sum(weight for _, weight in weighted)
+    before, below, previous = 0.0, 0.0, weighted[0][0]
+    for value, weight in weighted:
+        place = (before + weight / 2) / total
+        if place >= LEVEL:
+            share = (LEVEL - below) / (place - below)
+            return previous + share * (value - previous)
+        before, below, previous = before + weight, place, value
+    return previous
+
+
+def _memory_width(sources: Sequence[MemoryErrors]) -> float:
+    """The least width that holds 80 % of the runs of the mean source."""
+    places = {abs(x) for one in sources for x in (*one.errors, *one.ran, *one.out)}
+
+    def share(width: float) -> float:
+        return sum(one.within(width) for one in sources) / len(sources)
+
+    return next((width for width in sorted(places) if share(width) >= LEVEL), max(places))
+
+
+def read_intervals(table: Mapping[str, Any]) -> Intervals:
+    """Errors of left-out sources from parsed TOML."""
+    return Intervals(
+        seconds=tuple(
+            SecondsErrors(
+                source=one["source"], generation=one["generation"], errors=tuple(one["errors"])
+            )
+            for one in table["seconds"]
+        ),
+        memory=tuple(
+            MemoryErrors(
+                source=one["source"],
+                errors=tuple(one.get("errors", ())),
+                ran=tuple(one.get("ran", ())),
+                out=tuple(one.get("out", ())),
+            )
+            for one in table["memory"]
+        ),
+    )
+
+
+@cache
+def shipped_intervals() -> Intervals:
+    """What the package ships, from published runs."""
+    home = files("moemesh.config") / "presets" / "calibration"
+    return read_intervals(tomllib.loads((home / "intervals.toml").read_text(encoding="utf-8")))

@@ -1,0 +1,264 @@
+"""Why not that layout: a favourite of the user's against the best of the search.
+
+What a rival leaves open is filled in by the same search: "tp=8,ep=64,data=zero3" is the best layout
+that has these three. Keys that no search varies (a dispatcher, a payload, ...) are set on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, get_args
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.plan import DEGREES, ScheduleName
+from moemesh.config.section import divisors, nearest_divisors
+from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout
+from moemesh.planner.peak_memory import PeakMemory
+from moemesh.planner.plan_text import plan_table, read_plan
+from moemesh.planner.search.advice import difference
+from moemesh.planner.search.nearest import Nearest, nearest_that_fits
+from moemesh.planner.search.search import Candidate, Found
+from moemesh.planner.search.space import EXITS, Space
+from moemesh.planner.shapes.load import Model
+
+Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chosen"]
+
+#: Degrees whose product is the number of devices.
+_WORLD = ("pp", "dp", "cp", "tp")
+_FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
+#: Keys that say what the search varies.
+_SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
+#: Kinds of problems that no other degrees could mend.
+_WORDS = frozenset(
+    {"unknown-key", "bad-choice", "not-a-choice", "wrong-type", "out-of-range", "conflict"}
+)
+#: Shares of a step that are rounding.
+_EQUAL = 1e-9
+MEMORY_PARTS = ("states", "activations", "logits", "working")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A layout that somebody names, judged. `asked` is the text; `problems` why it is illegal;
+    else `candidate` is the best layout with what was asked, `short` the bytes that it lacks (0
+    where it fits), `slower` the seconds of a step and `parts` those of each part that it takes
+    beyond the best (negative where it takes less), the largest first; `memory` the bytes of each
+    part of the memory beyond the best; `nearest` the smallest change that fits; `beyond` the
+    assumptions of the search that it breaks."""
+
+    asked: str
+    verdict: Verdict
+    problems: tuple[Problem, ...] = ()
+    candidate: Candidate | None = None
+    change: str = ""
+    short: float = 0.0
+    slower: float = 0.0
+    parts: tuple[tuple[str, float], ...] = ()
+    memory: tuple[tuple[str, float], ...] = ()
+    nearest: Nearest | None = None
+    beyond: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """One of the key "why" of ``plan --json``."""
+        found: dict[str, Any] = {"asked": self.asked, "verdict": self.verdict}
+        if self.candidate is None:
+            return found | {
+                "problems": [
+                    {"key": one.key, "message": one.message, "fix": one.fix}
+                    for one in self.problems
+                ]
+            }
+        return found | {
+            "plan": self.candidate.layout.text,
+            "change": self.change,
+            "seconds": self.candidate.seconds,
+            "memory_bytes": self.candidate.memory.needed,
+            "short_bytes": self.short,
+            "slower_seconds": self.slower,
+            "parts": dict(self.parts),
+            "memory": dict(self.memory),
+            "nearest_that_fits": None if self.nearest is None else self.nearest.layout.text,
+            "beyond": list(self.beyond),
+        }
+
+
+def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
+    """Judge the layout `asked` ("tp=8,ep=64,data=zero3") against the best of `found`. Raises
+    ConfigError for a text that is no plan."""
+    table = plan_table(asked)
+    for name in ("seq_len", "global_batch"):
+        table.pop(name, None)
+    space = found.space
+    if problems := _broken_words(table, model, space):
+        raise ConfigError(problems)
+    if problems := _world_problems(table, space.num_devices):
+        return Rival(asked=asked, verdict="illegal", problems=tuple(problems))
+    narrow, beyond = _space_of(table, space)
+    try:
+        within = Found(found.shape, found.cluster, narrow)
+    except ConfigError:
+        problems = _why_illegal(table, model, space)
+        return Rival(asked=asked, verdict="illegal", problems=problems)
+    fitting = within.fitting(within.capacity, 1)
+    # Where nothing fits, the layout that needs least is the one to look at.
+    candidate = within.candidate(fitting[0] if fitting else within.smallest())
+    layout = candidate.layout
+    if more := {
+        key: value
+        for key, value in table.items()
+        if key not in _SEARCHED and value != getattr(layout, key, None)
+    }:
+        candidate = _with(found, model, candidate, more)
+    return _judged(found, best, asked, candidate, beyond)
+
+
+def _judged(
+    found: Found, best: Candidate, asked: str, candidate: Candidate, beyond: tuple[str, ...]
+) -> Rival:
+    short = max(candidate.memory.needed - found.capacity, 0.0)
+    slower = candidate.seconds - best.seconds
+    names = {*candidate.breakdown, *best.breakdown} - {"total"}
+    more = {
+        name: candidate.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names
+    }
+    parts = sorted(more.items(), key=lambda item: (-item[1], item[0]))
+    verdict: Verdict = "slower" if slower > 0 else "faster"
+    if abs(slower) <= _EQUAL * best.seconds:
+        verdict = "equal"
+    if candidate.layout == best.layout:
+        verdict = "chosen"
+    nearest = None
+    if short:
+        verdict = "does not fit"
+        nearest = nearest_that_fits(found.shape, found.cluster, candidate.layout)
+    return Rival(
+        asked=asked,
+        verdict=verdict,
+        candidate=candidate,
+        change=difference(best.layout, candidate.layout),
+        short=short,
+        slower=slower,
+        parts=tuple(parts),
+        memory=tuple(_memory_beyond(candidate.memory, best.memory)),
+        nearest=nearest,
+        beyond=beyond,
+    )
+
+
+def _memory_beyond(memory: PeakMemory, best: PeakMemory) -> list[tuple[str, float]]:
+    more = [(part, getattr(memory, part) - getattr(best, part)) for part in MEMORY_PARTS]
+    return sorted(more, key=lambda item: -item[1])
+
+
+def _broken_words(table: Mapping[str, Any], model: Model, space: Space) -> list[Problem]:
+    """Keys and values that are none of a plan, whatever the other keys say."""
+    one = {**table, "microbatch": table.get("microbatch", 1)}
+    if "microbatches" in table:
+        del one["microbatch"]
+    found = _problems(one, model, space)
+    return [problem for problem in found if problem.code in _WORDS]
+
+
+def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
+    """Degrees whose product no number of replicas completes to all devices."""
+    named = {key: table[key] for key in _WORLD if key in table}
+    product = prod(named.values())
+    if devices % product == 0 and (len(named) < len(_WORLD) or product == devices):
+        return []
+    key = "dp" if len(named) == len(_WORLD) else max(named, key=lambda name: named[name])
+    rest, shown = product // named[key], " x ".join(f"{k} {v}" for k, v in named.items())
+    if len(named) > 1:
+        shown += f" = {product}"
+    if devices % rest:
+        fix = f"degrees whose product divides {devices}"
+    elif len(named) == len(_WORLD):
+        fix = f"{key} = {devices // rest}"
+    else:
+        fix = f"{key} = {nearest_divisors(devices // rest, named[key])}"
+    is_whole = len(named) == len(_WORLD)
+    message = f"{shown} {'is not' if is_whole else 'does not divide'} the {devices} devices"
+    return [Problem(code="layout", key=f"plan.{key}", value=named[key], message=message, fix=fix)]
+
+
+def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
+    """The rules that break under the completion which breaks fewest."""
+    best: list[Problem] | None = None
+    for pp in [table["pp"]] if "pp" in table else divisors(space.num_devices):
+        rest = pp * table.get("cp", 1) * table.get("tp", 1)
+        if "dp" not in table and space.num_devices % rest:
+            continue
+        filled = {"dp": space.num_devices // rest, "pp": pp, **table}
+        if "microbatches" not in table:
+            filled.setdefault("microbatch", 1)
+        problems = _problems(filled, model, space)
+        if best is None or len(problems) < len(best):
+            best = problems
+    shown = ", ".join(f"{key} = {value}" for key, value in table.items())
+    message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
+    whole = Problem(code="layout", key="plan", value=shown, message=message, fix="name fewer keys")
+    return tuple(best) if best else (whole,)
+
+
+def _problems(table: Mapping[str, Any], model: Model, space: Space) -> list[Problem]:
+    """What is wrong with a complete plan."""
+    try:
+        read_plan(table, seq_len=space.seq_len, global_batch=space.global_batch, model=model)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str, ...]]:
+    """The space with what the table says held fixed, and the assumptions that it breaks."""
+    changes: dict[str, Any] = {
+        "fixed": {key: value for key, value in table.items() if key in _FIXED},
+        "trainable": False,
+    }
+    beyond: list[str] = []
+    if (schedule := table.get("schedule")) in get_args(ScheduleName):
+        changes["schedules"] = (schedule,)
+        changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2
+    if (zero := _zero(table)) is not None:
+        changes["zero"] = (zero,)
+        if zero >= 2 and table.get("pp", 1) > 1:
+            changes["sharded_pipelines"] = True
+            beyond.append("ZeRO-2 or 3 with a pipeline")
+    if (word := table.get("recompute")) in RECOMPUTED:
+        changes["recompute"] = (word,)
+    if (leaves := table.get("attention_exit")) is not None:
+        changes["exits"] = (leaves,)
+        if leaves not in EXITS:
+            beyond.append(f"attention_exit = {leaves}")
+    if max(table.get("tp", 1), table.get("etp", 1)) > space.node_size:
+        changes["tensor_inside_node"] = False
+        beyond.append("tensor groups across nodes")
+    changes["largest_microbatch"] = max(space.largest_microbatch, table.get("microbatch", 1))
+    if count := table.get("microbatches", 0):
+        largest = max(space.global_batch // count, 1)
+        changes["largest_microbatch"] = max(changes["largest_microbatch"], largest)
+    changes["largest_context"] = max(space.largest_context, table.get("cp", 1))
+    return replace(space, **changes), tuple(beyond)
+
+
+def _zero(table: Mapping[str, Any]) -> int | None:
+    if table.get("data") in DATA:
+        return DATA.index(table["data"])
+    return table.get("zero")
+
+
+def _with(found: Found, model: Model, candidate: Candidate, more: Mapping[str, Any]) -> Candidate:
+    """The candidate with keys that no search varies, priced again. Raises ConfigError."""
+    layout = candidate.layout
+    table = {**plan_table(layout.text), **more}
+    changed = read_plan(
+        table, seq_len=layout.seq_len, global_batch=layout.global_batch, model=model
+    ).layout
+    return priced(found, changed)
+
+
+def priced(found: Found, layout: PlannedLayout) -> Candidate:
+    """Any layout with the prices of the search."""
+    memory, seconds = found.pricing.price(found.shape, layout)
+    return Candidate(layout=layout, seconds=seconds["total"], breakdown=seconds, memory=memory)

@@ -1,0 +1,188 @@
+"""Why not X: what is illegal, too large or slower, with numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from moemesh.cli.plan_text import WIDTH, folded, plan_text, step_parts
+from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.planner.plan_text import read_plan
+from moemesh.planner.search.command import Planned, plan_named, to_json
+from moemesh.planner.search.rival import Rival, why_not
+from moemesh.planner.search.search import Found
+from moemesh.planner.search.space import Space
+from moemesh.planner.shapes.load import load_model
+
+
+@cache
+def searched() -> tuple[Found, Planned]:
+    machine = load_cluster("dgx_h100")
+    space = Space(num_devices=8, node_size=8, seq_len=4096, global_batch=64)
+    found = Found(load_model("deepseek-v2-lite").shape, machine, space)
+    return found, plan_named("deepseek-v2-lite", machine, 4096, 64, top=30)
+
+
+def judged(asked: str) -> Rival:
+    found, planned = searched()
+    return why_not(found, planned.model, planned.candidates[0], asked)
+
+
+def test_the_best_layout_is_the_one_that_was_chosen() -> None:
+    _, planned = searched()
+    assert judged(planned.candidates[0].layout.text).verdict == "chosen"
+
+
+def test_what_is_left_open_is_the_best_that_the_search_has() -> None:
+    """A plain loop over all layouts with tp = 4 and ZeRO-3 finds none that is faster."""
+    found, _ = searched()
+    rival = judged("tp=4,data=zero3")
+    assert rival.candidate is not None
+    assert (rival.candidate.layout.tp, rival.candidate.layout.zero) == (4, 3)
+    layouts = ((index, found.layout(index)) for index in range(found.examined))
+    alike = [
+        index
+        for index, one in layouts
+        if one.tp == 4 and one.zero == 3 and found.needed[index] <= found.capacity
+    ]
+    assert len(alike) > 10
+    assert rival.candidate.seconds == pytest.approx(min(found.seconds(index) for index in alike))
+
+
+def test_the_parts_of_what_is_slower_add_up_to_the_difference() -> None:
+    _, planned = searched()
+    rival = judged("tp=8")
+    assert rival.verdict == "slower"
+    assert rival.candidate is not None
+    assert rival.slower == pytest.approx(rival.candidate.seconds - planned.candidates[0].seconds)
+    assert sum(more for _, more in rival.parts) == pytest.approx(rival.slower)
+    assert rival.parts[0][0] == "tensor"
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
+    found, _ = searched()
+    rival = judged("dp=8,pp=1,tp=1,cp=1,ep=1,etp=1,data=replicate,recompute=full")
+    assert rival.verdict == "does not fit"
+    assert rival.candidate is not None and rival.nearest is not None
+    assert rival.short == pytest.approx(rival.candidate.memory.needed - found.capacity)
+    assert rival.memory[0][0] == "states"
+    assert rival.nearest.needed <= found.capacity
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "fix"),
+    [
+        ("tp=7", "tp 7 does not divide the 8 devices", "tp = 4 or 8"),
+        ("tp=4,dp=8", "dp 8 x tp 4 = 32 does not divide the 8 devices", "dp = 2"),
+        ("pp=2,dp=1,tp=2,cp=1", "= 4 is not the 8 devices", "dp = 2"),
+        ("ep=48", "ep*etp (48) must divide dp*cp*tp (8)", "ep = 8"),
+        ("pp=8,ep=8", "ep*etp (8) must divide dp*cp*tp (1)", "ep = 1"),
+    ],
+)
+def test_what_is_illegal_names_the_rule_and_the_nearest_legal(
+    asked: str, message: str, fix: str
+) -> None:
+    rival = judged(asked)
+    assert rival.verdict == "illegal"
+    assert any(message in problem.message for problem in rival.problems)
+    assert any(fix in problem.fix for problem in rival.problems)
+
+
+@pytest.mark.parametrize("asked", ["tq=8", "data=zero9", "tp=8,tp=4", "tp", "tp=0", "tp=many"])
+def test_what_is_no_plan_is_a_mistake(asked: str) -> None:
+    with pytest.raises(ConfigError):
+        judged(asked)
+
+
+def test_assumptions_of_the_search_may_be_broken_by_name() -> None:
+    found, planned = searched()
+    narrow = Found(found.shape, found.cluster, replace(found.space, node_size=4))
+    rival = why_not(narrow, planned.model, planned.candidates[0], "tp=8")
+    assert rival.beyond == ("tensor groups across nodes",)
+    sharded = judged("pp=2,data=zero3")
+    assert sharded.beyond == ("ZeRO-2 or 3 with a pipeline",)
+    assert sharded.candidate is not None and sharded.candidate.layout.zero == 3
+
+
+def test_keys_that_no_search_varies_are_set_on_the_best() -> None:
+    rival = judged("ep=8,dispatcher=all_gather")
+    assert rival.candidate is not None
+    assert rival.candidate.layout.dispatcher == "all_gather"
+    asynchronous = judged("schedule=gpipe")
+    assert asynchronous.candidate is not None
+    assert asynchronous.candidate.layout.schedule == "gpipe"
+    assert asynchronous.candidate.layout.pp > 1
+
+
+def test_a_rival_in_json_can_be_read_back() -> None:
+    found, planned = searched()
+    said = judged("tp=2,ep=8").to_json()
+    layout = read_plan(said["plan"], seq_len=4096, global_batch=64, model=planned.model).layout
+    assert found.pricing.seconds(found.shape, layout)["total"] == pytest.approx(said["seconds"])
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    """Thirty layouts differ in nearly every column."""
+    _, planned = searched()
+    why = ["tp=8,ep=8,data=zero3", "tp=3", "pp=2,dispatcher=hierarchical"]
+    planned = replace(planned, rivals=tuple(map(judged, why)), tokens=1e12)
+    text = plan_text(planned, "--model m --cluster c --seq-len 4096 --global-batch 64")
+    assert [line for line in text.split("\n") if len(line) > WIDTH] == []
+    assert [line for line in text.split("\n") if line != line.rstrip()] == []
+
+
+def test_percents_of_the_parts_add_up_to_100() -> None:
+    thirds = {"total": 3.0, "a": 1.0, "b": 1.0, "c": 0.9999, "d": 0.0001}
+    assert sum(percent for _, _, percent in step_parts(thirds)) == pytest.approx(100.0)
+    _, planned = searched()
+    for found in planned.candidates[:5]:
+        parts = step_parts(found.breakdown)
+        assert round(sum(percent for _, _, percent in parts), 6) == 100.0
+        assert sum(seconds for _, seconds, _ in parts) == pytest.approx(found.seconds)
+
+
+def test_a_folded_command_is_one_command() -> None:
+    command = "moemesh train " + " ".join(f"--set plan.key_{n}='a b'" for n in range(20))
+    lines = folded(command)
+    assert all(len(line) <= WIDTH for line in lines)
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command)
+
+
+def test_headroom_leaves_memory_free() -> None:
+    _, planned = searched()
+    tight = plan_named("deepseek-v2-lite", planned.cluster, 4096, 64, headroom="40GiB")
+    capacity = planned.cluster.memory_bytes - 40 * 2**30
+    assert tight.candidates[0].memory.needed <= capacity
+    assert tight.candidates[0].seconds > planned.candidates[0].seconds
+    said = to_json(tight)
+    assert said["usable_share"] * said["device_bytes"] == pytest.approx(capacity)
+    half = plan_named("deepseek-v2-lite", planned.cluster, 4096, 64, headroom=0.5)
+    assert half.candidates[0].layout == tight.candidates[0].layout
+
+
+@pytest.mark.parametrize("headroom", ["100%", "80GiB", "-1%", "6", "much", ""])
+def test_headroom_that_is_none(headroom: str) -> None:
+    with pytest.raises(ConfigError, match=r"--headroom 10% or --headroom 6GiB"):
+        plan_named("tiny", "laptop_cpu", 64, 8, headroom=headroom)
+
+
+@pytest.mark.parametrize("name", ["seq_len", "global_batch"])
+def test_numbers_beyond_any_machine_are_refused_at_once(name: str) -> None:
+    numbers = {"seq_len": 4096, "global_batch": 64, name: 10**20}
+    with pytest.raises(ConfigError, match="at most 2147483647"):
+        plan_named("tiny", "laptop_cpu", **numbers)
+    with pytest.raises(ConfigError, match="at most 2147483647"):
+        read_plan("dp=2", **numbers)
+
+
+def test_a_shorter_sequence_is_advised_only_where_it_helps() -> None:
+    with pytest.raises(ValueError, match="fits") as states:
+        plan_named("llama3-8b", "laptop_cpu", 128, 8)
+    assert "--seq-len" not in str(states.value)
+    with pytest.raises(ValueError, match="fits") as length:
+        plan_named("llama3-8b", "dgx_h100", 2**23, 1)
+    assert "a shorter --seq-len" in str(length.value)
