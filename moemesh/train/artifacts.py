@@ -71,6 +71,7 @@ class Artifacts:
         self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
+        self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None

@@ -118,7 +118,7 @@ def test_rows_say_what_a_watcher_asks(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "4/4"]
     assert "FLOP/s a rank (MFU " in lines[0] and " left" in lines[1]
-    assert "  waits: data " in lines[0] and "  epoch 0.00" in lines[0]
+    assert "  waits: data " in lines[0] and "  epoch 0.01" in lines[0]
     peak = load_cluster("laptop_cpu").peak_flops["float32"] / 1e12
     assert [row["mfu"] * peak for row in rows] == pytest.approx(
         [r["tflops_per_rank"] for r in rows]
