@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moemesh.report.boxes import KINDS
-from moemesh.report.traffic import traffic_rows
+from moemesh.report.svg import clip
+from moemesh.report.traffic import by_axis_and_phase
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
 from moemesh.trace.timeline import Timeline
@@ -40,23 +42,25 @@ def memory_rows(
     return rows
 
 
-def traffic_beside(
+def traffic_by_axis(
     predicted: Mapping[int, Ledger], measured: Mapping[int, Ledger], *, steps: int
 ) -> list[tuple[str, ...]]:
-    """(axis, operation, phase, predicted, measured, difference) in bytes sent a step by all ranks,
-    of the lines that are predicted."""
-    found = {row.name: row for row in traffic_rows(measured, steps=steps)}
+    """(axis, phase, predicted, measured, difference, share of what was measured) in bytes sent a
+    step by all ranks, the most first; what no prediction covers says so."""
+    foreseen, found = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
+    total = sum(found.values()) or 1.0
     rows: list[tuple[str, ...]] = []
-    for row in traffic_rows(predicted):
-        sent = found[row.name].sum_wire_bytes if row.name in found else 0.0
+    for key in sorted(foreseen.keys() | found.keys(), key=lambda key: (-found.get(key, 0), key)):
+        sent = found.get(key, 0.0)
+        expected = foreseen.get(key)
         rows.append(
             (
-                row.axis,
-                row.op,
-                row.phase,
-                format_bytes(row.sum_wire_bytes),
+                clip(key[0], 40),
+                clip(key[1], 40),
+                "not predicted" if expected is None else format_bytes(expected),
                 format_bytes(sent),
-                difference(row.sum_wire_bytes, sent),
+                "" if expected is None else difference(expected, sent),
+                f"{sent / total:.1%}",
             )
         )
     return rows
@@ -87,10 +91,24 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     return {**parts, "rest": max(rest, 0.0)}
 
 
+def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:
+    """Share of `ranks` x the span of their pipeline operations in which none of them ran."""
+    records = tuple(r for r in timeline.records if r.kind in KINDS and r.rank in ranks)
+    own = [record.rank for record in records]
+    pipeline = replace(timeline, ranks=tuple(rank for rank in ranks if rank in own),
+                       records=records)  # fmt: skip
+    capacity = len(pipeline.ranks) * (pipeline.end - pipeline.start)
+    if not capacity:
+        return 0.0
+    return 1.0 - sum(rank.busy for rank in pipeline.statistics()) / capacity
+
+
 def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str, ...]]:
-    """(part, simulated, measured, difference) in milliseconds; what no simulation says is empty."""
+    """(part, simulated, measured, difference, share of what was measured) in milliseconds; what no
+    simulation says is empty."""
     found = step_parts(measured)
     expected = step_parts(simulated) if simulated is not None else {}
+    total = sum(found.values()) or 1.0
     rows: list[tuple[str, ...]] = []
     for name, seconds in found.items():
         before = expected.get(name, 0.0)
@@ -100,6 +118,7 @@ def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str,
                 f"{before * 1e3:,.3f}" if before else "",
                 f"{seconds * 1e3:,.3f}",
                 difference(before, seconds) if before else "",
+                f"{seconds / total:.1%}",
             )
         )
     return rows

@@ -17,6 +17,16 @@ KINDS: dict[str, str] = {
     "I": "#b84f16",
     "W": "#a3d495",
 }
+#: How much white the tint of a second chunk or pipe holds.
+_TINT = 0.5
+#: Colours on a dark ground, as :data:`moemesh.report.svg.DARK`: those that carry white text, and
+#: their tints, which stay apart from them.
+DARK: dict[str, str] = {
+    KINDS["F"]: "#7fb4f0",
+    KINDS["I"]: "#ff9f6b",
+    tint(KINDS["F"], _TINT): "#c9defa",
+    tint(KINDS["I"], _TINT): "#ffd3b8",
+}
 #: Names and kinds that mean the same as a pipeline kind, for its colour.
 SAME: dict[str, str] = {"forward": "F", "backward": "B"}
 LONG_NAMES: dict[str, str] = {
@@ -26,8 +36,6 @@ LONG_NAMES: dict[str, str] = {
     "W": "weight gradient",
 }
 _MAX_LANES = 4
-#: How much white the tint of a second chunk or pipe holds.
-_TINT = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from moemesh.report.svg import (
     COLOURS,
@@ -25,10 +25,15 @@ from moemesh.report.svg import (
 from moemesh.trace.run import MetricsRow
 
 Point = tuple[float, float]
+#: Of the same data: for a wide page, and for a phone.
+Pictures = tuple[str, str]
 
 #: A curve is at most four points a bucket: more would not be seen, and would weigh.
 _NUM_BUCKETS = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62, 16, 34, 40, 290
+#: The width of a chart for a phone: its labels keep their size there.
+NARROW = 350
+_LEGEND_ROW = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +47,27 @@ class Series:
 
 
 class Frame(NamedTuple):
-    """The data range that fills the plotting area."""
+    """The data range that fills the plotting area of a chart, `width` wide; `top`: what stands
+    above the area."""
 
     left: float
     right: float
     low: float
     high: float
     log: bool
+    width: float = WIDTH
+    top: float = _TOP
 
     def x(self, value: float) -> float:
         share = (value - self.left) / ((self.right - self.left) or 1)
-        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
+        return _LEFT + share * (self.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         low, high = self.low, self.high
         if self.log:
             value, low, high = math.log10(value), math.log10(low), math.log10(high)
         share = (value - low) / ((high - low) or 1)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - self.top - _BOTTOM)
 
 
 def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list[Point]:
@@ -73,15 +81,26 @@ def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list
     for bucket in range(num_buckets):
         start = bucket * len(points) // num_buckets
         end = (bucket + 1) * len(points) // num_buckets
-        indices = [index for index in range(start, end) if math.isfinite(points[index][1])]
-        broken = next((i for i in range(start, end) if not math.isfinite(points[i][1])), None)
-        chosen = {} if broken is None else {broken: None}
-        if indices:
-            lowest = min(indices, key=lambda index: points[index][1])
-            highest = max(indices, key=lambda index: points[index][1])
-            chosen |= dict.fromkeys((indices[0], lowest, highest, indices[-1]))
-        kept += [points[index] for index in sorted(chosen)]
+        values = [value for _, value in points[start:end]]
+        # The sum of values is finite where all of them are: a test of each would take longer.
+        if math.isfinite(sum(values)):
+            chosen = {0, values.index(min(values)), values.index(max(values)), len(values) - 1}
+        else:
+            chosen = _ends_and_extremes(values)
+        kept += [points[start + index] for index in sorted(chosen)]
     return kept
+
+
+def _ends_and_extremes(values: Sequence[float]) -> set[int]:
+    """Indices of the first, lowest, highest and last finite value, and of the first other one."""
+    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+    broken = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+    chosen = set[int]() if broken is None else {broken}
+    if finite:
+        lowest = min(finite, key=values.__getitem__)
+        highest = max(finite, key=values.__getitem__)
+        chosen |= {finite[0], lowest, highest, finite[-1]}
+    return chosen
 
 
 def line_chart(
@@ -95,24 +114,37 @@ def line_chart(
     levels: Sequence[tuple[str, float]] = (),
     from_zero: bool = False,
     log: bool = False,
+    width: float = WIDTH,
 ) -> str:
     """Curves over steps; `levels` are named horizontal lines. "" when there is nothing to draw."""
-    drawn = [item for item in series if any(math.isfinite(y) for _, y in item.points)]
+    buckets = max(int(_NUM_BUCKETS * width / WIDTH), 2)
+    thinned = [replace(item, points=downsample(item.points, buckets)) for item in series]
+    drawn = [item for item in thinned if any(math.isfinite(y) for _, y in item.points)]
     if not drawn:
         return ""
     levels = [(name, value) for name, value in levels if math.isfinite(value)]
-    frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
-    body = [_axes(frame, x_label, y_label)]
-    body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
     names = [(item.name, item.colour) for item in drawn]
     for index, (name, value) in enumerate(levels):
         colour = len(COLOURS) - 1 - index % len(COLOURS)
-        ends = [(frame.left, value), (frame.right, value)]
-        body.append(_path(ends, colour, len(names), frame))
         names.append((f"{clip(name, 40)} {value:.4g}", colour))
-    if len(names) > 1:
-        body.append(_legend(names))
-    return figure(identity, title, description, _HEIGHT, body)
+    key, rows = _legend(names, y_label, width) if len(names) > 1 else ("", 0)
+    frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
+    frame = frame._replace(width=width, top=_TOP + rows * _LEGEND_ROW)
+    body = [_axes(frame, x_label, y_label)]
+    body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
+    for index, (_, value) in enumerate(levels, start=len(drawn)):
+        ends = [(frame.left, value), (frame.right, value)]
+        body.append(_path(ends, names[index][1], index, frame))
+    return figure(identity, title, description, _HEIGHT, [*body, key], width)
+
+
+def line_charts(identity: str, title: str, series: Sequence[Series], **look: Any) -> Pictures:
+    """:func:`line_chart` for a wide page, and for a phone."""
+    thinned = [replace(item, points=downsample(item.points)) for item in series]
+    return (
+        line_chart(identity, title, thinned, **look),
+        line_chart(f"{identity}-narrow", title, thinned, **look, width=NARROW),
+    )
 
 
 def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, log: bool) -> Frame:
@@ -132,8 +164,8 @@ def _frame(series: Sequence[Series], levels: list[float], *, from_zero: bool, lo
 
 
 def _axes(frame: Frame, x_label: str, y_label: str) -> str:
-    bottom, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
-    parts = [text(_LEFT, _TOP - 20, y_label, fill=MUTED)]
+    bottom, right = _HEIGHT - _BOTTOM, frame.width - _RIGHT
+    parts = [text(_LEFT if frame.width == WIDTH else 0, _TOP - 20, y_label, fill=MUTED)]
     for value in _log_ticks(frame) if frame.log else ticks(frame.low, frame.high):
         y = frame.y(value)
         parts += [
@@ -141,7 +173,8 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
             text(_LEFT - 8, y + 4, short(value), anchor="end", fill=MUTED),
         ]
     parts.append(line(_LEFT, bottom, right, bottom, INK))
-    for value in (tick for tick in ticks(frame.left, frame.right, 8) if tick == int(tick)):
+    count = 8 if frame.width == WIDTH else 3
+    for value in (tick for tick in ticks(frame.left, frame.right, count) if tick == int(tick)):
         x = frame.x(value)
         anchor = "end" if x > right - 24 else "middle"
         parts += [
@@ -160,7 +193,7 @@ def _log_ticks(frame: Frame) -> list[float]:
 
 
 def _curve(series: Series, dash: int, frame: Frame) -> str:
-    points = downsample(series.points)
+    points = series.points
     drawn = _path(points, series.colour, dash, frame)
     if series.dots and len(points) <= _NUM_BUCKETS:
         fill = COLOURS[series.colour % len(COLOURS)]
@@ -195,18 +228,30 @@ def _stroke(colour: int, dash: int) -> str:
     return f'{look} stroke-linejoin="round" stroke-linecap="round"{pattern}'
 
 
-def _legend(names: Sequence[tuple[str, int]]) -> str:
+def _legend(names: Sequence[tuple[str, int]], y_label: str, width: float) -> tuple[str, int]:
+    """Keys to the right of the vertical axis' name, or in rows under it where they do not fit
+    there; also the number of these rows."""
+    sizes = [text_width(name) + 48 for name, _ in names]
+    beside = width - _LEFT - text_width(y_label) - 16
+    fits = sum(sizes) - 16 <= beside - _RIGHT
     parts: list[str] = []
-    x = float(WIDTH - _RIGHT)
-    for dash, (name, colour) in reversed(list(enumerate(names))):
-        x -= text_width(name)
-        parts.append(text(x, _TOP - 20, name))
-        parts.append(f'<path d="M{coordinate(x - 32)} {_TOP - 24}h26" {_stroke(colour, dash)}/>')
-        x -= 48
-    return "".join(parts)
+    x, row = (width - _RIGHT - sum(sizes) + 16, 0) if fits else (0.0, 1)
+    for dash, ((name, colour), size) in enumerate(zip(names, sizes, strict=True)):
+        if not fits and x and x + size - 16 > width:
+            x, row = 0.0, row + 1
+        y = _TOP - 20 + row * _LEGEND_ROW
+        parts.append(f'<path d="M{coordinate(x)} {y - 4}h26" {_stroke(colour, dash)}/>')
+        parts.append(text(x + 32, y, name))
+        x += size
+    return "".join(parts), row
 
 
-def loss_curve(rows: Sequence[MetricsRow], *, unigram_loss: float | None = None) -> str:
+def loss_curve(
+    rows: Sequence[MetricsRow],
+    *,
+    unigram_loss: float | None = None,
+    unit: str = "nats a token",
+) -> Pictures:
     """Training and validation loss, and the loss of a model that knows only token frequencies."""
     series = [Series(name="training", points=[(row.step, row.loss) for row in rows])]
     validation = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
@@ -222,42 +267,75 @@ def loss_curve(rows: Sequence[MetricsRow], *, unigram_loss: float | None = None)
             f"{finite[-1].loss:.4f} at step {finite[-1].step}; "
             f"lowest {lowest.loss:.4f} at step {lowest.step}."
         )
-    return line_chart(
+    return line_charts(
         "loss",
         "Loss over steps",
         series,
-        y_label="nats per token",
+        y_label=unit,
         description=description,
         levels=levels,
     )
 
 
-def throughput_curve(rows: Sequence[MetricsRow]) -> str:
-    """Tokens per second over the steps, from zero."""
-    points = [(row.step, row.tokens_per_second) for row in rows]
-    return line_chart(
-        "throughput",
-        "Throughput over steps",
-        [Series(name="all ranks", points=points, colour=2)],
-        y_label="tokens per second",
-        description=_range_text("Tokens per second", points),
-        from_zero=True,
+def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str) -> Pictures:
+    """The auxiliary loss, and the loss of extra prediction layers where there are some."""
+    points = [(row.step, row.aux_loss) for row in rows]
+    series = [Series(name="auxiliary", points=points, colour=4)]
+    ahead = [(row.step, row.mtp_loss) for row in rows if row.mtp_loss is not None]
+    if ahead:
+        series.append(Series(name="extra prediction layers", points=ahead, colour=5))
+    if not any(value for item in series for _, value in item.points):
+        return "", ""
+    return line_charts(
+        "auxiliary",
+        "Auxiliary losses over steps",
+        series,
+        y_label=unit,
+        description=_range_text("Auxiliary loss", points),
     )
 
 
-def gradient_norm_curve(rows: Sequence[MetricsRow]) -> str:
+def throughput_curve(rows: Sequence[MetricsRow]) -> Pictures:
+    """Tokens per second over the steps, from zero."""
+    return _single(
+        "Throughput",
+        [(row.step, row.tokens_per_second) for row in rows],
+        y_label="tokens per second",
+        colour=2,
+    )
+
+
+def gradient_norm_curve(rows: Sequence[MetricsRow]) -> Pictures:
     """Gradient norm over the steps; on a log scale when it spans more than a factor of 30."""
     points = [(row.step, row.grad_norm) for row in rows]
     finite = [value for _, value in points if math.isfinite(value)]
     log = bool(finite) and min(finite) > 0 and max(finite) > 30 * min(finite)
-    return line_chart(
-        "gradient-norm",
-        "Gradient norm over steps",
-        [Series(name="all parameters", points=points, colour=3)],
-        y_label="gradient norm" + (", log scale" if log else ""),
-        description=_range_text("Gradient norm", points),
-        log=log,
+    label = "gradient norm" + (", log scale" if log else "")
+    return _single("Gradient norm", points, y_label=label, colour=3, log=log)
+
+
+def learning_rate_curve(rows: Sequence[MetricsRow]) -> Pictures:
+    """The learning rate of each step, from zero."""
+    points = [(row.step, row.lr) for row in rows]
+    return _single("Learning rate", points, y_label="learning rate", colour=6)
+
+
+def _single(
+    title: str,
+    points: Sequence[Point],
+    *,
+    y_label: str,
+    colour: int,
+    log: bool = False,
+) -> Pictures:
+    return line_charts(
+        title.lower().replace(" ", "-"),
+        f"{title} over steps",
+        [Series(name=title, points=points, colour=colour)],
+        y_label=y_label,
+        description=_range_text(title, points),
         from_zero=not log,
+        log=log,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
-from moemesh.report.curves import Series, line_chart
+from moemesh.report.curves import Pictures, Series, line_charts
 from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
 from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
-from moemesh.trace.loads import LayerLoads, max_over_mean
+from moemesh.trace.loads import LayerLoads
 
 #: Colours of load over mean load, up to each limit. Lightness falls with load; a dead expert is
 # red.
@@ -39,12 +39,8 @@ def by_layer(loads: Sequence[LayerLoads]) -> dict[int, list[LayerLoads]]:
 
 def mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
     """Mean tokens of each expert over some loads; shorter ones are padded with zeros."""
-    num_experts = max((len(load.tokens_per_expert) for load in loads), default=0)
-    sums = [0] * num_experts
-    for load in loads:
-        for expert, tokens in enumerate(load.tokens_per_expert):
-            sums[expert] += tokens
-    return [total / len(loads) for total in sums]
+    columns = zip_longest(*(load.tokens_per_expert for load in loads), fillvalue=0)
+    return [sum(column) / len(loads) for column in columns]
 
 
 def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
@@ -53,11 +49,18 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     Neighbouring steps and, past 64, neighbouring experts are averaged into one cell. With more than
     12 layers the most unbalanced ones are drawn. "" when there are no loads.
     """
-    layers = {n: items for n, items in by_layer(loads).items() if any(mean_loads(items))}
+    layers = {
+        layer: items
+        for layer, items in by_layer(loads).items()
+        if any(any(load.tokens_per_expert) for load in items)
+    }
     if not layers:
         return ""
     shown = sorted(_most_unbalanced(layers)[:_MAX_PANELS])
-    num_rows = max(min(len(mean_loads(layers[layer])), _MAX_ROWS) for layer in shown)
+    num_experts = {
+        layer: max(len(load.tokens_per_expert) for load in layers[layer]) for layer in shown
+    }
+    num_rows = max(min(number, _MAX_ROWS) for number in num_experts.values())
     columns = min(max(_MAX_CELLS // (len(shown) * num_rows), 16), _MAX_COLUMNS)
     key, used = legend(_legend_entries(), left=0, top=4)
     body, top = [key], used + 22
@@ -67,7 +70,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
         matrix = _step_matrix(layers[layer], columns)
         left = 50 + (index % 2) * (panel + 50)
         steps = layers[layer][0].step, layers[layer][-1].step
-        names = ("expert 0", str(len(mean_loads(layers[layer])) - 1))
+        names = ("expert 0", str(num_experts[layer] - 1))
         body.append(_panel(f"layer {layer}", matrix, left, top, panel, cell, steps, "step", names))
         if index % 2 or layer == shown[-1]:
             top += num_rows * cell + 52
@@ -82,7 +85,8 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
 def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     """All layers (rows) by all experts (columns), mean over all steps. "" without any load."""
     layers = by_layer(loads)
-    rows = [_relative(mean_loads(items)) for items in layers.values() if any(mean_loads(items))]
+    means = [mean_loads(items) for items in layers.values()]
+    rows = [_relative(values) for values in means if any(values)]
     if not rows:
         return ""
     rows = _squeeze_rows(rows, 128)
@@ -91,7 +95,7 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     cell = min(max(200 / len(matrix), 3), 18)
     top = used + 22
     names = tuple(f"layer {layer}" for layer in sorted({min(layers), max(layers)}))
-    span = 0, max(len(mean_loads(items)) for items in layers.values()) - 1
+    span = 0, max(map(len, means)) - 1
     body = [key, _panel("all layers", matrix, 50, top, WIDTH - 50, cell, span, "expert", names)]
     description = (
         f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
@@ -101,7 +105,7 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     return figure("mean-loads", "Mean expert load over the run", description, height, body)
 
 
-def imbalance_curve(loads: Sequence[LayerLoads]) -> str:
+def imbalance_curve(loads: Sequence[LayerLoads]) -> Pictures:
     """Max over mean of experts and of ranks: worst layer and mean of the layers, over the steps."""
     of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for load in loads:
@@ -127,7 +131,7 @@ def imbalance_curve(loads: Sequence[LayerLoads]) -> str:
             f"Fullest expert over the mean, worst layer: {worst[0]:.2f} at step {steps[0]}, "
             f"{worst[-1]:.2f} at step {steps[-1]}, highest {max(worst):.2f}. 1 is balanced."
         )
-    return line_chart(
+    return line_charts(
         "imbalance",
         "Load imbalance over steps",
         series,
@@ -139,7 +143,7 @@ def imbalance_curve(loads: Sequence[LayerLoads]) -> str:
 def _most_unbalanced(layers: Mapping[int, Sequence[LayerLoads]]) -> list[int]:
     def imbalance(layer: int) -> float:
         items = layers[layer]
-        return sum(max_over_mean(load.tokens_per_expert) for load in items) / len(items)
+        return sum(load.expert_max_over_mean for load in items) / len(items)
 
     return sorted(layers, key=lambda layer: (-imbalance(layer), layer))
 
@@ -159,7 +163,7 @@ def _step_matrix(loads: Sequence[LayerLoads], columns: int) -> Matrix:
     buckets = [
         loads[c * len(loads) // columns : (c + 1) * len(loads) // columns] for c in range(columns)
     ]
-    num_experts = len(mean_loads(loads))
+    num_experts = max(len(load.tokens_per_expert) for load in loads)
     squeezed: Matrix = []
     for bucket in buckets:
         means = mean_loads(bucket)

@@ -30,7 +30,6 @@ COLOURS: dict[str, str] = {
 }
 _MAX_BARS = 32
 _ROW = 24
-_PEAK = "#111111"
 
 
 def memory_bars(profiles: MemoryProfiles) -> str:
@@ -40,7 +39,7 @@ def memory_bars(profiles: MemoryProfiles) -> str:
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))
     shown = sorted(fullest[:_MAX_BARS], key=lambda profile: profile.rank)
     names = [(name.replace("_", " "), COLOURS[name]) for name in PARTS]
-    key, used = legend([*names, ("peak (line)", _PEAK)], left=0, top=4)
+    key, used = legend([*names, ("peak (line)", INK)], left=0, top=4)
     left, top, right = 66.0, used + 26, WIDTH - 130.0
     highest = max(max(profile.total, profile.peak) for profile in shown) or 1
     bottom = top + len(shown) * _ROW
@@ -65,7 +64,7 @@ def memory_bars(profiles: MemoryProfiles) -> str:
                 )
             x += width
         peak = left + profile.peak / highest * (right - left)
-        body.append(line(peak, y + 1, peak, y + _ROW - 1, _PEAK, 2.5))
+        body.append(line(peak, y + 1, peak, y + _ROW - 1, INK, 2.5))
         after = max(x, peak) + 8
         body.append(text(after, y + 16, f"peak {format_bytes(profile.peak)}", fill=MUTED, size=11))
     body.append(line(left, top, left, bottom, INK))

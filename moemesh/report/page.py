@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moemesh.report import svg
-from moemesh.report.sections import MAX_TABLE_ROWS, SECTIONS, Table
+from moemesh.report import boxes, svg, timeline
+from moemesh.report.section import MAX_TABLE_ROWS
+from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory import format_bytes
-from moemesh.trace.run import Run
+from moemesh.trace.run import MetricsRow, Run
+from moemesh.trace.state import State, state_of
 
 NAME = "report.html"
 
@@ -22,6 +24,13 @@ _MAX_TEXT = 64_000
 _MAX_VALUE = 300
 _DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 _HERE = Path(__file__).parent
+_NO_STEP: dict[State, str] = {
+    "running": "The run is at work and has finished no step so far.",
+    "failed": "The run failed before its first step was finished.",
+    "stopped": "The run was stopped before its first step was finished.",
+    "finished": "The run holds no step.",
+    "interrupted": "The run ended before its first step was finished.",
+}
 
 
 def write(run_folder: Path | str) -> Path:
@@ -41,6 +50,23 @@ def write(run_folder: Path | str) -> Path:
 
 def render(run: Run) -> str:
     """The page as a text, the same bytes for the same run."""
+    state = state_of(run)
+    return from_template(
+        "page.html",
+        name=run.folder.resolve().name,
+        origin=_origin(run),
+        degrees=_degrees(run),
+        facts=_facts(run, state),
+        failure=_pairs(run.failure) if run.failure is not None else None,
+        warnings=run.warnings,
+        has_no_step=_NO_STEP[state] if not run.metrics else "",
+        sections=[make(run) for make in SECTIONS],
+        config_text=_cut(run.config_text, _MAX_TEXT),
+    )
+
+
+def from_template(template: str, **values: Any) -> str:
+    """A page of the report from one of its templates, in both colour schemes."""
     environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -48,41 +74,38 @@ def render(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plan = _plan(run)
-    return environment.get_template("page.html").render(
-        name=run.folder.resolve().name,
-        degrees=_degrees(run, plan),
-        facts=_facts(run),
-        failure=_pairs(run.failure) if run.failure is not None else None,
-        warnings=run.warnings,
-        tables=[
-            Table(caption=caption, header=("Key", "Value"), rows=_pairs(values), num_names=2)
-            for caption, values in (
-                ("Model", _part(run.config, "model")),
-                ("Plan", plan),
-                ("Data", _part(run.config, "data")),
-                ("Training", _part(run.config, "train")),
-                ("Summary", run.summary),
-            )
-            if values
-        ],
-        sections=[make(run) for make in SECTIONS],
-        config_text=_cut(run.config_text, _MAX_TEXT),
-    )
+    colours = {**svg.DARK, **boxes.DARK, **timeline.DARK}
+    values |= {"ground": svg.DARK_GROUND, "colours": colours.items()}
+    return environment.get_template(template).render(**values)
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _origin(run: Run) -> list[str]:
+    """When, where and by which command the run was started, as far as its folder tells."""
+    starts = [event.time for event in run.events if event.kind == "start"]
+    if not starts:
+        return []
+    again = f", resumed {len(starts) - 1} times" if len(starts) > 1 else ""
+    time = _cut(starts[0].replace("T", " ").removesuffix("+00:00"), 40)
+    return [f"Started {time} UTC{again}."]
+
+
+def _facts(run: Run, state: State) -> list[tuple[str, str]]:
     """The numbers one looks for first."""
-    facts: list[tuple[str, str]] = []
-    rows = run.metrics
+    facts: list[tuple[str, str]] = [("State", state)]
+    rows, unit = run.metrics, run.loss_unit
     if rows:
-        facts.append(("Steps", f"{rows[-1].step:,}"))
-        facts.append(("Last training loss", f"{rows[-1].loss:.4f}"))
+        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        facts.append(("Steps", f"{rows[-1].step:,}{wanted}"))
+        facts.append((f"Last training loss, {unit}", f"{rows[-1].loss:.4f}"))
         validated = [row.validation_loss for row in rows if row.validation_loss is not None]
         if validated:
-            facts.append(("Last validation loss", f"{validated[-1]:.4f}"))
+            facts.append((f"Last validation loss, {unit}", f"{validated[-1]:.4f}"))
         speed = statistics.median(row.tokens_per_second for row in rows)
         facts.append(("Tokens per second, median", svg.short(speed)))
+        if (mfu := median_of(rows, "mfu")) is not None:
+            facts.append(("MFU, median", f"{mfu:.1%}"))
+        if (rate := median_of(rows, "tflops_per_rank")) is not None:
+            facts.append(("Model FLOP/s of a rank, median", svg.short(rate * 1e12)))
         facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
         facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
     if run.memory is not None and run.memory.ranks:
@@ -94,13 +117,15 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return facts
 
 
-def _plan(run: Run) -> dict[str, Any]:
-    """The plan from plan.json (itself or under "plan"), else from the configuration."""
-    return _part(run.plan, "plan") or run.plan or _part(run.config, "plan")
+def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
+    """Median of a field over the rows that have it; None where none has."""
+    values = [value for row in rows if (value := getattr(row, name)) is not None]
+    return statistics.median(values) if values else None
 
 
-def _degrees(run: Run, plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _degrees(run: Run) -> list[tuple[str, str]]:
     """Parallel degrees, those that are not said being 1, and the number of ranks."""
+    plan = run.plan or run.section("plan")
     if not plan:
         return []
     degrees = [(name, plan.get(name, 1)) for name in _DEGREES]
@@ -111,11 +136,6 @@ def _degrees(run: Run, plan: Mapping[str, Any]) -> list[tuple[str, str]]:
             return shown
         world *= value
     return [("ranks", str(world)), *shown]
-
-
-def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = values.get(name)
-    return cast(dict[str, Any], part) if isinstance(part, dict) else {}
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
-data. Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics).
+data. Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics). A
+page that is shown on a dark ground replaces them by those of `DARK`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ INK = "#1a1f29"
 MUTED = "#4d5663"
 GRID = "#d5dae1"
 IDLE = "#e9edf2"
+#: Text on a filled area, whose colour is not that of the page.
+ON_LIGHT, ON_DARK = "#10151d", "#ffffff"
 #: For things without an order; neighbours differ in hue and in lightness.
 COLOURS: tuple[str, ...] = (
     "#1f5fa8",
@@ -25,6 +28,33 @@ COLOURS: tuple[str, ...] = (
     "#b3245e",
     "#4a5568",
 )
+#: The ground of a page for readers who prefer dark ones.
+DARK_GROUND = "#12161d"
+#: Colours of figures on that ground, in place of those for white paper: at least 4.5:1 for text
+#: and for what is drawn, and for `ON_DARK` on what replaces an area that carries it.
+DARK: dict[str, str] = {
+    INK: "#e8ebf0",
+    MUTED: "#b3bcc9",
+    GRID: "#39424f",
+    IDLE: "#262d38",
+    ON_DARK: ON_LIGHT,
+    **dict(
+        zip(
+            COLOURS,
+            (
+                "#6fb0f5",
+                "#ff9a5c",
+                "#5fce9c",
+                "#cf9cf0",
+                "#56c8dd",
+                "#e0b054",
+                "#ff8fb8",
+                "#a9b4c6",
+            ),
+            strict=True,
+        )
+    ),
+}
 #: Dash patterns that go with COLOURS in line charts: colour never carries the meaning alone.
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
 WIDTH = 880
@@ -144,9 +174,16 @@ def legend(entries: Iterable[tuple[str, str]], *, left: float, top: float) -> tu
     return "".join(parts), (y + 18 - top if parts else 0)
 
 
-def figure(identity: str, title: str, description: str, height: float, body: Sequence[str]) -> str:
-    """A complete figure `WIDTH` wide; `identity` (letters, digits, -) is unique on the page."""
-    box = f"0 0 {WIDTH} {coordinate(height)}"
+def figure(
+    identity: str,
+    title: str,
+    description: str,
+    height: float,
+    body: Sequence[str],
+    width: float = WIDTH,
+) -> str:
+    """A complete figure; `identity` (letters, digits, -) is unique on the page."""
+    box = f"0 0 {coordinate(width)} {coordinate(height)}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img" '
         f'aria-labelledby="{identity}-title {identity}-description" '
@@ -172,7 +209,8 @@ def contrast(first: str, second: str) -> float:
 
 def ink_on(colour: str) -> str:
     """The better of dark and white text on `colour`."""
-    return INK if contrast(INK, colour) >= contrast("#ffffff", colour) else "#ffffff"
+    light, dark = contrast(ON_LIGHT, colour), contrast(ON_DARK, colour)
+    return ON_LIGHT if light >= dark else ON_DARK
 
 
 def tint(colour: str, share: float = 0.45) -> str:

@@ -32,6 +32,8 @@ _WAITING = "#e3b1b1"
 #: Neighbours of different colours that are too narrow to be drawn one by one.
 _MIXED = "#8b95a3"
 _MEMORY = "#6d5a9c"
+#: As :data:`moemesh.report.svg.DARK`.
+DARK: dict[str, str] = {_WAITING: "#7d4a4a", _MEMORY: "#a797d8"}
 _MAX_ROWS = 32
 _MAX_BOXES = 5000
 _MAX_KEYS = 12

@@ -43,10 +43,6 @@ class Traffic:
     sum_wire_bytes: float
     max_received_bytes: float
 
-    @property
-    def name(self) -> str:
-        return f"{self.axis} · {self.op} · {self.phase}"
-
 
 def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traffic]:
     """Traffic of all ranks by (axis, op, phase) a step, the most bytes sent first."""
@@ -77,20 +73,35 @@ def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traff
     return sorted(rows, key=lambda row: (-row.sum_wire_bytes, row.axis, row.op, row.phase))
 
 
-def traffic_bars(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> str:
-    """A bar for each (axis, op, phase): bytes sent by the busiest rank a step, coloured by axis.
+def by_axis_and_phase(
+    ledgers: Mapping[int, Ledger], *, steps: int = 1
+) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for row in traffic_rows(ledgers, steps=steps):
+        found[row.axis, row.phase] += row.sum_wire_bytes
+    return dict(found)
 
-    "" when there is no traffic.
+
+def traffic_bars(
+    ledgers: Mapping[int, Ledger], predicted: Mapping[int, Ledger] | None = None, *, steps: int = 1
+) -> str:
+    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, and a thin
+    one under it for the prediction. "" when there is no traffic.
     """
-    rows = [row for row in traffic_rows(ledgers, steps=steps) if row.sum_wire_bytes > 0]
-    if not rows:
+    measured = by_axis_and_phase(ledgers, steps=steps)
+    foreseen = by_axis_and_phase(predicted or {})
+    sent = {key: max(measured.get(key, 0.0), foreseen.get(key, 0.0)) for key in measured | foreseen}
+    keys = sorted((key for key in sent if sent[key] > 0), key=lambda key: (-sent[key], key))
+    if not keys:
         return ""
-    shown = rows[:_MAX_BARS]
-    axes = sorted({row.axis for row in rows})
+    shown = keys[:_MAX_BARS]
+    axes = sorted({axis for axis, _ in keys})
     colours = {axis: COLOURS[index % len(COLOURS)] for index, axis in enumerate(axes)}
-    key, used = legend(colours.items(), left=0, top=4)
-    left, top, right = 270.0, used + 26, WIDTH - 190.0
-    highest = max(row.max_wire_bytes for row in shown)
+    entries = [*colours.items(), *([("predicted", MUTED)] if foreseen else [])]
+    key, used = legend(entries, left=0, top=4)
+    left, top, right = 170.0, used + 26, WIDTH - 250.0
+    highest = sent[shown[0]]
     bottom = top + len(shown) * _ROW
     body = [key]
     for value in binary_ticks(highest):
@@ -99,23 +110,31 @@ def traffic_bars(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> str:
             line(x, top, x, bottom, GRID),
             text(x, top - 6, format_bytes(value), anchor="middle", fill=MUTED, size=11),
         ]
-    for index, row in enumerate(shown):
-        y = top + index * _ROW
-        width = max(row.max_wire_bytes / highest * (right - left), 1)
-        values = f"{format_bytes(row.max_wire_bytes)}, all {format_bytes(row.sum_wire_bytes)}"
-        title = f"{row.name}: {values}"
+    for index, (axis, phase) in enumerate(shown):
+        y, name = top + index * _ROW, f"{axis} · {phase}"
+        width = measured.get((axis, phase), 0.0) / highest * (right - left)
+        values = format_bytes(measured.get((axis, phase), 0.0))
+        expected = foreseen.get((axis, phase))
+        end = width
+        body.append(text(left - 8, y + 15, clip(name, 26), anchor="end"))
+        if expected is not None:
+            values += f", predicted {format_bytes(expected)}"
+            thin = max(expected / highest * (right - left), 1)
+            body.append(rectangle(left, y + 15, thin, 3, MUTED))
+            end = max(width, thin)
+        title = f"{name}: {values}"
         body += [
-            text(left - 8, y + 15, clip(row.name, 40), anchor="end"),
-            rectangle(left, y + 4, width, _ROW - 8, colours[row.axis], title=title),
-            text(left + width + 6, y + 15, values, fill=MUTED, size=11),
+            rectangle(left, y + 3, max(width, 1), 11, colours[axis], title=title),
+            text(left + end + 6, y + 15, values, fill=MUTED, size=11),
         ]
     body.append(line(left, top, left, bottom, INK))
-    rest = f" The {len(rows) - len(shown)} smallest are left out." if len(rows) > len(shown) else ""
+    rest = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
+    axis, phase = shown[0]
     description = (
-        f"Bytes sent in one step by the busiest rank, by axis, operation and phase; most: "
-        f"{shown[0].name}, {format_bytes(shown[0].max_wire_bytes)}.{rest}"
+        f"Bytes sent in one step by all ranks, by axis and phase; most: {axis} · {phase}, "
+        f"{format_bytes(sent[shown[0]])}.{rest}"
     )
-    return figure("traffic", "Traffic of the busiest rank per step", description, bottom + 8, body)
+    return figure("traffic", "Traffic of all ranks per step", description, bottom + 8, body)
 
 
 def binary_ticks(highest: float, count: int = 4) -> list[float]:

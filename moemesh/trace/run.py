@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import LoadBins
 from moemesh.trace.loads import LayerLoads
@@ -34,6 +35,7 @@ FILES: tuple[str, ...] = (
     "timeline_simulated.json",
     "memory.json",
     "loads.jsonl",
+    "events.jsonl",
     "failure.json",
     "summary.json",
 )
@@ -182,9 +184,27 @@ class Run:
     simulated: Timeline | None = None
     memory: MemoryProfiles | None = None
     loads: tuple[LayerLoads, ...] = ()
+    events: tuple[Event, ...] = ()
     failure: dict[str, Any] | None = None
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps that the configuration asks for; None where it does not say."""
+        found = self.section("train").get("steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of losses, as the console names it."""
+        is_bytes = self.section("data").get("tokenizer", "bytes") == "bytes"
+        return "nats a byte" if is_bytes else "nats a token"
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the configuration, empty where there is none."""
+        part = self.config.get(name)
+        return cast(dict[str, Any], part) if isinstance(part, dict) else {}
 
     @classmethod
     def load(cls, folder: Path | str) -> Run:
@@ -220,6 +240,7 @@ class Run:
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
             loads=loads.all(),
+            events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
             summary=reader.json("summary.json", _object) or {},
             warnings=tuple(reader.warnings),

@@ -11,6 +11,7 @@ from moemesh.trace.memory import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Record, Timeline
 
+_TIME = "2026-11-22T11:36:02+00:00"
 CONFIG = """\
 [model]
 preset = "tiny"
@@ -61,6 +62,15 @@ def write_fake_run(
     (folder / "metrics.jsonl").write_text("".join(row.to_line() for row in rows))
     ledgers = {rank: ledger(rank) for rank in range(num_ranks)}
     _dump(folder / "ledger.json", ledgers_to_json(ledgers))
+    _dump(folder / "ledger_predicted.json", ledgers_to_json(ledgers))
+    events = [("start", 0, "a run"), ("alarm", 30, "alarm: layer 1: 1 expert (8) is dead")]
+    (folder / "events.jsonl").write_text(
+        "".join(
+            json.dumps({"time": "2026-11-22T11:36:02+00:00", "step": s, "kind": k, "text": t})
+            + "\n"
+            for k, s, t in events
+        )
+    )
     _dump(folder / "memory.json", memory(num_ranks).to_json())
     _dump(folder / "timeline.json", timeline(num_ranks, num_steps, records_per_rank).to_json())
     lines = [

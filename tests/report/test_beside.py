@@ -40,8 +40,27 @@ def ledger(count: int, sent: int) -> Ledger:
 
 
 def test_traffic_is_that_of_one_step() -> None:
-    rows = beside.traffic_beside({0: ledger(1, 1000)}, {0: ledger(4, 4000)}, steps=4)
-    assert rows == [("ep", "all_to_all", "forward", "1000 B", "1000 B", "0 %")]
+    rows = beside.traffic_by_axis({0: ledger(1, 1000)}, {0: ledger(4, 4000)}, steps=4)
+    assert rows == [("ep", "forward", "1000 B", "1000 B", "0 %", "100.0%")]
+
+
+def test_traffic_without_a_prediction_or_a_measurement_says_so() -> None:
+    rows = beside.traffic_by_axis({}, {0: ledger(1, 1000)}, steps=1)
+    assert rows == [("ep", "forward", "not predicted", "1000 B", "", "100.0%")]
+    rows = beside.traffic_by_axis({0: ledger(1, 1000)}, {}, steps=1)
+    assert rows == [("ep", "forward", "1000 B", "0 B", "not measured", "0.0%")]
+
+
+def test_the_bubble_is_that_of_the_pipeline_alone() -> None:
+    records = (
+        Record(rank=0, start=0.0, end=5.0, name="data", step=1),
+        Record(rank=0, start=5.0, end=7.0, name="0F0", kind="F", stage=0, step=1),
+        Record(rank=1, start=7.0, end=9.0, name="1F0", kind="F", stage=1, step=1),
+        Record(rank=2, start=5.0, end=9.0, name="0F0", kind="F", stage=0, step=1),
+    )
+    timeline = Timeline(ranks=(0, 1, 2), records=records, source="measured")
+    assert beside.pipeline_bubble(timeline, (0, 1)) == pytest.approx(0.5)
+    assert beside.pipeline_bubble(timeline, ()) == 0.0
 
 
 def test_parts_of_a_step_add_up_to_its_span() -> None:

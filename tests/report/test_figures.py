@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moemesh.report import curves, loads, memory, svg, timeline, traffic
+from moemesh.report import boxes, curves, loads, memory, svg, timeline, traffic
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
@@ -38,10 +38,13 @@ def all_figures(name: str = "") -> dict[str, str]:
         named = Record(rank=0, start=999, end=1003, name=name, kind=name)
         line = Timeline(ranks=line.ranks, records=(*line.records, named), source="measured")
     return {
-        "loss": curves.loss_curve(rows, unigram_loss=3.0),
-        "throughput": curves.throughput_curve(rows),
-        "gradient norm": curves.gradient_norm_curve(rows),
-        "imbalance": loads.imbalance_curve(some_loads),
+        "loss": curves.loss_curve(rows, unigram_loss=3.0)[0],
+        "throughput": curves.throughput_curve(rows)[0],
+        "gradient norm": curves.gradient_norm_curve(rows)[0],
+        "learning rate": curves.learning_rate_curve(rows)[0],
+        "auxiliary": curves.auxiliary_curve(rows, unit="nats a byte")[0],
+        "narrow loss": curves.loss_curve(rows, unigram_loss=3.0)[1],
+        "imbalance": loads.imbalance_curve(some_loads)[0],
         "layer maps": loads.layer_heat_maps(some_loads),
         "mean map": loads.mean_heat_map(some_loads),
         "traffic": traffic.traffic_bars(ledgers),
@@ -71,11 +74,11 @@ def test_the_same_data_is_the_same_bytes():
 
 
 def test_nothing_to_draw_is_no_figure():
-    assert curves.loss_curve([]) == ""
-    assert loads.layer_heat_maps([]) == loads.mean_heat_map([]) == loads.imbalance_curve([]) == ""
+    assert curves.loss_curve([]) == loads.imbalance_curve([]) == ("", "")
+    assert loads.layer_heat_maps([]) == loads.mean_heat_map([]) == ""
     zero = [LayerLoads(step=1, layer=0, tokens_per_expert=(0, 0), tokens_per_rank=(0,))]
     assert loads.layer_heat_maps(zero) == ""
-    parse(loads.imbalance_curve(zero))
+    parse(loads.imbalance_curve(zero)[0])
     assert traffic.traffic_bars({}) == traffic.traffic_bars({0: Ledger()}) == ""
     assert memory.memory_bars(MemoryProfiles(ranks=())) == ""
     parse(memory.memory_bars(MemoryProfiles(ranks=(MemoryProfile(rank=0),))))
@@ -94,6 +97,14 @@ def test_colours_have_contrast():
         assert svg.contrast(svg.ink_on(colour), colour) >= 4.5, colour
         tinted = svg.tint(colour)
         assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
+    dark = {**svg.DARK, **boxes.DARK, **timeline.DARK}
+    for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
+        assert svg.contrast(dark[colour], svg.DARK_GROUND) >= 4.5, colour
+    tints = [svg.tint(colour, 0.5) for colour in timeline.KINDS.values()]
+    for colour in (*timeline.KINDS.values(), *svg.COLOURS, *tints):
+        ink = svg.ink_on(colour)
+        ink, colour = dark.get(ink, ink), dark.get(colour, colour)
+        assert svg.contrast(ink, colour) >= 4.5, (ink, colour)
     assert svg.contrast("#000000", "#ffffff") == pytest.approx(21)
     lightness = [svg.luminance(colour) for _, colour, _ in loads.CLASSES]
     assert lightness == sorted(lightness, reverse=True)

@@ -1,5 +1,6 @@
 """The page: self-contained, small whatever the run, escaped, accessible, tolerant."""
 
+import fcntl
 import json
 import re
 import subprocess
@@ -63,13 +64,23 @@ def test_one_offline_file(tiny):
     document = Document(text)
     assert not document.of("script") and not document.of("link") and not document.of("img")
     assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert len(document.of("svg")) == 9
+    # 5 curves of the training and 1 of the loads, each for wide pages and for phones; 5 pictures.
+    assert len(document.of("svg")) == 17
     assert text == read(page.write(tiny))
 
 
 def test_what_the_page_says(tiny):
     texts = " ".join(Document(read(page.write(tiny))).texts)
-    for expected in ("1f1b", "reduce_scatter", "unigram 3.21", "rank 3", "Highest peak 321.2 MiB"):
+    for expected in (
+        "1f1b",
+        "is dead",
+        "nats a byte",
+        "Started 2026-11-22 11:36:02 UTC",
+        "reduce_scatter",
+        "unigram 3.21",
+        "rank 3",
+        "Highest peak 321.2 MiB",
+    ):
         assert expected in texts
     # 2 phases * 8 operations * 3 * 2**19 bytes halved, plus ranks 0+1+2+3 times 4096, over 4 ranks.
     assert f"{2 * 8 * (4 * 3 * 2**19 + 6 * 4096) // 2:,}" in texts
@@ -160,3 +171,86 @@ def test_no_run(tmp_path):
 def test_torch_is_not_imported():
     program = "import sys, moemesh.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def tables(text: str) -> dict[str, str]:
+    """Caption -> the text of the table."""
+    found = re.findall(r"<caption>(.*?)</caption>(.*?)</table>", text, flags=re.DOTALL)
+    return {caption: re.sub(r"<[^>]+>|\s+", " ", body) for caption, body in found}
+
+
+def test_what_differs_from_the_defaults_comes_first(tmp_path):
+    text = read(page.write(write_fake_run(tmp_path / "run", num_steps=5)))
+    changed, others = list(tables(text))[:2]
+    assert changed == "Keys that differ from the defaults and the preset"
+    found = " ".join(tables(text)[changed].split())
+    assert "plan.tp 2 1" in found and "train.steps 400 200" in found
+    # A value that is written down and equals the default is no change.
+    assert "plan.cp" not in found and "plan.schedule" not in found
+    assert others.startswith("The other ") and "plan.cp" in tables(text)[others]
+    assert text.index("<details>") < text.index("plan.cp")
+
+
+def test_operations_are_whole_numbers(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    data = json.loads((folder / "ledger.json").read_text()) | {"steps": 3}
+    (folder / "ledger.json").write_text(json.dumps(data))
+    found = tables(read(page.write(folder)))
+    operations = next(body for caption, body in found.items() if "By operation" in caption)
+    assert "of 3 steps" in str(list(found))
+    assert " ep all_to_all forward 16 " in " ".join(operations.split())
+
+
+def test_a_live_run_says_when_files_come(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    for name in ("ledger.json", "memory.json", "timeline.json", "summary.json"):
+        (folder / name).unlink()
+    assert "No ledger.json." in read(page.write(folder))
+    with (folder / "lease").open("w") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        text = read(page.write(folder))
+    assert "ledger.json is written at the end of the run" in text
+    assert "running" in text
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_without_a_step_says_so(tmp_path, failed):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    for name in ("ledger.json", "memory.json", "timeline.json", "loads.jsonl", "summary.json"):
+        (folder / name).unlink()
+    (folder / "metrics.jsonl").write_text("")
+    if failed:
+        (folder / "failure.json").write_text('{"kind": "OSError"}')
+    text = read(page.write(folder))
+    assert "No step yet" in text and "No step is finished yet." in text
+    assert ("failed before its first step" in text) == failed
+    Document(text)
+
+
+def test_a_page_of_many_steps_is_small_and_cheap(tmp_path):
+    """10,000 steps of 48 layers x 128 experts; the slow test below has ten times as many."""
+    folder = write_fake_run(
+        tmp_path / "run", num_steps=10_000, num_layers=48, num_experts=128, loads_every=400
+    )
+    bounded(folder, seconds=10, mebibytes=150)
+
+
+@pytest.mark.slow
+def test_a_page_of_100_000_steps_is_small_and_cheap(tmp_path):
+    folder = write_fake_run(
+        tmp_path / "run", num_steps=100_000, num_layers=48, num_experts=128, loads_every=400
+    )
+    bounded(folder, seconds=10, mebibytes=200)
+
+
+def bounded(folder, *, seconds, mebibytes):
+    """The limit of seconds is loose: other processes share the machine."""
+    program = (
+        "import resource, sys; from moemesh.report import page; page.write(sys.argv[1]);"
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_maxrss, used.ru_utime)"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert (folder / "report.html").stat().st_size <= 1_500_000
+    assert int(found[0]) <= mebibytes * 1024
+    assert float(found[1]) <= seconds

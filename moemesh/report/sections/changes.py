@@ -1,0 +1,52 @@
+"""The configuration of a run: first the keys whose value is not the default."""
+
+from __future__ import annotations
+
+from moemesh.config.toml import format_value
+from moemesh.report.configuration import differences, flat
+from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, left_out
+from moemesh.report.svg import clip
+from moemesh.trace.run import Run
+
+_MAX_VALUE = 300
+
+
+def changes(run: Run) -> Section:
+    """Keys that the user set, and folded away all others."""
+    identity, title = "configuration", "Configuration"
+    if not run.config:
+        return Section(identity=identity, title=title, missing="No config.toml.")
+    found, baseline = differences(run.config)
+    tables: list[Table] = []
+    if found:
+        tables.append(
+            Table(
+                caption=f"Keys that differ from {baseline}",
+                header=("Key", "Value", "Default"),
+                rows=[
+                    (clip(key, 60), _value(value), _value(default))
+                    for key, value, default in found[:MAX_TABLE_ROWS]
+                ],
+                num_names=3,
+            )
+        )
+    changed = {key for key, _, _ in found}
+    rest = [(key, value) for key, value in flat(run.config).items() if key not in changed]
+    if rest:
+        tables.append(
+            Table(
+                caption=f"The other {len(rest)} keys",
+                header=("Key", "Value"),
+                rows=[(clip(key, 60), _value(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]],
+                num_names=2,
+                folded=True,
+            )
+        )
+    note = "" if found else f"No key differs from {baseline}."
+    note += left_out(len(found), "keys")
+    return Section(identity=identity, title=title, tables=tables, note=note)
+
+
+def _value(value: object) -> str:
+    """As in a TOML file."""
+    return "unset" if value is None else clip(format_value(value), _MAX_VALUE)

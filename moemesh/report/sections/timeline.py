@@ -1,0 +1,152 @@
+"""Time of a step: its parts, predicted beside measured, and the operations of every rank."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+from moemesh.report import beside
+from moemesh.report import timeline as pictures
+from moemesh.report.boxes import KINDS, LONG_NAMES
+from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
+from moemesh.report.sections.missing import missing
+from moemesh.report.svg import clip
+from moemesh.trace.run import Run
+from moemesh.trace.timeline import MICROSECONDS, Timeline
+
+_IDENTITY, _TITLE = "timeline-section", "Time of a step"
+
+
+def timeline(run: Run) -> Section:
+    """From `timeline.json` (the last step), and the medians of `metrics.jsonl`."""
+    tables = _medians(run)
+    if run.timeline is None or not run.timeline.records:
+        text = missing(run, "timeline.json")
+        return Section(identity=_IDENTITY, title=_TITLE, tables=tables, missing=text)
+    last = run.timeline.last_step()
+    unit = "ticks" if last.unit == "ticks" else "milliseconds"
+    factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
+    ranks = last.statistics()
+    return Section(
+        identity=_IDENTITY,
+        title=_TITLE,
+        figures=figures(
+            ("Last step of each rank", pictures.timeline_rows(last)),
+            ("Pipeline of the last step, simulated above measured", _beside(run.simulated, last)),
+        ),
+        tables=[
+            _parts(run, last),
+            *tables,
+            _of_ranks(last, factor, unit),
+            _by_name(last, factor, unit),
+        ],
+        note=_note(run, last) + left_out(len(ranks), "ranks"),
+    )
+
+
+def _note(run: Run, last: Timeline) -> str:
+    text = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
+    if run.simulated is not None and run.simulated.records:
+        bubble = beside.pipeline_bubble(last, run.simulated.ranks)
+        text += (
+            f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
+            f"{bubble:.1%} measured."
+        )
+    return text
+
+
+def _parts(run: Run, last: Timeline) -> Table:
+    return Table(
+        caption="Parts of the last step, mean rank, in milliseconds: the pipeline simulated with "
+        "the median time of each operation, and measured",
+        header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
+        rows=beside.time_rows(run.simulated, last),
+    )
+
+
+def _medians(run: Run) -> list[Table]:
+    """Of all steps but the first, which builds caches; rank 0."""
+    rows = run.metrics[1:] or run.metrics
+    if not rows:
+        return []
+    step = statistics.median(row.seconds for row in rows)
+    found = [("step", step)]
+    for name, label in (
+        ("data_seconds", "waiting for data"),
+        ("communication_seconds", "exposed communication"),
+    ):
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        if values:
+            found.append((label, statistics.median(values)))
+    return [
+        Table(
+            caption="Median over all steps but the first, in milliseconds, rank 0",
+            header=("Part", "Time", "Share of the step"),
+            rows=[
+                (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
+                for name, seconds in found
+            ],
+        )
+    ]
+
+
+def _of_ranks(last: Timeline, factor: float, unit: str) -> Table:
+    ranks = last.statistics()
+    longest = last.span or 1.0
+    return Table(
+        caption=f"Time of each rank in the last step, in {unit}",
+        header=("Rank", "Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span"),
+        rows=[
+            (
+                str(rank.rank),
+                *(
+                    f"{value * factor:,.3f}"
+                    for value in (rank.span, rank.busy, rank.idle, rank.wait)
+                ),
+                f"{rank.busy / longest:.1%}",
+            )
+            for rank in ranks[:MAX_TABLE_ROWS]
+        ],
+    )
+
+
+def _beside(simulated: Timeline | None, last: Timeline) -> str:
+    """The pipeline operations of the simulated ranks, simulated above measured."""
+    if simulated is None:
+        return ""
+    records = tuple(
+        record for record in last.records if record.rank in simulated.ranks and record.kind in KINDS
+    )
+    measured = replace(last, ranks=simulated.ranks, records=records)
+    return pictures.timelines_stacked(
+        [simulated, measured],
+        title="Pipeline, simulated above measured",
+        identity="timeline-simulated",
+    )
+
+
+def _by_name(last: Timeline, factor: float, unit: str) -> Table:
+    of_name: dict[str, dict[int, float]] = {}
+    counts: Counter[str] = Counter()
+    for record in last.records:
+        name = LONG_NAMES.get(record.kind, record.name)
+        of_rank = of_name.setdefault(name, {})
+        of_rank[record.rank] = of_rank.get(record.rank, 0.0) + record.duration * factor
+        counts[name] += 1
+    totals = {name: sum(of_rank.values()) for name, of_rank in of_name.items()}
+    names = sorted(totals, key=lambda name: (-totals[name], name))[:MAX_TABLE_ROWS]
+    return Table(
+        caption=f"Time by operation, in {unit} (one inside another counts in both)",
+        header=("Operation", "Times, all ranks", "Mean rank", "Longest rank"),
+        rows=[
+            (
+                clip(name, 60),
+                f"{counts[name]:,}",
+                f"{totals[name] / len(last.ranks):,.3f}",
+                f"{max(of_name[name].values()):,.3f}",
+            )
+            for name in names
+        ],
+        folded=True,
+    )

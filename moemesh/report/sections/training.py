@@ -1,0 +1,64 @@
+"""Losses, gradient norm, learning rate and throughput over the steps."""
+
+from __future__ import annotations
+
+from moemesh.report import curves
+from moemesh.report.section import Section, Table, figures, spread
+from moemesh.report.sections.missing import missing
+from moemesh.report.svg import short
+from moemesh.trace.run import Run
+
+_HEADER = (
+    "Step",
+    "Loss",
+    "Validation loss",
+    "Auxiliary loss",
+    "Gradient norm",
+    "Learning rate",
+    "Tokens/s",
+)
+
+
+def training(run: Run) -> Section:
+    """Curves over all steps, and the numbers of some of them."""
+    if not run.metrics:
+        text = missing(run, "metrics.jsonl")
+        if (run.folder / "metrics.jsonl").is_file():
+            text = "No step is finished yet."
+        return Section(identity="training", title="Training", missing=text)
+    rows, unigram = run.metrics, run.summary.get("unigram_loss")
+    known = unigram if isinstance(unigram, float) else None
+    drawn = [
+        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=run.loss_unit)),
+        ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=run.loss_unit)),
+        ("Gradient norm", *curves.gradient_norm_curve(rows)),
+        ("Learning rate", *curves.learning_rate_curve(rows)),
+        ("Throughput", *curves.throughput_curve(rows)),
+    ]
+    return Section(
+        identity="training", title="Training", figures=figures(*drawn), tables=[_some_steps(run)]
+    )
+
+
+def _some_steps(run: Run) -> Table:
+    rows = run.metrics
+    validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
+    indices = {validated[i] for i in spread(len(validated), 8)}
+    shown = [rows[i] for i in sorted(indices.union(spread(len(rows), 12)))]
+    return Table(
+        caption=f"Some steps, evenly spread, and those with a validation; losses in "
+        f"{run.loss_unit}",
+        header=_HEADER,
+        rows=[
+            (
+                f"{row.step:,}",
+                f"{row.loss:.5f}",
+                "" if row.validation_loss is None else f"{row.validation_loss:.5f}",
+                f"{row.aux_loss:.5f}",
+                f"{row.grad_norm:.4g}",
+                f"{row.lr:.4g}",
+                short(row.tokens_per_second),
+            )
+            for row in shown
+        ],
+    )

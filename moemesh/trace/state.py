@@ -1,0 +1,42 @@
+"""The state of a run as its folder tells it: finished, running, stopped, failed, interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Literal
+
+from moemesh.trace.run import Run
+
+#: interrupted: it ended without a word (killed, or the machine went down).
+State = Literal["finished", "running", "stopped", "failed", "interrupted"]
+LEASE = "lease"
+
+
+def state_of(run: Run) -> State:
+    """From failure.json, summary.json, the newest step, and the lock that a run at work holds."""
+    if run.failure is not None:
+        return "failed"
+    last = run.metrics[-1].step if run.metrics else None
+    ended = run.summary.get("steps")
+    # A run writes its summary while it still holds the lock, and a resumed run keeps an older one.
+    if ended is not None and (last is None or ended == last):
+        wanted = run.num_steps
+        return "stopped" if wanted is not None and ended < wanted else "finished"
+    return "running" if is_locked(run.folder) else "interrupted"
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process at work holds the folder's lease."""
+    try:
+        handle = os.open(folder / LEASE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

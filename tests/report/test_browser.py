@@ -1,0 +1,99 @@
+"""The page in a real browser: widths, colour schemes, contrast, print."""
+
+import pytest
+
+from moemesh.report import page
+from tests.report import browser
+from tests.report.fake_run import write_fake_run
+
+COMMAND = browser.find()
+pytestmark = pytest.mark.skipif(
+    COMMAND is None, reason="no Chromium on the path (or in MOEMESH_TEST_BROWSER)"
+)
+
+#: Every visible text with its colour, and the colour of what is painted behind it. A text of a
+#: figure lies on the last opaque shape drawn before it that encloses its middle.
+CONTRASTS = """
+(() => {
+  const parse = c => (c.match(/[\\d.]+/g) || []).map(Number);
+  const level = v => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+  const luminance = c => 0.2126 * level(c[0]) + 0.7152 * level(c[1]) + 0.0722 * level(c[2]);
+  const ratio = (a, b) => {
+    const [x, y] = [luminance(a), luminance(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05);
+  };
+  const opaque = c => c.length === 3 || (c.length === 4 && c[3] === 1);
+  const behind = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length && opaque(c)) return c;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const details of document.querySelectorAll("details")) details.open = true;
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const e = node.parentElement, text = node.textContent.trim();
+    if (!text || !e.checkVisibility() || ["title", "desc"].includes(e.tagName)) continue;
+    const svg = e.closest("svg");
+    const style = getComputedStyle(e);
+    let ink = parse(svg ? style.fill : style.color), ground = behind(svg || e);
+    let size = parseFloat(style.fontSize);
+    if (svg) {
+      const box = e.getBoundingClientRect();
+      size *= svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+      const x = box.left + box.width / 2, y = box.top + box.height / 2;
+      for (const shape of svg.querySelectorAll("rect")) {
+        if (!(shape.compareDocumentPosition(e) & Node.DOCUMENT_POSITION_FOLLOWING)) continue;
+        const b = shape.getBoundingClientRect(), fill = getComputedStyle(shape).fill;
+        if (fill === "none" || x < b.left || x > b.right || y < b.top || y > b.bottom) continue;
+        ground = parse(fill);
+      }
+    }
+    found.push([ratio(ink, ground), size, text.slice(0, 40), svg !== null]);
+  }
+  return found;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    run = write_fake_run(folder / "run", num_steps=60)
+    (run / "failure.json").write_text(
+        '{"kind": "Killed", "message": "by signal 9 ' + "x" * 400 + '"}'
+    )
+    return [page.write(run)]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser.Browser(COMMAND, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_widths_and_colour_schemes(chromium, pages, width, scheme):
+    for path in pages:
+        chromium.open(path, width=width, scheme=scheme)
+        assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+        ground = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
+        texts = chromium.evaluate(CONTRASTS)
+        assert len(texts) > 200
+        assert [text for text in texts if text[0] < 4.5] == []
+        # Labels of pictures keep a size that can be read, also on a phone.
+        assert [text for text in texts if text[3] and text[1] < 8.5] == []
+
+
+def test_print_is_light_and_cuts_nothing(chromium, pages):
+    chromium.open(pages[0], width=1200)
+    chromium.call("Emulation.setEmulatedMedia", media="print")
+    assert chromium.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    hidden = "[...document.querySelectorAll('.scroll, .picture')].filter(e => "
+    hidden += "e.checkVisibility() && getComputedStyle(e).overflowX !== 'visible').length"
+    assert chromium.evaluate(hidden) == 0
+    assert len(chromium.call("Page.printToPDF")["data"]) > 10_000
