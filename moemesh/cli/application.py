@@ -98,6 +98,8 @@ def _fail(error: Exception) -> int:
     # what they can do.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         error.show()
+        if given := _given(error):
+            print(f"given: {given}", file=sys.stderr)
         if hint := _option_hint(getattr(error, "option_name", "")):
             print(hint, file=sys.stderr)
         return USER_ERROR
@@ -112,6 +114,20 @@ def _fail(error: Exception) -> int:
     message = str(error).encode(errors="backslashreplace").decode()
     print(f"moemesh: {message}", file=sys.stderr)
     return USER_ERROR
+
+
+def _given(error: Exception) -> str:
+    """The option with its value, where a message about the value does not show it."""
+    parameter = getattr(error, "param", None)
+    arguments = sys.argv[1:]
+    for name in getattr(parameter, "opts", ()):
+        for number, word in enumerate(arguments):
+            option, equals, value = word.partition("=")
+            if option != name:
+                continue
+            value = value if equals else next(iter(arguments[number + 1 :]), "")
+            return "" if not value or value in str(error) else f"{name} {value}"
+    return ""
 
 
 def _option_hint(option: str) -> str:
@@ -132,7 +148,15 @@ def _option_hint(option: str) -> str:
 
 
 def load(config: Path | None, overrides: list[str] | None) -> "Resolved":
-    """The configuration of these sources. Raises ConfigError with every problem found."""
+    """The configuration of these sources; notes about them go to stderr, once for all ranks.
+
+    Raises ConfigError with every problem found.
+    """
+    from moemesh.comm.slurm import rank_of
     from moemesh.config.load import load_run
 
-    return load_run([config] if config else [], overrides or [])
+    resolved = load_run([config] if config else [], overrides or [])
+    if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:
+        for note in resolved.notes:
+            print(f"moemesh: note: {note}", file=sys.stderr)
+    return resolved

@@ -29,22 +29,35 @@ def config_show(
 
 
 @config_app.command("check")
-def config_check(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def config_check(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here/--elsewhere",
+            help="Look for data, tokenizer, weights, device and memory on this machine, or check "
+            "the settings alone, of a run that is for another one.",
+        ),
+    ] = True,
+) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError
-    from moemesh.data import sources
     from moemesh.train.preflight import untrainable
-    from moemesh.train.preflight_warnings import warnings_before_ranks
+    from moemesh.train.preflight_warnings import preflight_warnings, warnings_before_ranks
+    from moemesh.train.preparation import check_machine
 
     resolved = load(config, overrides)
-    if problems := untrainable(resolved):
+    if here:
+        check_machine(resolved, config)
+    elif problems := untrainable(resolved):
         raise ConfigError(problems)
-    sources.check(resolved.config.data, resolved.config.model.vocab_size)
     plan = resolved.config.plan
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     typer.echo(f"ok: {ranks} ({degrees}, ep={plan.ep} etp={plan.etp} edp={plan.edp})")
-    for warning in warnings_before_ranks(resolved.config):
+    warnings = warnings_before_ranks if here else preflight_warnings
+    for warning in warnings(resolved.config):
         typer.echo(f"note: {warning}")
 
 

@@ -55,7 +55,8 @@ def scores(
 
         moemesh train sft.toml --set train.esft=law.json
     """
-    from moemesh.train.esft import Request, write_scores
+    from moemesh.train.esft_request import Request
+    from moemesh.train.weight_sources import check_weights, config_of
 
     request = Request(
         data=data,
@@ -68,4 +69,9 @@ def scores(
         svg=svg,
         as_json=as_json,
     )
+    # Before torch, which takes seconds, is imported.
+    request.checked(config_of(source, overrides or []))
+    check_weights(source)
+    from moemesh.train.esft import write_scores
+
     raise typer.Exit(write_scores(source, request, overrides or []))

@@ -23,6 +23,13 @@ def train(
             "--allow-change", metavar="KEY", help="On resume, accept another value of this key."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything and say what would be done; write and start nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
@@ -30,14 +37,29 @@ def train(
 
         moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
     """
-    # Checked first: a mistake must be told before torch, which takes seconds, is imported.
-    load(config, overrides)
+    from moemesh.comm.slurm import ranks_of_slurm
+
+    # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
+    # that were started already check what they share when they meet.
+    resolved = load(config, overrides)
+    prepared = None
+    if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
+        from moemesh.train.preparation import prepare
+
+        prepared = prepare(resolved, config, out, allow_change or [])
+    if dry_run:
+        from moemesh.cli.preparation_text import preparation_text
+
+        assert prepared is not None
+        typer.echo(preparation_text(prepared))
+        return
     # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
     # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
 
-    raise typer.Exit(command.train(config, overrides or [], out, allow_change or []))
+    code = command.train(config, overrides or [], out, allow_change or [], prepared=prepared)
+    raise typer.Exit(code)
 
 
 @app.command(short_help="Write the HTML page of a run.")

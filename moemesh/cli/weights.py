@@ -82,6 +82,9 @@ def convert(
     def say(done: int, total: int) -> None:
         typer.echo(f"wrote file {done} of {total}", err=True)
 
+    # All that is looked at here is told before torch, which takes seconds, is imported.
+    from moemesh.train import weight_sources
+
     parts = {"--adapter": adapter, "--delta": delta, "--apply": apply is not None}
     if chosen := [flag for flag, given in parts.items() if given]:
         others = {"--to": to, "--like": like, "--expert-layout": expert_layout}
@@ -89,6 +92,9 @@ def convert(
         clash = [*chosen[1:], *(flag for flag, given in others.items() if given is not None)]
         if clash:
             raise typer.BadParameter(f"does not go with {chosen[0]}", param_hint=clash[0])
+        weight_sources.check_weights(source)
+        if apply is not None:
+            weight_sources.check_folder(apply)
         from moemesh.train import conversion
 
         if adapter:
@@ -101,19 +107,23 @@ def convert(
         return
 
     if upcycle is not None:
-        from moemesh.train.upcycling import read_recipe
-        from moemesh.train.upcycling import upcycle as make
+        from moemesh.train.recipe import read_recipe
 
         for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
             if given is not None:
                 raise typer.BadParameter(f"{flag} does not go with --upcycle", param_hint=flag)
-        make(source, out, read_recipe(upcycle), to or "huggingface", dtype=dtype, on_file=say)
+        recipe = read_recipe(upcycle)
+        weight_sources.check_weights(source)
+        from moemesh.train.upcycling import upcycle as make
+
+        make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
         typer.echo(
             str(out)
             if to != "moemesh"
             else f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
         )
         return
+    weight_sources.target_of(source, to, dtype, expert_layout)
     from moemesh.train.conversion import convert as run
 
     written = run(source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say)
@@ -145,6 +155,7 @@ def evaluate(
 
         moemesh evaluate runs/first --data book.txt --seq-len 128
     """
+    _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
     from moemesh.train.evaluation import evaluate as run
 
     raise typer.Exit(run(source, data, seq_len, overrides or [], as_json=as_json))
@@ -176,6 +187,7 @@ def generate(
 
         moemesh generate runs/first --prompt "def main(" --max-tokens 50
     """
+    _check(source, overrides or [])
     from moemesh.train.generation import generate as run
 
     code = run(
@@ -189,3 +201,11 @@ def generate(
         as_json=as_json,
     )
     raise typer.Exit(code)
+
+
+def _check(source: Path, given: list[str]) -> None:
+    """Tell a mistake before torch, which takes seconds, is imported."""
+    from moemesh.train.weight_sources import check_weights, config_of
+
+    config_of(source, given)
+    check_weights(source)

@@ -31,19 +31,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from moemesh.comm.devices import too_few
 from moemesh.comm.interrupts import STOPPING_SOON, InterruptWatch
 from moemesh.comm.slurm import ranks_of_slurm
-from moemesh.config.errors import UserError
 
 Device = Literal["auto", "cpu", "cuda"]
 
 _RUN_ID = "moemesh-"
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TAIL_LINES = 30
-
-
-class DeviceError(UserError):
-    """The device asked for is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +313,7 @@ def _num_devices() -> int:
 
 def _count_devices(num_ranks: int) -> None:
     if (found := _num_devices()) < num_ranks:
-        raise DeviceError(
-            f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
-            'set train.device = "cpu", or use fewer ranks'
-        )
+        raise too_few(num_ranks, found)
 
 
 def _choose_device(device: Device, local_rank: int, ranks_per_node: int) -> torch.device:

@@ -57,10 +57,12 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A configuration that passed every check, and where each leaf ("plan.ep") came from."""
+    """A configuration that passed every check, where each leaf ("plan.ep") came from, and what to
+    tell the user about how it was given."""
 
     config: RunConfig
     origins: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def load_run(
@@ -105,7 +107,8 @@ def load_run(
     problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
     if problems:
         raise ConfigError(problems)
-    return Resolved(config=config, origins=origins)
+    notes = tuple(note for source in given for note in source.notes)
+    return Resolved(config=config, origins=origins, notes=notes)
 
 
 def _overruled_end(given: Sequence[Source]) -> str | None:

@@ -28,6 +28,8 @@ from moemesh.config.section import COUNT, POSITIVE, Range, Section, as_tuple
 
 #: The target that stands for every projection of attention and MLPs, experts included.
 ALL_LINEAR = "all-linear"
+#: The two files of a folder of adapters, as PEFT writes it: sizes, and tensors.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class LoraConfig(Section):

@@ -29,10 +29,12 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What one source gave: dotted key -> leaf, and what could not be read."""
+    """What one source gave: dotted key -> leaf, what could not be read, and what to tell the user
+    about the rest."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_file(path: Path) -> Source:
@@ -107,9 +109,11 @@ def _nearly_ours(variable: str, value: str) -> Problem | None:
 
 
 def read_overrides(overrides: Sequence[str]) -> Source:
-    """The ``a.b=value`` of every --set; the same key twice is an error."""
+    """The ``a.b=value`` of every --set. Of the same key twice the last one counts, as scripts that
+    add to a command line expect, and a note says so."""
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
+    notes: list[str] = []
     for text in overrides:
         key, equals, raw = text.partition("=")
         key = key.strip()
@@ -120,19 +124,15 @@ def read_overrides(overrides: Sequence[str]) -> Source:
             problems.append(
                 Problem(code="syntax", key=key or "--set", origin=origin, message=message, fix=fix)
             )
-        elif key in leaves:
-            message = f"{key} is given twice, first as {leaves[key].origin}"
-            fix = "keep one of them"
-            problems.append(
-                Problem(code="duplicate", key=key, origin=origin, message=message, fix=fix)
-            )
         elif key in SECTIONS:
             problems.append(_not_a_section(key, raw, origin))
         elif isinstance(value := parse_value(raw.strip(), key, origin), Problem):
             problems.append(value)
         else:
+            if key in leaves and leaves[key].value != value:
+                notes.append(f"{key} is set twice: {origin} counts, not {leaves[key].origin}")
             leaves[key] = Leaf(value=value, origin=origin)
-    return Source(leaves=leaves, problems=tuple(problems))
+    return Source(leaves=leaves, problems=tuple(problems), notes=tuple(notes))
 
 
 def parse_value(text: str, key: str, origin: str) -> object:

@@ -24,14 +24,15 @@ from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
-from moemesh.train.data_record import DATA_CHANGE, changes_samples, refuse_other_data
+from moemesh.train.data_record import changes_samples, refuse_other_data
 from moemesh.train.esft import keep_table
 from moemesh.train.events import Events
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
-from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
+from moemesh.train.folder import DATA_CHANGE, RunFolder, RunFolderError
+from moemesh.train.kept_schedule import readable, settle
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
-from moemesh.train.run_schedule import readable, settle
+from moemesh.train.preparation import Preparation, folder_of, prepare
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
 
@@ -47,9 +48,10 @@ def train(
     allowed_changes: Sequence[str] = (),
     *,
     in_this_process: bool = True,
+    prepared: Preparation | None = None,
 ) -> int:
     """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
-    process itself.
+    process itself; `prepared`: what was checked already, before torch was imported.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
@@ -57,17 +59,19 @@ def train(
     """
     resolved = load_run([config_file] if config_file else [], overrides)
     config = resolved.config
-    path = (out or default_folder(config_file, config)).expanduser()
-    readable_config = replace(config, plan=readable(config.plan, path))
-    if problems := untrainable(replace(resolved, config=readable_config)):
-        raise ConfigError(problems)
-    if launch.launched():
-        return _rank(config, RunFolder.open(path), path)
+    path = folder_of(config_file, config, out)
     if launch.joined():
+        readable_config = replace(config, plan=readable(config.plan, path))
+        if problems := untrainable(replace(resolved, config=readable_config)):
+            raise ConfigError(problems)
+        if launch.launched():
+            return _rank(config, RunFolder.open(path), path)
         return _rank(config, None, path, allowed_changes)
+    if prepared is None:
+        prepared = prepare(resolved, config_file, out, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        refuse_too_large(readable_config)
+    if not torch.cuda.is_available():  # though the machine may have a driver
+        refuse_too_large(prepared.readable)
     # Errors in the data and in the weights before any process starts.
     samples = open_samples(config, path)
     config = with_steps(config, samples)
@@ -95,13 +99,6 @@ def train(
         return code
     finally:
         folder.release()
-
-
-def default_folder(config_file: Path | None, config: RunConfig) -> Path:
-    """``runs/<name of the file, of the model's folder, or of the preset>``: the same command finds
-    the same run again."""
-    model = config.model_preset if config.model_path is None else Path(config.model_path).name
-    return Path("runs") / (config_file.stem if config_file else model)
 
 
 def open_samples(config: RunConfig, path: Path) -> Samples:
@@ -147,15 +144,11 @@ def _open_folder(
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
     folder = RunFolder.open(path, config.train.resume)
     folder.lock()
-    earlier = path / "config.toml"
-    changes: list[Change] = []
-    if folder.has_run and earlier.exists():
-        changes = compare(earlier.read_text(encoding="utf-8"), resolved_toml(config))
-        refuse_changes(changes, frozenset(allowed_changes))
-        if not any(changes_samples(change.key) for change in changes):
-            refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
-        for change in changes:
-            print(f"changed since the last call: {change}", flush=True)
+    changes = folder.changes(resolved_toml(config), allowed_changes)
+    if folder.has_run and not any(changes_samples(change.key) for change in changes):
+        refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
+    for change in changes:
+        print(f"changed since the last call: {change}", flush=True)
     keep_table(config, folder)
     for note in settle(config, folder, changes):
         print(note, flush=True)

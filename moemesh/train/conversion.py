@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -33,7 +33,6 @@ from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_t
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
-from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.export import (
     AHEAD_KEY,
     VERSION_KEYS,
@@ -50,9 +49,8 @@ from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.train.folder import CHECKPOINTS, RunFolder
+from moemesh.train.weight_sources import ExpertLayout, Target, refused, target_of
 
-Target = Literal["huggingface", "moemesh"]
-ExpertLayout = Literal["per-expert", "fused"]
 #: Dtypes of exported weights.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -86,10 +84,10 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
     config = load_recorded(run / "config.toml")
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
-        raise _refused("--adapter", str(source), message, "leave --adapter out")
+        raise refused("--adapter", str(source), message, "leave --adapter out")
     if config.train.train_only:
         message = f"{run} trains more than adapters: train.train_only is set"
-        raise _refused("--adapter", str(source), message, "leave --adapter out: all is merged")
+        raise refused("--adapter", str(source), message, "leave --adapter out: all is merged")
     base = None if config.model_path is None else str(Path(config.model_path).resolve())
     write_adapters(
         CheckpointWeights(checkpoint),
@@ -126,18 +124,10 @@ def convert(
     tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
     writes it.
     """
-    is_huggingface = (source / CONFIG).exists()
-    changes = dtype is not None or expert_layout is not None
-    if to is None:
-        to = "moemesh" if is_huggingface and expert_layout is None else "huggingface"
-    if to == "moemesh" and expert_layout is not None:
-        raise _refused("--expert-layout", expert_layout, "runs have one layout", "leave it out")
-    if is_huggingface == (to == "huggingface") and not (is_huggingface and changes):
-        fix = "--expert-layout or --dtype for another folder of transformers"
-        raise _refused("--to", to, f"{source} is in this format already", fix)
+    to = target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
         _to_run(source, out, dtype or "float32")
-    elif is_huggingface:
+    elif (source / CONFIG).exists():
         _to_another(source, out, dtype, expert_layout, on_file)
     else:
         _to_huggingface(source, out, dtype, like, expert_layout, on_file)
@@ -151,10 +141,10 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
     config = load_recorded(run / "config.toml")
     if config.model_path is None or not has_weights(Path(config.model_path)):
         message = f"{run} started from no folder of weights that is there: nothing to differ from"
-        raise _refused("--delta", str(source), message, "leave --delta out: all is written")
+        raise refused("--delta", str(source), message, "leave --delta out: all is written")
     if config.lora.rank:
         message = f"{run} trains adapters, which stand beside the weights"
-        raise _refused("--delta", str(source), message, "--adapter")
+        raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
     kind = _kind(config)
     logical = logical_tensors(config.model, kind)
@@ -178,7 +168,7 @@ def apply_delta(
     found = family_of(read_config(source)), fingerprint(weights.folder)
     if found != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
-        raise _refused("--apply", str(source), message, "the folder that the run started from")
+        raise refused("--apply", str(source), message, "the folder that the run started from")
     _to_another(source, out, delta.description.dtype, None, on_file, delta)
 
 
@@ -206,7 +196,7 @@ def _to_huggingface(
     origin = like or (Path(config.model_path) if config.model_path else None)
     if origin is not None and not (origin / CONFIG).exists():
         if like is not None:
-            raise _refused("--like", str(like), f"{like} holds no {CONFIG}")
+            raise refused("--like", str(like), f"{like} holds no {CONFIG}")
         origin = None
     wanted, model = dtype or config.train.dtype, config.model
     if origin is None:
@@ -247,13 +237,13 @@ def _to_another(
     """A folder of transformers as another one: of another layout or dtype, not quantized, or with
     the tensors of `delta`."""
     if out.resolve() == source.resolve():
-        raise _refused("OUT", str(out), "is the folder that is read", "choose a new folder")
+        raise refused("OUT", str(out), "is the folder that is read", "choose a new folder")
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
     given = read_config(source)
     wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
     if wanted not in DTYPES:
         message = f"{source / CONFIG} names the dtype {wanted}"
-        raise _refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
+        raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
     weights = open_weights(config, _to_stderr)
     kind, values = _family(config.model, source, wanted)
     fused = _is_fused(kind, expert_layout)
@@ -280,7 +270,7 @@ def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:
     is_stacked = names_of(kind, fused=False).stack is not None
     if is_stacked and expert_layout == "per-expert":
         message = f"folders of the family {kind} hold all experts of a layer in one tensor"
-        raise _refused("--expert-layout", expert_layout, message, "fused")
+        raise refused("--expert-layout", expert_layout, message, "fused")
     return expert_layout == "fused" and not is_stacked
 
 
@@ -303,7 +293,7 @@ def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, d
         if not differences(model, kind, model_values(values)):
             return kind, values
     found = ", ".join(sorted(differences(model, kind)))
-    raise _refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
+    raise refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
 
 
 def _opened(source: Path) -> tuple[Path, Checkpoint]:
@@ -313,13 +303,9 @@ def _opened(source: Path) -> tuple[Path, Checkpoint]:
         return source.resolve().parent.parent, open_checkpoint(source.parent, int(step))
     if not (source / "config.toml").exists() or not (source / CHECKPOINTS).is_dir():
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
-        raise _refused("IN", str(source), message)
+        raise refused("IN", str(source), message)
     return source, newest(source / CHECKPOINTS)
 
 
 def _to_stderr(note: str) -> None:
     print(note, file=sys.stderr, flush=True)
-
-
-def _refused(key: str, value: str, message: str, fix: str = "") -> ConfigError:
-    return ConfigError([Problem(code="conflict", key=key, value=value, message=message, fix=fix)])

@@ -6,11 +6,9 @@ import json
 from typing import Any
 
 from moemesh.data.samples import Samples
-from moemesh.train.folder import RunFolder, RunFolderError
+from moemesh.train.folder import DATA_CHANGE, RunFolder, RunFolderError
 
 FILE = "data.json"
-#: The name by which --allow-change accepts other data.
-DATA_CHANGE = "data"
 #: Keys of [data] that leave the training samples and their order as they are.
 WITHOUT_EFFECT = frozenset({"global_batch", "bad_record_share", "cache"})
 

@@ -9,9 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
-from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.esft import KEPT_TABLE, most_relevant, read_table, relevance
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
@@ -27,70 +25,12 @@ from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report.esft import relevance_map
 from moemesh.train.batches import own_batches
+from moemesh.train.esft_request import Request
 from moemesh.train.evaluation import open_windows
 from moemesh.train.folder import RunFolder, RunFolderError
-from moemesh.train.inference import config_of, load, on_ranks
+from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
-
-DEFAULT_THRESHOLD = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The options of the verb."""
-
-    data: str
-    out: Path
-    threshold: float | None = None
-    experts_per_layer: int | None = None
-    score: Literal["gate", "token"] = "gate"
-    seq_len: int = 4096
-    samples: int = 32
-    svg: Path | None = None
-    as_json: bool = False
-
-    def checked(self, config: RunConfig) -> Request:
-        """With its defaults. Raises ConfigError for what cannot be done."""
-        wrong: list[Problem] = []
-
-        def refuse(option: str, value: object, message: str, fix: str) -> None:
-            wrong.append(
-                Problem(code="out-of-range", key=option, value=value, message=message, fix=fix)
-            )
-
-        experts = config.model.num_experts
-        if not experts:
-            message = "the model has no experts: there is nothing to choose from"
-            refuse("MODEL", None, message, "train.train_only trains parts of a dense model")
-        if self.threshold is not None and self.experts_per_layer is not None:
-            message = "a threshold and a number of experts are both given"
-            refuse("--experts-per-layer", self.experts_per_layer, message, "give one of them")
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            message = f"a share ({self.threshold}) lies above 0 and is at most 1"
-            refuse("--threshold", self.threshold, message, f"--threshold {DEFAULT_THRESHOLD}")
-        if self.experts_per_layer is not None and experts and self.experts_per_layer > experts:
-            message = f"a layer has {experts} experts"
-            refuse("--experts-per-layer", self.experts_per_layer, message, f"at most {experts}")
-        if wrong:
-            raise ConfigError(wrong)
-        if self.threshold is None and self.experts_per_layer is None:
-            return replace(self, threshold=DEFAULT_THRESHOLD)
-        return self
-
-    def arguments(self, source: Path, overrides: Sequence[str]) -> list[str]:
-        """The command again, for every rank."""
-        found = ["esft", "scores", str(source), self.data, "--out", str(self.out)]
-        found += ["--score", self.score, "--seq-len", str(self.seq_len)]
-        found += ["--samples", str(self.samples)]
-        for option, value in (
-            ("--threshold", self.threshold),
-            ("--experts-per-layer", self.experts_per_layer),
-            ("--svg", self.svg),
-        ):
-            found += [] if value is None else [option, str(value)]
-        for override in overrides:
-            found += ["--set", override]
-        return [*found, "--json"] if self.as_json else found
+from moemesh.train.weight_sources import config_of
 
 
 def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> int:

@@ -16,8 +16,9 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
 from moemesh.train.batches import own_batches
-from moemesh.train.inference import config_of, load, on_ranks
+from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
+from moemesh.train.weight_sources import config_of
 
 
 class Evaluation(NamedTuple):

@@ -19,17 +19,18 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from moemesh.config.errors import UserError
-from moemesh.config.schema import SECTIONS
+from moemesh.config.schema import SECTIONS, all_keys
+from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.toml import format_value
 from moemesh.train.row_log import Cut, RowLog, cut_after
 
-LEASE, CHECKPOINTS, LOGS = "lease", "checkpoints", "logs"
+LEASE, CHECKPOINTS, LOGS, CONFIG = "lease", "checkpoints", "logs", "config.toml"
 #: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
 MARKS = (LEASE, "plan.json", "metrics.jsonl")
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -50,8 +51,22 @@ class RunFolder:
     def open(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
         """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
 
+        Raises RunFolderError as :meth:`inspect` does, and where it cannot be created.
+        """
+        folder = RunFolder.inspect(path, resume)
+        try:
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{folder.path}: cannot be created ({error.strerror})"
+            raise RunFolderError(message) from error
+        return folder
+
+    @staticmethod
+    def inspect(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
+        """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
+
         auto resumes a run or starts one; never refuses a folder with anything in it; must refuses
-        one without a checkpoint. Raises RunFolderError and then leaves the disk as it was.
+        one without a checkpoint. Raises RunFolderError.
         """
         path = Path(path).expanduser()
         names = _names(path)
@@ -74,10 +89,6 @@ class RunFolder:
                 f"{path} holds {held} but no run; a run would write among them: choose a folder of "
                 f"its own, such as {path / 'run'}"
             )
-        try:
-            (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFolderError(f"{path}: cannot be created ({error.strerror})") from error
         return RunFolder(path, has_run=has_run)
 
     def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
@@ -92,6 +103,16 @@ class RunFolder:
         """The steps of the checkpoints in the folder, whole or not."""
         found = (STEP.fullmatch(name) for name in os.listdir(self.checkpoints))
         return {int(match[1]) for match in found if match}
+
+    def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
+        """What differs between the configuration of the run in this folder and the text `new` of
+        another; none where there is no run. Raises RunFolderError for what must not differ, unless
+        its key is `allowed`."""
+        if not self.has_run or (earlier := read_recorded(self.path)) is None:
+            return []
+        found = compare(earlier, new)
+        refuse_changes(found, frozenset(allowed))
+        return found
 
     @property
     def checkpoints(self) -> Path:
@@ -177,6 +198,8 @@ class Change:
         return f"{self.key}: {old} -> {new} ({self.kind})"
 
 
+#: The name by which --allow-change accepts data that were changed in place.
+DATA_CHANGE = "data"
 #: Keys that never touch the result. The preset is a name: the model's own fields say what it is.
 FREE = frozenset(
     {
@@ -209,6 +232,23 @@ TRAINING = frozenset(
 )
 #: Schedules that train on stale weights: moving to or from one changes more than the layout.
 ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw", "ampnet"})
+
+
+def read_recorded(path: Path) -> str | None:
+    """The text of the ``config.toml`` in a run folder; None where there is none. Raises
+    RunFolderError for a file that cannot be read."""
+    file = path / CONFIG
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise RunFolderError(
+            f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}): it is not what the "
+            "run wrote; put it back, or choose another folder"
+        ) from error
 
 
 def compare(old: str, new: str) -> list[Change]:
@@ -258,6 +298,24 @@ def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset())
         keys = " ".join(f"--allow-change {change.key}" for change in training)
         lines.append(f"to go on with another course of training: {keys}")
     raise RunFolderError("\n".join(lines))
+
+
+def refuse_unknown_permissions(names: Iterable[str]) -> None:
+    """Raises RunFolderError for a name of --allow-change that permits nothing."""
+    keys = all_keys()
+    for name in names:
+        if name == DATA_CHANGE or (name in keys and _kind(name, {}, {}) != "model"):
+            continue
+        if name in keys:
+            raise RunFolderError(
+                f"--allow-change {name}: the model cannot change on resume; choose another folder "
+                "for it, --out"
+            )
+        message, fix = explain_unknown_key(name)
+        raise RunFolderError(
+            f"--allow-change {name}: {message}; {fix or 'name a key, such as train.lr'}"
+            f" ({DATA_CHANGE} stands for data that were changed in place)"
+        )
 
 
 def _kind(

@@ -37,8 +37,9 @@ def train(
     # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/train.py).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
+    from moemesh.train.preparation import folder_of
 
-    folder = Path(out) if out is not None else command.default_folder(None, config)
+    folder = Path(out) if out is not None else folder_of(None, config, None)
     code = command.train(None, overrides_of(config), folder, allow_change, in_this_process=False)
     if code == 130:
         raise KeyboardInterrupt

@@ -21,7 +21,8 @@ from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
-from moemesh.train.inference import config_of, load, on_ranks
+from moemesh.train.inference import load, on_ranks
+from moemesh.train.weight_sources import config_of
 
 #: Logits [V] -> the id of the next token.
 Choose = Callable[[Tensor], int]

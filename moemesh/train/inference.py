@@ -13,33 +13,14 @@ from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Mesh
-from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG
-from moemesh.config.load import load_recorded, load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.config.trainable import refusals
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.train import saving
 from moemesh.train.conversion import open_weights
 from moemesh.train.folder import CHECKPOINTS
 from moemesh.train.optimizer import Optimizer
-
-
-def config_of(source: Path, given: Sequence[str]) -> RunConfig:
-    """The configuration to use the model of `source` with: its tokenizer, on one device, and what
-    `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
-    if (source / CONFIG).exists():
-        config = load_run([], [f"model.path={source}", *given]).config
-    elif (source / "config.toml").exists():
-        sections = ("model", "data", "train", "lora")
-        config = load_recorded(source / "config.toml", given, sections=sections)
-    else:
-        message = "neither a run nor a folder with config.json"
-        raise ConfigError([Problem(code="no-file", key=str(source), message=message)])
-    if problems := refusals(config):
-        raise ConfigError(problems)
-    return config
 
 
 def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh], str]) -> int:

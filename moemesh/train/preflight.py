@@ -9,6 +9,7 @@ from moemesh.config.errors import Problem
 from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
+from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.build import step_problems
 
 
@@ -27,22 +28,18 @@ def _deepep_problems(config: RunConfig) -> Iterator[Problem]:
     """The package, its hardware, and what it cannot do."""
     if config.plan.dispatcher != "deepep":
         return
-    import torch  # only here: a configuration is checked without it
-
-    from moemesh.parallel.expert import deepep
-
-    reasons = deepep.refusals(
+    reasons = deepep_probe.refusals(
         etp=config.plan.etp,
         exact=config.plan.combine == "exact",
         coded=config.plan.payload != "same",
-        dtype=getattr(torch, config.train.dtype),
+        dtype=config.train.dtype,
         hidden=config.model.hidden_size,
     )
     if config.plan.recompute == "full":
         reasons.append(
             "deepep does not dispatch twice in one order, as recompute = full would need"
         )
-    if not (probe := deepep.available()).usable:
+    if not (probe := deepep_probe.available()).usable:
         reasons.insert(0, str(probe))
     for reason in reasons:
         yield Problem(

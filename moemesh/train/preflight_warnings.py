@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
+from moemesh.comm.devices import num_gpus
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
@@ -13,7 +13,7 @@ from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
 from moemesh.schedule.simulate import simulate
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory import MemoryProfile, format_bytes
 
 #: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
 RANKS_PER_CORE = 4
@@ -29,20 +29,10 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     """Raise TooLargeError where all ranks of a run on this machine's CPU together need more for
     weights, gradients and optimizer alone than it has; `memory_bytes` None asks the machine."""
     available = _memory_bytes() if memory_bytes is None else memory_bytes
-    plan, model = config.plan, config.model
+    plan = config.plan
     needed = 0
     for rank in range(plan.world_size):
-        profile = predict_memory(
-            model,
-            plan,
-            seq_len=config.data.seq_len,
-            global_batch=config.data.global_batch,
-            dtype=config.train.dtype,
-            optimizer=config.train.optimizer,
-            momentum=config.train.momentum,
-            rank=rank,
-            tuning=config.tuning,
-        )
+        profile = predicted_memory(config, rank)
         needed += profile.peak - profile.activations
         if needed > available:
             break
@@ -55,6 +45,21 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
         f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
         f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
         "machines for it; `moemesh estimate` and `moemesh plan` say which"
+    )
+
+
+def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
+    """What a rank of a run holds in a step, with uniform routing."""
+    return predict_memory(
+        config.model,
+        config.plan,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        dtype=config.train.dtype,
+        optimizer=config.train.optimizer,
+        momentum=config.train.momentum,
+        rank=rank,
+        tuning=config.tuning,
     )
 
 
@@ -76,7 +81,7 @@ def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
     """The same for ranks that would be started on this machine, before there are any."""
     plan, device = config.plan, config.train.device
     ranks = plan.ranks_per_node or plan.world_size
-    gpus = 0 if device == "cpu" else len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    gpus = 0 if device == "cpu" else num_gpus()
     yield from preflight_warnings(config, 0 if gpus else ranks)
     if gpus and ranks > gpus:
         yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"

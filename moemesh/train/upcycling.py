@@ -5,64 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moemesh.checkpoint.huggingface.convert import write_checkpoint, write_huggingface
 from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.write import carry_along
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, families_for, family_or_refusal
 from moemesh.config.huggingface.folder import CONFIG, read_config
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.model import ModelConfig
-from moemesh.config.suggest import nearest_choice
 from moemesh.train.conversion import Target, open_weights
 from moemesh.train.folder import RunFolder
-
-
-class Recipe(NamedTuple):
-    """What ``--upcycle`` says: `experts` in every `every`-th layer, of which a token takes `k`, and
-    the numbers of :class:`Upcycling`."""
-
-    experts: int = 8
-    k: int = 2
-    every: int = 1
-    noise: float = 0.0
-    drop: float = 0.0
-    seed: int = 0
-
-
-def read_recipe(text: str) -> Recipe:
-    """From ``experts=8,k=2,noise=0.01``. Raises ConfigError for anything else."""
-    values: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        if key not in Recipe._fields:
-            fix = nearest_choice(key, Recipe._fields)
-            raise _refused(text, f"there is no {key} in a recipe", fix)
-        kind = type(Recipe._field_defaults[key])
-        try:
-            values[key] = kind(value)
-        except ValueError:
-            wanted = "an integer" if kind is int else "a number"
-            raise _refused(text, f"{key} must be {wanted}, not {value!r}", f"{key}=1") from None
-    recipe = Recipe(**values)
-    for key, low, high in (
-        ("experts", 2, None),
-        ("k", 1, recipe.experts),
-        ("every", 1, None),
-        ("noise", 0, None),
-        ("drop", 0, 1),
-        ("seed", 0, None),
-    ):
-        value = getattr(recipe, key)
-        if not (low <= value and (high is None or value <= high)):
-            range_ = f"at least {low}" if high is None else f"from {low} to {high}"
-            nearest = low if not low <= value else high
-            raise _refused(text, f"{key} must be {range_}, not {value}", f"{key}={nearest}")
-    return recipe
+from moemesh.train.recipe import Recipe, refused
 
 
 def upcycle(
@@ -80,12 +37,12 @@ def upcycle(
     Raises ConfigError for a model that has experts already, or that no family computes.
     """
     if not (source / CONFIG).exists():
-        raise _refused(str(source), f"{source} holds no {CONFIG}", "a dense folder of transformers")
+        raise refused(str(source), f"{source} holds no {CONFIG}", "a dense folder of transformers")
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
     dense, given = config.model, read_config(source)
     if dense.num_moe_layers:
         message = f"{source} has {dense.num_experts} experts already"
-        raise _refused(str(source), message, "a dense folder of transformers")
+        raise refused(str(source), message, "a dense folder of transformers")
     model = upcycled_model(dense, recipe)
     kind = family_or_refusal(model) if to == "huggingface" else None
     wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
@@ -114,7 +71,7 @@ def upcycled_model(dense: ModelConfig, recipe: Recipe) -> ModelConfig:
     layers = range(recipe.every - 1, dense.num_layers, recipe.every)
     if not layers:
         message = f"every={recipe.every} leaves none of {dense.num_layers} layers"
-        raise _refused(f"every={recipe.every}", message, f"every={dense.num_layers}")
+        raise refused(f"every={recipe.every}", message, f"every={dense.num_layers}")
     values = {name: getattr(dense, name) for name in type(dense).model_fields}
     values |= {
         "num_experts": recipe.experts,
@@ -133,9 +90,3 @@ def upcycled_model(dense: ModelConfig, recipe: Recipe) -> ModelConfig:
     if problems := models[0].check():
         raise ConfigError(problems)
     return next((model for model in models if families_for(model)), models[0])
-
-
-def _refused(value: str, message: str, fix: str) -> ConfigError:
-    return ConfigError(
-        [Problem(code="conflict", key="--upcycle", value=value, message=message, fix=fix)]
-    )

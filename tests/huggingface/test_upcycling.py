@@ -11,8 +11,9 @@ from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
-from moemesh.train.inference import config_of
-from moemesh.train.upcycling import Recipe, read_recipe, upcycle, upcycled_model
+from moemesh.train.recipe import Recipe, read_recipe
+from moemesh.train.upcycling import upcycle, upcycled_model
+from moemesh.train.weight_sources import config_of
 from tests.huggingface import ours
 from tests.huggingface.tiny import save
 

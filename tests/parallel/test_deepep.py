@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
-from moemesh.parallel.expert import deepep
+from moemesh.parallel.expert import deepep_probe
 from moemesh.parallel.expert.deepep import DeepEPDispatcher, DeepEPError, connect
 from moemesh.parallel.expert.self_test import self_test
 from tests.parallel import fake_deep_ep
@@ -144,7 +144,7 @@ def test_a_number_of_ranks_without_defaults_is_refused() -> None:
 
 def test_where_it_is_absent_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    probe = deepep.available()
+    probe = deepep_probe.available()
     assert not probe.usable and probe.interface is None
     assert str(probe) == (
         'plan.dispatcher = "deepep" needs the package deep_ep '
@@ -172,7 +172,7 @@ def test_the_interface_is_probed(
         setattr(module, name, fake_deep_ep.Buffer)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    probe = deepep.available()
+    probe = deepep_probe.available()
     assert probe.interface == interface
     assert "a CUDA device" in probe.missing and not probe.usable
     if said is not None:
@@ -183,7 +183,7 @@ def test_the_interface_is_probed(
 def test_a_package_that_does_not_load_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: fake_deep_ep.__spec__)
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    probe = deepep.available()
+    probe = deepep_probe.available()
     assert "needs a deep_ep that can be imported (ModuleNotFoundError: " in str(probe)
 
 
@@ -194,14 +194,14 @@ def test_a_package_that_does_not_load_is_a_message_too(monkeypatch: pytest.Monke
         ({"etp": 2}, "needs etp = 1, not 2"),
         ({"exact": True}, 'needs combine = "fast"'),
         ({"coded": True}, 'needs payload = "same"'),
-        ({"dtype": torch.float32}, "needs dtype bfloat16, not torch.float32"),
+        ({"dtype": "float32"}, "needs dtype bfloat16, not float32"),
         ({"hidden": 40}, "needs a hidden size that 16 divides, not 40"),
     ],
 )
 def test_what_it_cannot_do_is_told_before_the_start(
     change: dict[str, Any], said: str | None
 ) -> None:
-    usual = {"etp": 1, "exact": False, "coded": False, "dtype": torch.bfloat16, "hidden": 64}
-    found = deepep.refusals(**(usual | change))
+    usual = {"etp": 1, "exact": False, "coded": False, "dtype": "bfloat16", "hidden": 64}
+    found = deepep_probe.refusals(**(usual | change))
     assert len(found) == (said is not None)
     assert said is None or said in found[0]

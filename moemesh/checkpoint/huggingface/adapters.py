@@ -33,13 +33,13 @@ from moemesh.checkpoint.huggingface.weights import EXPERT
 from moemesh.checkpoint.huggingface.write import write_json
 from moemesh.checkpoint.store import Shard
 from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
+from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
+from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
 from moemesh.config.lora import LoraConfig, Part, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
 _FUSED = "gate_up_proj"

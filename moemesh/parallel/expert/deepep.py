@@ -23,10 +23,8 @@ kernels themselves.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,105 +37,12 @@ from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.parallel.expert.deepep_probe import INSTEAD, available
 from moemesh.trace.wire import WireBytes
-
-_HOME = "https://github.com/deepseek-ai/DeepEP"
-_INSTEAD = "Use all_to_all or hierarchical"
-#: Rows travel in pairs of 16-byte words.
-_HIDDEN_MULTIPLE = 16
 
 
 class DeepEPError(UserError):
     """deepep was asked for and cannot run here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """The installation: `interface` is V1's when both are there; `missing` lists, in words, the
-    requirements that are not met; `found` are versions for a report."""
-
-    interface: Literal["v1", "v2"] | None
-    missing: tuple[str, ...]
-    found: tuple[str, ...] = ()
-
-    @property
-    def usable(self) -> bool:
-        return not self.missing
-
-    def __str__(self) -> str:
-        if self.usable:
-            return "deepep: " + ", ".join(self.found)
-        found = f" (found: {', '.join(self.found)})" if self.found else ""
-        return f'plan.dispatcher = "deepep" needs {"; ".join(self.missing)}{found}. {_INSTEAD}'
-
-
-def available() -> Probe:
-    """Look for the package, its interface and the GPU that it requires. Never raises.
-
-    Imports `deep_ep` only where it is installed. The requirement of V1 between nodes (NVSHMEM with
-    IBGDA) cannot be checked without using it; its version is reported where a package has one.
-    """
-    if importlib.util.find_spec("deep_ep") is None:
-        return Probe(interface=None, missing=(f"the package deep_ep ({_HOME}); not found",))
-    found = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]
-    for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
-        if version := _version(package):
-            found.append(f"NVSHMEM {version}")
-    try:
-        module = importlib.import_module("deep_ep")
-    except Exception as error:  # a binary built for another torch or CUDA fails in its own ways
-        broken = f"a deep_ep that can be imported ({type(error).__name__}: {error})"
-        return Probe(interface=None, missing=(broken,), found=tuple(found))
-    missing: list[str] = []
-    interface: Literal["v1", "v2"] | None = None
-    if hasattr(module, "Buffer"):
-        interface = "v1"
-    elif hasattr(module, "ElasticBuffer"):
-        interface = "v2"
-        missing.append("deep_ep.Buffer (V1); this one has ElasticBuffer (V2) only")
-    else:
-        missing.append("deep_ep.Buffer; this module named deep_ep has none")
-    return Probe(
-        interface=interface, missing=(*missing, *_missing_hardware(found)), found=tuple(found)
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _missing_hardware(found: list[str]) -> list[str]:
-    """What V1 asks of this rank's device; the versions that were looked at are added to `found`."""
-    if not torch.cuda.is_available() or torch.version.cuda is None:
-        return ["a CUDA device"]
-    found.append(f"CUDA {torch.version.cuda}")
-    missing: list[str] = []
-    major, minor = torch.cuda.get_device_capability()
-    if major < 9:
-        missing.append(f"a device of compute capability 9.0 (this one has {major}.{minor})")
-    if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
-        missing.append("a torch built for CUDA 12.3 or later")
-    return missing
-
-
-def refusals(*, etp: int, exact: bool, coded: bool, dtype: torch.dtype, hidden: int) -> list[str]:
-    """The parts of a configuration that this dispatcher does not support, one sentence each.
-
-    `coded`: the payload has another dtype than the computation (fp8).
-    """
-    rules = {
-        f"etp = 1, not {etp}": etp == 1,
-        'combine = "fast": results are summed per rank before they return': not exact,
-        'payload = "same"': not coded,
-        f"dtype bfloat16, not {dtype}": dtype == torch.bfloat16,
-        f"a hidden size that {_HIDDEN_MULTIPLE} divides, not {hidden}": (
-            hidden % _HIDDEN_MULTIPLE == 0
-        ),
-    }
-    return [f'plan.dispatcher = "deepep" needs {rule}' for rule, kept in rules.items() if not kept]
 
 
 def connect(ep: Axis, hidden: int) -> Any:
@@ -157,7 +62,7 @@ def connect(ep: Axis, hidden: int) -> Any:
         ]
     except AssertionError as error:
         raise DeepEPError(
-            f"deepep has no default configuration for ep = {ep.size} ({error}). {_INSTEAD}"
+            f"deepep has no default configuration for ep = {ep.size} ({error}). {INSTEAD}"
         ) from error
     # DeepEP refuses to run when torch's deterministic mode fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False

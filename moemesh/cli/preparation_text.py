@@ -1,0 +1,116 @@
+"""What `moemesh train --dry-run` prints of a run that could start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moemesh.config.data import DataConfig
+from moemesh.data.files import find
+from moemesh.data.sources import name_of, token_files, validation_source
+from moemesh.train.preflight_warnings import predicted_memory, warnings_before_ranks
+from moemesh.train.preparation import Preparation
+
+#: Ranks whose memory is predicted: all of a small run, then the first of each pipeline stage.
+MOST_RANKS = 64
+
+
+def preparation_text(prepared: Preparation) -> str:
+    """The plan, what is found and what would be written, one fact a line."""
+    config, folder = prepared.config, prepared.folder
+    plan, train, data = config.plan, config.train, config.data
+    degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
+    ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
+    lines = [
+        f"plan     {plan.world_size} rank(s)  {degrees}  ep={plan.ep}  etp={plan.etp}  "
+        f"edp={plan.edp}",
+        f"steps    {ends} of {data.global_batch:,} sequences of {data.seq_len:,} tokens",
+        f"memory   {_memory(prepared)}",
+        *_data(data),
+        f"tokens   by {data.tokenizer}",
+        *([f"weights  {config.model_path}"] if config.model_path is not None else []),
+        *([f"adapters {config.lora.path}"] if config.lora.path is not None else []),
+        f"resume   {_resume(prepared)}",
+        *(f"         changed since the last call: {change}" for change in prepared.changes),
+        f"writes   {folder.path}: {', '.join(_files(prepared))}",
+        *(f"note: {warning}" for warning in warnings_before_ranks(prepared.readable)),
+        "Nothing was written or started. Leave out --dry-run to train.",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(prepared: Preparation) -> str:
+    from moemesh.trace.memory import format_bytes
+
+    plan = prepared.config.plan
+    per_stage = plan.world_size // plan.pp
+    few = plan.world_size <= MOST_RANKS
+    ranks = range(0, plan.world_size, 1 if few else per_stage)
+    worst = max((predicted_memory(prepared.readable, rank) for rank in ranks), key=lambda p: p.peak)
+    states = worst.peak - worst.activations
+    whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the most of a rank"
+    return (
+        f"{format_bytes(worst.peak)} predicted of {whose}: {format_bytes(states)} of weights, "
+        f"gradients and optimizer, {format_bytes(worst.activations)} of activations"
+    )
+
+
+def _data(data: DataConfig) -> Iterator[str]:
+    """Each source with its files."""
+    every = [("data    ", source) for source in data.all_sources]
+    if data.validation is not None:
+        every.append(("validate", validation_source(data)))
+    for title, source in every:
+        prefixes = token_files(source)
+        if prefixes is not None:
+            yield f"{title} {name_of(source)}: {len(prefixes)} pair(s) of token files"
+            continue
+        files = find(source.path, source.format)
+        if any(file.is_on_hub for file in files):
+            yield f"{title} {name_of(source)}: a dataset of the Hugging Face Hub, not looked at"
+            continue
+        size = sum(file.num_bytes for file in files)
+        yield f"{title} {name_of(source)}: {len(files):,} file(s), {size / 1e6:,.1f} MB"
+
+
+def _resume(prepared: Preparation) -> str:
+    folder, steps = prepared.folder, prepared.steps
+    if steps:
+        more = f", the newest of {len(steps)}" if len(steps) > 1 else ""
+        return f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
+    if folder.has_run:
+        return f"{folder.path} holds a run without a checkpoint: from the first step"
+    return "nothing there: a new run"
+
+
+def _files(prepared: Preparation) -> Iterator[str]:
+    from moemesh.train.kept_schedule import has_name
+
+    config = prepared.config
+    yield from FILES
+    if not has_name(config.plan):
+        yield "schedule.txt"
+    if config.train.epochs is None:
+        every, last = config.train.checkpoint_every, config.train.steps
+        saved = last if not every else min(every, last)
+        yield f"checkpoints/step-{saved}" + (
+            f" and further ones, {config.train.checkpoints_kept} kept" if saved < last else ""
+        )
+    else:
+        yield f"checkpoints/step-N, {config.train.checkpoints_kept} kept"
+
+
+#: Of every run; docs/run-folder.md says what is in them.
+FILES = (
+    "config.toml",
+    "plan.json",
+    "data.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "loads.jsonl",
+    "ledger.json",
+    "ledger_predicted.json",
+    "timeline.json",
+    "memory.json",
+    "summary.json",
+    "report.html",
+)

@@ -1,0 +1,120 @@
+"""Runs and folders of transformers whose weights a verb reads, looked at without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from moemesh.checkpoint.files import COMMITTED, CheckpointError
+from moemesh.checkpoint.manifest import MANIFEST
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
+from moemesh.config.load import load_recorded, load_run
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.run import RunConfig
+from moemesh.config.trainable import refusals
+from moemesh.train.folder import CHECKPOINTS
+
+Target = Literal["huggingface", "moemesh"]
+ExpertLayout = Literal["per-expert", "fused"]
+
+
+def config_of(source: Path, given: Sequence[str]) -> RunConfig:
+    """The configuration to use the model of `source` with: its tokenizer, on one device, and what
+    `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
+    if (source / CONFIG).exists():
+        config = load_run([], [f"model.path={source}", *given]).config
+    elif (source / "config.toml").exists():
+        sections = ("model", "data", "train", "lora")
+        config = load_recorded(source / "config.toml", given, sections=sections)
+    else:
+        raise neither(source)
+    if problems := refusals(config):
+        raise ConfigError(problems)
+    return config
+
+
+def neither(source: Path) -> ConfigError:
+    """What is said of a path that holds no model."""
+    is_there = "is" if source.exists() else "does not exist: it is"
+    message = f"{source} {is_there} neither a run nor a folder of transformers"
+    fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
+    return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
+
+
+def check_weights(source: Path) -> None:
+    """Raises a UserError where `source` (a run, one of its checkpoints, or a folder of
+    transformers) cannot hold weights; the files themselves are checked when they are opened."""
+    if (source / MANIFEST).exists():
+        return
+    if (source / CONFIG).exists():
+        check_folder(source)
+    elif not (source / "config.toml").exists():
+        raise neither(source)
+    elif not checkpoint_steps(source):
+        raise CheckpointError(
+            f"{source / CHECKPOINTS}: holds no checkpoint: the run has not saved yet"
+        )
+
+
+def check_folder(source: Path) -> None:
+    """Raises CheckpointError for a folder of transformers without weights, or without one of the
+    files that its index names."""
+    if not has_weights(source):
+        raise CheckpointError(f"{source} holds no weights: neither {SINGLE} nor {INDEX}")
+    try:
+        index: Any = json.loads((source / INDEX).read_text(encoding="utf-8"))
+        files = sorted({str(file) for file in index["weight_map"].values()})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # what is wrong with it is told when the folder is opened
+    if missing := [file for file in files if not (source / file).exists()]:
+        raise CheckpointError(
+            f"{source / missing[0]} is missing, which {INDEX} names "
+            f"({len(missing)} of {len(files)} files are not there)"
+        )
+
+
+def check_adapters(path: Path) -> None:
+    """Raises CheckpointError for a folder without the two files of PEFT."""
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    if missing := [name for name in files if not (path / name).exists()]:
+        state = f"holds no {missing[0]}" if path.is_dir() else "is no folder"
+        raise CheckpointError(f"lora.path {path} {state}: name one with {' and '.join(files)}")
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps of the checkpoints in a run's folder, newest first, whether they can be read or
+    not."""
+    folder = run / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    names = [COMMITTED.fullmatch(path.name) for path in folder.iterdir()]
+    return sorted((int(name[1]) for name in names if name is not None), reverse=True)
+
+
+def target_of(
+    source: Path, to: Target | None, dtype: str | None, expert_layout: ExpertLayout | None
+) -> Target:
+    """The format that `moemesh convert` writes. Raises ConfigError for a `source` that is neither a
+    run, nor one of its checkpoints, nor a folder of transformers, and for a format it is in."""
+    check_weights(source)
+    is_huggingface = (source / CONFIG).exists()
+    changes = dtype is not None or expert_layout is not None
+    if to is None:
+        to = "moemesh" if is_huggingface and expert_layout is None else "huggingface"
+    if to == "moemesh" and expert_layout is not None:
+        raise refused("--expert-layout", expert_layout, "runs have one layout", "leave it out")
+    if is_huggingface == (to == "huggingface") and not (is_huggingface and changes):
+        fix = "--expert-layout or --dtype for another folder of transformers"
+        raise refused("--to", to, f"{source} is in this format already", fix)
+    return to
+
+
+def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError:
+    """An option of `moemesh convert` that cannot be carried out."""
+    problem = Problem(code="conflict", key=option, value=value, message=message, fix=fix)
+    return ConfigError([problem])

@@ -1,0 +1,1 @@
+"""A corpus of mistakes: command lines that end in one message and exit code 2."""
