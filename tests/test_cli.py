@@ -14,6 +14,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.bench.settings import LayerSettings
+from moemesh.train.preparation import Preparation
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
 GUARD = """
@@ -158,11 +159,13 @@ def test_train_passes_on_what_it_was_told(
 ) -> None:
     calls: list[object] = []
 
-    def command(*given: object) -> int:
+    def command(*given: object, prepared: Preparation) -> int:
         calls.append(given)
+        assert prepared.folder.path == (given[2] or Path("runs/tiny"))
         return 3
 
     fake(monkeypatch, "moemesh.train", "command", train=command)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "a.toml"
     path.write_text("[plan]\ndp = 2\n")
     out = tmp_path / "run"
@@ -192,7 +195,7 @@ class SomethingWrongError(ValueError):
 def test_only_our_own_value_errors_are_the_users(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     fake(monkeypatch, "moemesh.train", "command", train=fail)

@@ -194,11 +194,11 @@ class DispatchSettings(HostSettings):
         return names_in(self.dispatcher, DISPATCHERS, "dispatcher")
 
     def check(self) -> None:
-        from moemesh.bench.workloads import workload
-
         _divides("ranks", self.ranks, "experts", self.experts)
         super().check()
-        assert self.dispatchers
+        assert self.dispatchers and self.workloads
+        from moemesh.bench.workloads import workload
+
         for name in self.workloads:  # raises where experts, top-k and groups do not fit
             workload(
                 name,

@@ -59,7 +59,8 @@ def launch(
     ]  # fmt: skip
     if len(asked) != 1:
         raise typer.BadParameter("give one of --local, --torchrun, --slurm, --k8s, --sky")
-    run = load(config, overrides).config
+    resolved = load(config, overrides)
+    run = resolved.config
     if problems := refusals(run):
         raise ConfigError(problems)
     name = config.stem if config else run.model_preset
@@ -85,9 +86,13 @@ def launch(
         typer.echo(text, nl=False)
         return
     if launcher == "local":
+        from moemesh.train.preparation import prepare
+
+        prepared = prepare(resolved, config, folder)  # before torch is imported
         from moemesh.train import command
 
-        raise typer.Exit(command.train(config, overrides or [], folder))
+        code = command.train(config, overrides or [], folder, prepared=prepared)
+        raise typer.Exit(code)
     from moemesh.report.files import write_texts
 
     target = file or Path(FILES[launcher])

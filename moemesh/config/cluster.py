@@ -13,7 +13,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
-from moemesh.config.toml import format_key, format_value
+from moemesh.config.toml import format_key, format_value, unreadable
 
 LinkOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
@@ -174,7 +174,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
             [Problem(code="no-file", key="cluster", value=source, message=message, fix=fix)]
         ) from None
     except (ValueError, RecursionError) as error:
-        message = f"not valid TOML: {error}"
+        message = unreadable(error)
         raise ConfigError(
             [Problem(code="syntax", key="cluster", value=source, message=message)]
         ) from None

@@ -14,7 +14,7 @@ from typing import cast
 
 from moemesh.config.errors import Problem
 from moemesh.config.schema import SECTIONS
-from moemesh.config.toml import format_value, key_lines
+from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
 
@@ -46,7 +46,7 @@ def read_file(path: Path) -> Source:
         reason = error.strerror or str(error)
         return _failed("no-file", name, f"cannot read the file: {reason}", _similar_files(path))
     except UnicodeDecodeError as error:
-        return _failed("syntax", name, f"the file is not UTF-8 text: {error.reason}", "")
+        return _failed("syntax", name, unreadable(error), "")
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -208,8 +208,7 @@ def _similar_files(path: Path) -> str:
 
 def _malformed(name: str, text: str, error: Exception) -> Source:
     """A syntax error with its line, and the line itself."""
-    message = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    found = re.search(r"\(at line (\d+)", message)
+    found = re.search(r"\(at line (\d+)", str(error))
     lines = text.splitlines() or [""]
     number = int(found.group(1)) if found else len(lines)
     line = lines[min(number, len(lines)) - 1].strip()
@@ -218,7 +217,7 @@ def _malformed(name: str, text: str, error: Exception) -> Source:
         key="",
         value=line[:80] or None,
         origin=f"{name}:{number}",
-        message=f"not valid TOML: {message}",
+        message=unreadable(error),
         fix="give each key once, as key = value, with text in quotes",
     )
     return Source(problems=(problem,))

@@ -40,6 +40,15 @@ def format_value(value: object) -> str:
     return str(value)
 
 
+def unreadable(error: Exception) -> str:
+    """Why a text is no TOML, in words; `error` is that of decoding or of tomllib."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
+    if isinstance(error, RecursionError):
+        return "not valid TOML: nested too deeply"
+    return f"not valid TOML: {error}"
+
+
 def format_key(key: str) -> str:
     """One part of a key: bare when TOML allows it, else quoted."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_value(key)

@@ -39,8 +39,8 @@ MAGIC = (
     (b"PAR1", "parquet data"),
     (b"ARROW1", "Arrow data"),
 )
-#: Bytes at the beginning of a file that are looked at.
-HEAD = 1 << 16
+#: What is looked at before a source is read: bytes at the beginning of a file, and files.
+HEAD, CHECKED_FILES = 1 << 16, 1000
 #: The standard library's own tests are 19 of its 31 MB and leave the default corpus.
 STANDARD_LIBRARY_SKIP = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

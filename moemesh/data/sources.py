@@ -9,7 +9,7 @@ from pathlib import Path
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.corpus import Corpus, is_whole_file
-from moemesh.data.files import check_head, find
+from moemesh.data.files import CHECKED_FILES, check_head, find
 from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.samples import Samples, Source
@@ -21,8 +21,6 @@ from moemesh.data.tokenizer import DataError, Tokenizer
 SMALL_BYTES, SMALL = 64 << 20, 1 << 20
 #: A file of a compressed format counts as so many times its size.
 EXPANSION = 4
-#: Files of a source whose first bytes `check` looks at.
-CHECKED_FILES = 1000
 
 
 def open_samples(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -203,6 +205,13 @@ def read_whole(file: Path) -> bytes:
 
 
 def nearest(path: Path) -> str:
-    """Words that name the nearest part of `path` that exists."""
+    """Words that name a file of a similar name, the folder that a relative path counts from, or the
+    nearest part of `path` that exists."""
+    with suppress(OSError):
+        names = [item.name for item in path.absolute().parent.iterdir()]
+        if close := get_close_matches(path.name, names, n=1, cutoff=0.75):
+            return f"did you mean {path.with_name(close[0])}?"
+    if not path.is_absolute() and len(path.parts) == 1:
+        return f"relative paths count from the folder of the call, {Path.cwd()}"
     parent = next((p for p in path.absolute().parents if p.exists()), Path(path.anchor))
     return f"the nearest existing folder is {parent}"

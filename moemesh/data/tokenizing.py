@@ -21,7 +21,7 @@ from typing import Any
 
 from moemesh.data.bad_records import NAMED, BadRecordLog
 from moemesh.data.chat import TEMPLATE
-from moemesh.data.files import find
+from moemesh.data.files import CHECKED_FILES, check_head, find
 from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.parts import Advance, Part, Settings, make_all
@@ -63,7 +63,10 @@ class Job:
             raise DataError(
                 f"the output {prefix} is inside the folder {root} that is read: name another place"
             )
-        parts = tuple(Part.of(file, folder) for file in find(source, format))
+        files = find(source, format)
+        for file in files[:CHECKED_FILES]:  # before anything is written
+            check_head(file)
+        parts = tuple(Part.of(file, folder) for file in files)
         return Job(
             source=source, prefix=prefix, parts=parts, settings=settings, tokenizer=tokenizer
         )

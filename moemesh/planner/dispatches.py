@@ -6,7 +6,7 @@ import json
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -176,9 +176,16 @@ def read_example(
             raise ConfigError([_problem("wrong-type", key, table[key], message)])
     written = table.pop("plan", "")
     own = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
-    return RoutingExample(
-        plan=_plan(plan or written), choices=choices, dispatchers=tuple(dispatchers) or own, **table
-    )
+    try:
+        return RoutingExample(
+            plan=_plan(plan or written),
+            choices=choices,
+            dispatchers=tuple(dispatchers) or own,
+            **table,
+        )
+    except ConfigError as error:
+        named = [replace(one, origin=one.origin or source) for one in error.problems]
+        raise ConfigError(named) from None
 
 
 def _plan(text: str) -> Plan:

@@ -16,6 +16,7 @@ from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.section import LARGEST_SIZE, nearest_divisors
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
+from moemesh.config.toml import unreadable
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.shapes.load import Model
@@ -146,7 +147,7 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
             fix = nearest_choice(source, preset_names(PLANS))
             raise ConfigError([_problem("no-file", "plan", source, message, fix)]) from None
         except (ValueError, RecursionError) as error:
-            message = f"not valid TOML: {error}"
+            message = unreadable(error)
             raise ConfigError([_problem("syntax", "plan", source, message)]) from None
         return dict(cast("dict[str, Any]", table.get("plan", table)))
     found: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from moemesh.train.folder import Change, RunFolder, refuse_unknown_permissions
 from moemesh.train.kept_schedule import readable
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
+from moemesh.train.recorded_orders import refuse_unrecorded
 from moemesh.train.weight_sources import check_adapters, check_folder, checkpoint_steps
 
 
@@ -52,12 +53,15 @@ def prepare(
     kept = replace(config, plan=readable(config.plan, path))
     check_machine(replace(resolved, config=kept), config_file)
     folder = RunFolder.inspect(path, config.train.resume)
+    steps = tuple(checkpoint_steps(path))
+    # The newest checkpoint may turn out damaged: then the run goes on from an older one.
+    refuse_unrecorded(config, None if steps else 0)
     return Preparation(
         config=config,
         readable=kept,
         folder=folder,
         changes=tuple(folder.changes(resolved_toml(config), allowed_changes)),
-        steps=tuple(checkpoint_steps(path)),
+        steps=steps,
     )
 
 
@@ -96,7 +100,7 @@ def _check_data(config: RunConfig, config_file: Path | None) -> None:
         for name in filter(None, named):
             if not Path(name).expanduser().exists() and (home / name).exists():
                 raise DataError(
-                    f"{error}. Paths count from the folder where the command is called, not from "
-                    f"that of {config_file}: {home / name} is there"
+                    f"{error}; {home / name} is there, but paths do not count from the folder of "
+                    f"{config_file}"
                 ) from error
         raise

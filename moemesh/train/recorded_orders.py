@@ -35,8 +35,21 @@ def recorded_segment(folder: Path, first: int) -> tuple[Schedule, int]:
             return from_text(path.read_text(encoding="utf-8")), last
     known = ", ".join(f"{start} to {last}" for start, last in sorted(found)) or "none"
     raise UserError(
-        f"{folder} has no recorded order that starts at step {first}: it has steps {known}"
+        f"plan.replay: {folder} has no recorded order that starts at step {first}: it has steps "
+        f"{known}"
     )
+
+
+def refuse_unrecorded(config: RunConfig, done: int | None) -> None:
+    """Raise UserError where a run that goes on from step `done` (None: a step not known yet) has
+    nothing to replay though ``plan.replay`` is set."""
+    if config.plan.replay is None:
+        return
+    folder = Path(config.plan.replay)
+    if done is None and _recorded(folder):
+        return
+    schedule, last = recorded_segment(folder, 1 + (done or 0))
+    check_recorded(schedule, config, 1 + (done or 0), last)
 
 
 def _recorded(folder: Path) -> dict[tuple[int, int], Path]:

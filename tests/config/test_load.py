@@ -228,8 +228,9 @@ def test_a_preset_and_a_path_are_one_too_many() -> None:
 
 
 def test_duplicates(tmp_path: Path) -> None:
-    (problem,) = problems_of([], ["plan.dp=2", "plan.dp=2"])
-    assert (problem.code, problem.key) == ("duplicate", "plan.dp")
+    resolved = load_run([], ["plan.dp=2", "plan.tp=2", "plan.dp=4", "plan.tp=2"], {})
+    assert (resolved.config.plan.dp, resolved.origins["plan.dp"]) == (4, "--set plan.dp=4")
+    assert resolved.notes == ("plan.dp is set twice: --set plan.dp=4 counts, not --set plan.dp=2",)
     (problem,) = problems_of([write(tmp_path, "[plan]\ntp = 1\ntp = 2\n")], [])
     assert problem.origin.endswith("my.toml:3")
     assert problem.value == "tp = 2"

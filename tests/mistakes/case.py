@@ -12,7 +12,8 @@ class Mistake(NamedTuple):
     was given, the nearest legal choice.
 
     `toml` is the text of ``bad.toml``; `environ` what is set beside. `foreign`: the message quotes
-    a parser of Python, whose words change from version to version.
+    a parser of Python, whose words change from version to version. `found_late`: while a file is
+    read, when a part of the result is written already.
     """
 
     command: str
@@ -20,6 +21,7 @@ class Mistake(NamedTuple):
     toml: str | None = None
     environ: Mapping[str, str] = {}
     foreign: bool = False
+    found_late: bool = False
 
     @property
     def arguments(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moemesh.comm.devices import signs_of_gpus
 from tests.mistakes.case import Mistake
 
 #: Arguments of a whole plan, so that a case shows what is wrong with it only.
@@ -9,6 +10,15 @@ PLAN = "plan --model tiny --cluster laptop_cpu --seq-len 128 --global-batch 32"
 ESTIMATE = "estimate --model tiny --cluster laptop_cpu --seq-len 128 --global-batch 32 --plan dp=2"
 BALANCE = "balance loads.json --gpus 2"
 SCHEDULE = "schedule 1f1b --ranks 4 --microbatches 8"
+#: Mistakes only where there is no GPU.
+NO_GPU = (
+    []
+    if signs_of_gpus()
+    else [
+        Mistake(f"{verb} --set train.device=cuda", ("CUDA", "train.device", "cpu"), foreign=True)
+        for verb in ("train", "config check")
+    ]
+)
 
 COMMANDS: list[Mistake] = [
     Mistake("trian", ("trian",)),
@@ -31,7 +41,7 @@ COMMANDS: list[Mistake] = [
     Mistake("train --set data.path=none", ("data.path none", "No such file")),
     Mistake("train --set data.path=zipped.txt", ("zipped.txt", "gzip data")),
     Mistake("train --set data.tokenizer=gpt2", ("data.tokenizer", '"gpt2"')),
-    Mistake("train --set train.device=cuda", ("train.device", "cuda", "cpu")),
+    *NO_GPU,
     Mistake("train --set model.path=none", ("model.path", "none")),
     Mistake("train --set model.path=no_weights", ("no_weights", "safetensors")),
     Mistake(
@@ -40,7 +50,6 @@ COMMANDS: list[Mistake] = [
     ),
     Mistake("train --allow-change nonsense", ("--allow-change", "nonsense")),
     Mistake("train --allow-change train.lrr", ("--allow-change", "train.lrr", "train.lr")),
-    Mistake("train --allow-change plan.ep", ("--allow-change", "plan.ep")),
     Mistake("train --allow-change model.num_layers", ("--allow-change", "model.num_layers")),
     Mistake("train --out text.txt", ("text.txt", "Not a directory")),
     Mistake("train --out documents", ("documents", "no run")),
@@ -50,6 +59,10 @@ COMMANDS: list[Mistake] = [
     Mistake("train --out other_run --set train.resume=never", ("other_run", "never")),
     Mistake("train --out new --set train.resume=must", ("new", "no checkpoint", "auto")),
     Mistake("train --set plan.dp=2 --set plan.replay=none.json", ("plan.replay", "none.json")),
+    Mistake(
+        "train --set plan.pp=2 --set plan.schedule=ampnet --set plan.replay=none.txt",
+        ("plan.replay", "none.txt"),
+    ),
     Mistake("train --set plan.pp=2 --set plan.schedule=damaged.txt", ("damaged.txt",)),
     Mistake("train --set lora.path=none --set lora.rank=4", ("lora.path", "none")),
     # launch
@@ -71,10 +84,10 @@ COMMANDS: list[Mistake] = [
     Mistake(PLAN.replace("laptop_cpu", "binary.toml"), ("binary.toml", "UTF-8")),
     Mistake(PLAN.replace("laptop_cpu", "good.toml"), ("good.toml",)),
     Mistake(PLAN.replace("laptop_cpu", "small_cluster.toml"), ("small_cluster.toml",)),
-    Mistake(PLAN.replace("128", "0"), ("seq-len", "0", "at least 1")),
+    Mistake(PLAN.replace("128", "0"), ("seq_len", "0", "at least 1")),
     Mistake(PLAN.replace("128", "many"), ("--seq-len", "many")),
-    Mistake(PLAN.replace("32", "-5"), ("global-batch", "-5", "at least 1")),
-    Mistake(PLAN.replace("32", "99999999999999999999"), ("global-batch",)),
+    Mistake(PLAN.replace("32", "-5"), ("global_batch", "-5", "at least 1")),
+    Mistake(PLAN.replace("32", "99999999999999999999"), ("global_batch", "at most 2147483647")),
     Mistake(f"{PLAN} --nodes 0", ("nodes", "0")),
     Mistake(f"{PLAN} --top 0", ("top", "0")),
     Mistake(f"{PLAN} --precision float16", ("--precision", "float16")),
@@ -89,7 +102,7 @@ COMMANDS: list[Mistake] = [
     Mistake(ESTIMATE.replace("dp=2", "dp=2,data=zero9"), ("zero9",)),
     Mistake(ESTIMATE.replace("dp=2", "dp=1024"), ("1024",)),
     Mistake(ESTIMATE.replace("128", "-1"), ("seq-len", "-1")),
-    Mistake(ESTIMATE.replace("32", "99999999999999999999"), ("global-batch",)),
+    Mistake(ESTIMATE.replace("32", "99999999999999999999"), ("global_batch", "at most 2147483647")),
     Mistake("estimate --model tiny --cluster laptop_cpu", ("--plan",)),
     Mistake("estimate --config good.toml --model tiny --cluster laptop_cpu", ("--config",)),
     Mistake("estimate --config none.toml --cluster laptop_cpu", ("none.toml",)),
@@ -101,7 +114,7 @@ COMMANDS: list[Mistake] = [
     Mistake("layout --plan dp=2 --set plan.tp=2", ("--plan",)),
     Mistake("layout --plan ddp=2", ("ddp", "dp")),
     Mistake("layout --plan dp=2 --svg none/a.svg", ("none/a.svg",)),
-    Mistake("partition --model tiny --cluster laptop_cpu --global-batch 0", ("global-batch", "0")),
+    Mistake("partition --model tiny --cluster laptop_cpu --global-batch 0", ("global_batch", "0")),
     Mistake(
         "partition --model tiny --cluster laptop_cpu --global-batch 8 --method best",
         ("method", "best", "ilp"),
@@ -131,15 +144,17 @@ COMMANDS: list[Mistake] = [
     Mistake("schedule 1f1b --ranks 0 --microbatches 8", ("ranks", "0")),
     Mistake("schedule 1f1b --ranks 4 --microbatches -2", ("microbatches", "-2")),
     Mistake("schedule 1f1b --ranks four --microbatches 8", ("--ranks", "four")),
-    Mistake("schedule dualpipe --ranks 3 --microbatches 8", ("dualpipe", "3", "even")),
+    Mistake("schedule dualpipe --ranks 3 --microbatches 8", ("dualpipe", "3", "ranks 2 or 4")),
     Mistake(f"{SCHEDULE} --forward fast", ("forward", "fast")),
     Mistake(f"{SCHEDULE} --forward=-1", ("forward", "-1")),
-    Mistake(f"{SCHEDULE} --slices 0", ("slices", "0")),
-    Mistake(f"{SCHEDULE} --stages-per-rank 0", ("stages-per-rank", "0")),
+    Mistake(f"{SCHEDULE} --slices 0", ("1f1b has no num_slices",)),
+    Mistake(f"{SCHEDULE} --stages-per-rank 0", ("stages_per_rank", "got 0")),
     Mistake(f"{SCHEDULE} --costs none", ("none",)),
     Mistake(f"{SCHEDULE} --svg none/a.svg", ("none/a.svg",)),
     Mistake(f"{SCHEDULE} --all", ("--all",)),
-    Mistake("schedule search --ranks 4 --microbatches 4 --memory-cap 0", ("memory-cap", "0")),
+    Mistake(
+        "schedule search --ranks 4 --microbatches 4 --memory-cap 0", ("memory_cap 0", "nearest: 1")
+    ),
     # balance
     Mistake("balance loads.json", ("--gpus",)),
     Mistake("balance none.json --gpus 2", ("none.json",)),
@@ -156,14 +171,13 @@ COMMANDS: list[Mistake] = [
     Mistake(f"{BALANCE} --replicas 2", ("replicas", "2", "4")),
     Mistake(f"{BALANCE} --replicas 5", ("5",)),
     Mistake(f"{BALANCE} --nodes 0", ("nodes", "0")),
-    Mistake(f"{BALANCE} --nodes 3", ("nodes", "3")),
-    Mistake(f"{BALANCE} --groups 3", ("groups", "3")),
+    Mistake(f"{BALANCE} --groups 3", ("groups (3)", "4 experts")),
     Mistake(f"{BALANCE} --effort best", ("effort", "best", "quality")),
     Mistake(f"{BALANCE} --effort=-1", ("effort", "-1")),
     Mistake(f"{BALANCE} --policy greedy", ("--policy", "greedy", "global")),
     Mistake(f"{BALANCE} --shares", ("--shares", "--previous")),
     Mistake(f"{BALANCE} --previous none.json", ("none.json",)),
-    Mistake(f"{BALANCE} --previous loads.json --tolerance -1", ("tolerance", "-1")),
+    Mistake(f"{BALANCE} --previous loads.json", ("previous", "4", "0 to 3")),
     Mistake(f"{BALANCE} --svg none/a.svg", ("none/a.svg",)),
     # convert, evaluate, generate, esft
     Mistake("convert", ("IN",)),
@@ -179,7 +193,7 @@ COMMANDS: list[Mistake] = [
     Mistake("convert no_weights out --upcycle experts=8,k=9", ("9", "8")),
     Mistake("convert no_weights out --upcycle expert=8", ("expert", "experts")),
     Mistake("convert no_weights out --delta --adapter", ("--delta", "--adapter")),
-    Mistake("convert no_weights out --apply none", ("none",)),
+    Mistake("convert no_weights out --apply none", ("no_weights", "safetensors")),
     Mistake("evaluate none --data text.txt --seq-len 8", ("none",)),
     Mistake("evaluate other_run --data text.txt --seq-len 8", ("other_run", "checkpoint")),
     Mistake("evaluate no_weights --data text.txt --seq-len 0", ("--seq-len", "0")),
@@ -192,13 +206,13 @@ COMMANDS: list[Mistake] = [
     Mistake("generate other_run --prompt a --temperature -1", ("--temperature", "-1")),
     Mistake("generate other_run --prompt a --top-p 2", ("--top-p", "2")),
     Mistake("generate other_run --prompt a --max-tokens 0", ("--max-tokens", "0")),
-    Mistake("generate other_run --prompt a --set plan.ep=3", ("other_run",)),
+    Mistake("generate other_run --prompt a --set plan.ep=3", ("plan.ep", "(3)", "(8)")),
     Mistake("esft scores none text.txt --out a.json", ("none",)),
     Mistake("esft scores other_run text.txt --out a.json", ("other_run", "checkpoint")),
     Mistake("esft scores other_run text.txt --out a.json --threshold 2", ("threshold", "2")),
     Mistake(
         "esft scores other_run text.txt --out a.json --threshold 0.1 --experts-per-layer 2",
-        ("--threshold", "--experts-per-layer"),
+        ("threshold", "--experts-per-layer"),
     ),
     Mistake("esft scores other_run text.txt", ("--out",)),
     # tokenize, data
@@ -207,9 +221,14 @@ COMMANDS: list[Mistake] = [
     Mistake("tokenize text.txt out --tokenizer gpt2", ("gpt2",)),
     Mistake("tokenize zipped.txt out --tokenizer bytes", ("zipped.txt", "gzip data")),
     Mistake("tokenize text.txt out --tokenizer bytes --format csv", ("--format", "csv")),
-    Mistake("tokenize text.txt out --tokenizer bytes --append-eod", ("bytes", "eos_token")),
+    Mistake("tokenize text.txt out --tokenizer bytes --append-eod", ("bytes", "end of a text")),
     Mistake("tokenize text.txt out --tokenizer bytes --processes 0", ("--processes", "0")),
-    Mistake("tokenize broken.jsonl out --tokenizer bytes", ("broken.jsonl", "line 2")),
+    Mistake(
+        "tokenize broken.jsonl out --tokenizer bytes",
+        ("broken.jsonl", "line 2"),
+        foreign=True,
+        found_late=True,
+    ),
     Mistake("tokenize text.txt text.txt/out --tokenizer bytes", ("text.txt",)),
     Mistake("data show --set data.path=none", ("data.path none",)),
     Mistake("data show --set data.path=text.txt --samples 0", ("--samples", "0")),
@@ -224,7 +243,6 @@ COMMANDS: list[Mistake] = [
     Mistake("report none", ("none",)),
     Mistake("report empty_folder", ("empty_folder",)),
     Mistake("report text.txt", ("text.txt",)),
-    Mistake("report broken_rows", ("metrics.jsonl", "line 1")),
     Mistake("validate none.csv", ("none.csv",)),
     Mistake("validate text.csv", ("text.csv",)),
     Mistake("calibrate none.csv --out a.toml", ("none.csv",)),

@@ -24,9 +24,13 @@ ROOT = Path(__file__).parent.parent.parent
 _MACHINE = re.compile(r"this machine has [0-9.]+ \w+")
 
 
+#: The folder of the call.
+_HERE = re.compile(re.escape(tempfile.gettempdir()) + r"/mistakes-\w+")
+
+
 def outcomes() -> list[Outcome]:
     """Of every mistake, run in one process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="mistakes-") as folder:
         prepare(Path(folder))
         environ = {
             name: value for name, value in os.environ.items() if not name.startswith("MOEMESH_")
@@ -53,8 +57,13 @@ def is_kept(mistake: Mistake, found: Outcome) -> bool:
 def messages(found: Sequence[Outcome]) -> str:
     """The commands and their messages, one after the other."""
     kept = [
-        f"$ {mistake.title}\n{_MACHINE.sub('this machine has N GiB', one.err)}"
+        f"$ {mistake.title}\n{_without_machine(one.err)}"
         for mistake, one in zip(MISTAKES, found, strict=True)
         if is_kept(mistake, one)
     ]
     return "\n".join(kept)
+
+
+def _without_machine(text: str) -> str:
+    """A message without the facts of the machine that it was printed on."""
+    return _HERE.sub("/HERE", _MACHINE.sub("this machine has N GiB", text))

@@ -46,8 +46,6 @@ def prepare(folder: Path) -> None:
         "no_weights/config.json": json.dumps(MODEL),
         "broken_run/config.toml": "[plan\n",
         "broken_run/plan.json": "{}",
-        "broken_rows/metrics.jsonl": "{no json\n{}\n",
-        "broken_rows/config.toml": resolved_toml(load_run([], [], {}).config),
         "other_run/config.toml": resolved_toml(load_run([], ["model.num_layers=3"], {}).config),
         "other_run/plan.json": "{}",
     }

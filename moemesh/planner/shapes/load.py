@@ -16,6 +16,7 @@ from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.sources import Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
+from moemesh.config.toml import unreadable
 from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_model_config
 
 #: Folder of presets that are shapes: planned, not trained, by this library.
@@ -108,7 +109,7 @@ def _toml(text: str, source: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused("syntax", source, f"not valid TOML: {error}") from None
+        raise _refused("syntax", source, unreadable(error)) from None
     return table
 
 
