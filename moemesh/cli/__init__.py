@@ -1,7 +1,7 @@
 """The verbs of the command, one short function each; what a verb needs is imported inside it."""
 
 # Importing a module adds its verbs; the help shows them in this order.
-from moemesh.cli import train, launching, weights, esft, data  # noqa: F401, I001
+from moemesh.cli import train, insight, launching, weights, esft, data  # noqa: F401, I001
 from moemesh.cli import configuration, checkpoints  # noqa: F401
 from moemesh.cli import planning, layout, dispatch  # noqa: F401
 from moemesh.cli import partition, pipelines, balancing, benches  # noqa: F401

@@ -1,4 +1,4 @@
-"""Verbs of a run: train, report."""
+"""The verb that trains."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
@@ -60,13 +60,3 @@ def train(
 
     code = command.train(config, overrides or [], out, allow_change or [], prepared=prepared)
     raise typer.Exit(code)
-
-
-@app.command(short_help="Write the HTML page of a run.")
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-) -> None:
-    """Write report.html into the folder of a run and print its path."""
-    from moemesh.report import page
-
-    typer.echo(str(page.write(run)))

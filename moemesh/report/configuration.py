@@ -35,6 +35,13 @@ def differences(config: Mapping[str, Any]) -> tuple[list[Difference], str]:
     return found, baseline
 
 
+def with_defaults(config: Mapping[str, Any]) -> dict[str, object]:
+    """Every key of a `config.toml`; one that the file does not have stands for its default."""
+    values = flat(config)
+    preset = values.get("model.preset")
+    return _defaults(preset if isinstance(preset, str) else None) | values
+
+
 def between(first: Mapping[str, object], second: Mapping[str, object]) -> list[Difference]:
     """The keys of two flat configurations whose values differ, in the order of the keys."""
     return [

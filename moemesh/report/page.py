@@ -33,17 +33,21 @@ _NO_STEP: dict[State, str] = {
 }
 
 
-def write(run_folder: Path | str) -> Path:
-    """Write `report.html` into the run's folder and return its path.
+def write(run_folder: Path | str, out: Path | None = None) -> Path:
+    """Write `report.html` into the run's folder, or the page to `out`, and return its path.
 
     Raises RunError (a ValueError) when the folder holds no run. An older report stays until the new
     one is complete.
     """
     run = Run.load(run_folder)
-    path = run.folder / NAME
-    unfinished = path.with_name(f".{NAME}.{os.getpid()}")
+    return write_page(out or run.folder / NAME, render(run))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Replace the file at `path` by a page, whole or not at all; returns the path."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     # A lone surrogate (legal in JSON, not in UTF-8) must not lose the report.
-    unfinished.write_bytes(render(run).encode("utf-8", errors="replace"))
+    unfinished.write_bytes(text.encode("utf-8", errors="replace"))
     unfinished.replace(path)
     return path
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moemesh.report import page
+from moemesh.report import comparison, page
 from tests.report import browser
 from tests.report.fake_run import write_fake_run
 
@@ -65,7 +65,8 @@ def pages(tmp_path_factory):
     (run / "failure.json").write_text(
         '{"kind": "Killed", "message": "by signal 9 ' + "x" * 400 + '"}'
     )
-    return [page.write(run)]
+    other = write_fake_run(folder / "other", num_steps=40)
+    return [page.write(run), comparison.write(run, other)]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_widths_and_colour_schemes(chromium, pages, width, scheme):
         ground = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
         texts = chromium.evaluate(CONTRASTS)
-        assert len(texts) > 200
+        assert len(texts) > 100
         assert [text for text in texts if text[0] < 4.5] == []
         # Labels of pictures keep a size that can be read, also on a phone.
         assert [text for text in texts if text[3] and text[1] < 8.5] == []

@@ -1,0 +1,289 @@
+"""Two runs on one page: their configurations, their curves over each other, their costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from moemesh.config.toml import format_value
+from moemesh.report import curves, svg
+from moemesh.report.configuration import between, with_defaults
+from moemesh.report.page import from_template, median_of, write_page
+from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
+from moemesh.report.traffic import by_axis_and_phase
+from moemesh.trace.memory import PARTS, format_bytes
+from moemesh.trace.run import MetricsRow, Run
+from moemesh.trace.state import state_of
+
+NAME = "comparison.html"
+_MAX_VALUE = 200
+
+
+def write(first: Path | str, second: Path | str, out: Path | None = None) -> Path:
+    """Write the comparison of two run folders to `out`, by default `comparison.html` in the first.
+
+    Raises RunError (a ValueError) when a folder holds no run.
+    """
+    runs = Run.load(first), Run.load(second)
+    return write_page(out or runs[0].folder / NAME, render(*runs))
+
+
+def render(first: Run, second: Run) -> str:
+    """The page as a text, the same bytes for the same runs."""
+    runs = first, second
+    names = _names(runs)
+    sections = [
+        _configuration(runs, names),
+        _results(runs, names),
+        _training(runs, names),
+        _traffic(runs, names),
+        _memory(runs, names),
+    ]
+    return from_template(
+        "comparison.html",
+        name=" and ".join(names),
+        folders=[str(run.folder.resolve()) for run in runs],
+        warnings=[
+            f"{name}: {warning}"
+            for name, run in zip(names, runs, strict=True)
+            for warning in run.warnings
+        ],
+        sections=sections,
+    )
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Of the folders; with what lies above them where both have the same name."""
+    folders = [run.folder.resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    if names[0] == names[1]:
+        names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    if names[0] == names[1]:
+        names = [
+            f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
+        ]
+    return [svg.clip(name, 40) for name in names]
+
+
+def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    identity, title = "configuration", "Configuration"
+    if not all(run.config for run in runs):
+        text = "A run has no config.toml, so nothing can be compared."
+        return Section(identity=identity, title=title, missing=text)
+    found = between(*(with_defaults(run.config) for run in runs))
+    if not found:
+        return Section(identity=identity, title=title, note="Every key has the same value.")
+    table = Table(
+        caption="Keys whose values differ",
+        header=("Key", *names),
+        rows=[
+            (svg.clip(key, 60), *(_value(value) for value in values))
+            for key, *values in found[:MAX_TABLE_ROWS]
+        ],
+        num_names=3,
+    )
+    note = left_out(len(found), "keys")
+    return Section(identity=identity, title=title, tables=[table], note=note)
+
+
+def _value(value: object) -> str:
+    return "unset" if value is None else svg.clip(format_value(value), _MAX_VALUE)
+
+
+#: A line of the table of results: its name, its value of a run (None: not known), and its form.
+_Line = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
+
+
+def _last(name: str) -> Callable[[Run], float | None]:
+    def find(run: Run) -> float | None:
+        values = [value for row in run.metrics if (value := getattr(row, name)) is not None]
+        return values[-1] if values else None
+
+    return find
+
+
+def _median(name: str) -> Callable[[Run], float | None]:
+    return lambda run: median_of(run.metrics, name)
+
+
+def _total(name: str) -> Callable[[Run], float | None]:
+    return lambda run: sum(getattr(row, name) for row in run.metrics) if run.metrics else None
+
+
+def _loss_of_the_end(run: Run) -> float | None:
+    """One step's loss is noise: the mean of the last tenth of the steps, 100 at most."""
+    last = run.metrics[-max(1, min(len(run.metrics) // 10, 100)) :]
+    return statistics.fmean(row.loss for row in last) if last else None
+
+
+def _peak(run: Run) -> float | None:
+    return None if run.memory is None or not run.memory.ranks else run.memory.peak
+
+
+def _sent(run: Run) -> float | None:
+    if not run.ledgers:
+        return None
+    return sum(by_axis_and_phase(run.ledgers, steps=run.ledger_steps).values())
+
+
+_LINES: tuple[_Line, ...] = (
+    ("Steps", _last("step"), lambda value: f"{value:,.0f}"),
+    ("Tokens", _total("tokens"), svg.short),
+    ("Training loss, mean of the last tenth", _loss_of_the_end, lambda value: f"{value:.4f}"),
+    ("Last validation loss", _last("validation_loss"), lambda value: f"{value:.4f}"),
+    ("Tokens per second, median", _median("tokens_per_second"), svg.short),
+    ("Seconds of a step, median", _median("seconds"), lambda value: f"{value:.4g}"),
+    ("Time in steps, seconds", _total("seconds"), lambda value: f"{value:,.1f}"),
+    ("MFU, median", _median("mfu"), lambda value: f"{value:.2%}"),
+    ("Waiting for data in a step, seconds", _median("data_seconds"), lambda v: f"{v:.3g}"),
+    ("Exposed communication, seconds", _median("communication_seconds"), lambda v: f"{v:.3g}"),
+    ("Highest memory peak", _peak, format_bytes),
+    ("Sent in a step, all ranks", _sent, format_bytes),
+)
+
+
+def _results(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    rows: list[tuple[str, ...]] = [("State", *(state_of(run) for run in runs), "")]
+    for label, find, form in _LINES:
+        values = [find(run) for run in runs]
+        if any(value is not None for value in values):
+            shown = ("" if value is None else form(value) for value in values)
+            rows.append((label, *shown, _change(*values)))
+    units = [run.loss_unit for run in runs]
+    note = f"Losses in {units[0]}."
+    if units[0] != units[1]:
+        note = f"Losses of {names[0]} in {units[0]}, of {names[1]} in {units[1]}: not comparable."
+    table = Table(
+        caption="Results, speed, memory and traffic", header=("", *names, "Change"), rows=rows
+    )
+    return Section(identity="results", title="Results", tables=[table], note=note)
+
+
+def _change(first: float | None, second: float | None) -> str:
+    """From the first run to the second."""
+    if first is None or second is None:
+        return ""
+    if first == second:
+        return "none"
+    return f"{second / first - 1:+.1%}".replace("%", " %") if first else ""
+
+
+def _training(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    if not any(run.metrics for run in runs):
+        text = "Neither run has finished a step."
+        return Section(identity="training", title="Training", missing=text)
+    unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
+    charts: list[tuple[str, Callable[[MetricsRow], float | None], str]] = [
+        ("Loss", lambda row: row.loss, unit),
+        ("Validation loss", lambda row: row.validation_loss, unit),
+        ("Gradient norm", lambda row: row.grad_norm, "gradient norm"),
+        ("Learning rate", lambda row: row.lr, "learning rate"),
+        ("Throughput", lambda row: row.tokens_per_second, "tokens per second"),
+    ]
+    drawn = [(name, *_chart(name, runs, names, value, label)) for name, value, label in charts]
+    drawn.insert(1, ("Loss over the time in steps", *_loss_over_time(runs, names, unit)))
+    return Section(identity="training", title="Training", figures=figures(*drawn))
+
+
+def _chart(
+    title: str,
+    runs: Sequence[Run],
+    names: Sequence[str],
+    value: Callable[[MetricsRow], float | None],
+    y_label: str,
+) -> curves.Pictures:
+    points = [
+        [(row.step, found) for row in run.metrics if (found := value(row)) is not None]
+        for run in runs
+    ]
+    return _over_each_other(title, names, points, y_label=y_label)
+
+
+def _loss_over_time(runs: Sequence[Run], names: Sequence[str], unit: str) -> curves.Pictures:
+    points = [
+        list(
+            zip(
+                accumulate(row.seconds for row in run.metrics),
+                (row.loss for row in run.metrics),
+                strict=True,
+            )
+        )
+        for run in runs
+    ]
+    return _over_each_other("Loss over time", names, points, y_label=unit, x_label="seconds")
+
+
+def _over_each_other(
+    title: str,
+    names: Sequence[str],
+    points: Sequence[Sequence[curves.Point]],
+    *,
+    y_label: str,
+    x_label: str = "step",
+) -> curves.Pictures:
+    series = [
+        curves.Series(name=name, points=found, colour=colour, dots=len(found) < 30)
+        for colour, (name, found) in enumerate(zip(names, points, strict=True))
+        if found
+    ]
+    counts = " and ".join(f"{len(item.points)} values of {item.name}" for item in series)
+    return curves.line_charts(
+        title.lower().replace(" ", "-"),
+        title,
+        series,
+        y_label=y_label,
+        x_label=x_label,
+        description=f"{title}: {counts or 'no values'}.",
+    )
+
+
+def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
+    keys = sorted(found[0].keys() | found[1].keys())
+    if not keys:
+        return Section(
+            identity="traffic", title="Traffic", missing="Neither run has a ledger.json."
+        )
+    rows = [
+        (
+            *(svg.clip(name, 40) for name in key),
+            *(format_bytes(sent.get(key, 0.0)) for sent in found),
+            _change(*(sent.get(key, 0.0) for sent in found)),
+        )
+        for key in keys[:MAX_TABLE_ROWS]
+    ]
+    table = Table(
+        caption="Bytes sent in one step by all ranks",
+        header=("Axis", "Phase", *names, "Change"),
+        rows=rows,
+        num_names=2,
+    )
+    return Section(identity="traffic", title="Traffic", tables=[table])
+
+
+def _memory(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    profiles = [run.memory.ranks if run.memory else () for run in runs]
+    if not any(profiles):
+        return Section(identity="memory", title="Memory", missing="Neither run has a memory.json.")
+    highest = [
+        {name: max((p.parts()[name] for p in ranks), default=0) for name in PARTS}
+        | {"peak": max((p.peak for p in ranks), default=0)}
+        for ranks in profiles
+    ]
+    rows = [
+        (
+            name.replace("_", " "),
+            *(format_bytes(found[name]) for found in highest),
+            _change(*(float(found[name]) for found in highest)),
+        )
+        for name in (*PARTS, "peak")
+        if any(found[name] for found in highest)
+    ]
+    table = Table(
+        caption="Memory of the rank that holds most of each class",
+        header=("Class", *names, "Change"),
+        rows=rows,
+    )
+    return Section(identity="memory", title="Memory", tables=[table])

@@ -1,0 +1,76 @@
+"""The page of two runs."""
+
+import json
+
+import pytest
+
+from moemesh.cli import insight
+from moemesh.config.errors import UserError
+from moemesh.report import comparison
+from moemesh.trace.run import RunError
+from tests.report.fake_run import CONFIG, write_fake_run
+from tests.report.test_page import Document, read, tables
+
+
+@pytest.fixture
+def runs(tmp_path):
+    first = write_fake_run(tmp_path / "first", num_steps=40)
+    second = write_fake_run(tmp_path / "second", num_steps=60)
+    config = CONFIG.replace("tp = 2", "tp = 4").replace("lr = 0.001", "lr = 0.002")
+    (second / "config.toml").write_text(config.replace('schedule = "1f1b"\n', ""))
+    return first, second
+
+
+def words(table: str) -> str:
+    return " ".join(table.split())
+
+
+def test_what_differs_comes_first(runs):
+    found = tables(read(comparison.write(*runs)))
+    assert next(iter(found)) == "Keys whose values differ"
+    # A key that one file does not have stands for its default: schedule is 1f1b in both.
+    rows = words(found["Keys whose values differ"])
+    assert rows == "Key first second plan.tp 2 4 train.lr 0.001 0.002"
+
+
+def test_results_curves_traffic_and_memory(runs):
+    first, second = runs
+    ledgers = json.loads((second / "ledger.json").read_text()) | {"steps": 2}
+    (second / "ledger.json").write_text(json.dumps(ledgers))
+    text = read(comparison.write(first, second))
+    document = Document(text)
+    found = tables(text)
+    results = words(found["Results, speed, memory and traffic"])
+    assert "Steps 40 60 +50.0 %" in results
+    assert "State stopped stopped" in results or "State interrupted interrupted" in results
+    traffic = words(found["Bytes sent in one step by all ranks"])
+    assert "pp forward 2.0 MiB 1.0 MiB -50.0 %" in traffic
+    assert "peak 321.2 MiB 321.2 MiB none" in words(
+        found["Memory of the rank that holds most of each class"]
+    )
+    for name in ("first", "second"):
+        assert text.count(f">{name}</text>") >= 10
+    identities = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
+    assert len(identities) == len(set(identities))
+
+
+def test_runs_with_little_in_them(tmp_path, runs):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.toml").write_text(CONFIG)
+    Document(read(comparison.write(runs[0], empty)))
+    text = read(comparison.write(empty, empty))
+    assert "Every key has the same value." in text and "Neither run has" in text
+    with pytest.raises(RunError):
+        comparison.write(runs[0], tmp_path / "none")
+
+
+def test_out(tmp_path, runs, capsys):
+    insight.report(runs[0], runs[1], tmp_path / "both.html")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "both.html")
+    assert not (runs[0] / comparison.NAME).exists()
+    insight.report(runs[0], None, tmp_path / "one.html")
+    assert "first" in read(tmp_path / "one.html")
+    for wrong in (tmp_path / "none" / "x.html", tmp_path):
+        with pytest.raises(UserError, match="cannot be written"):
+            insight.report(runs[0], None, wrong)
