@@ -65,6 +65,8 @@ class TrainConfig(Section):
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: int = 100
     checkpoints_kept: int = 2
+    #: Training goes on while a copy of the state is written, as memory of the host allows.
+    checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
     rebalance_every: int = 0
     #: Steps between lines of a log; 0: at most one a minute, at least one in 50 steps.

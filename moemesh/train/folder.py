@@ -100,8 +100,9 @@ class RunFolder:
         return cut_after(self._file(name), step)
 
     def saved_steps(self) -> set[int]:
-        """The steps of the checkpoints in the folder, whole or not."""
-        found = (STEP.fullmatch(name) for name in os.listdir(self.checkpoints))
+        """The steps of the checkpoints in the folder, whole or not, those being written too."""
+        names = (name.partition(".tmp-")[0] for name in os.listdir(self.checkpoints))
+        found = (STEP.fullmatch(name) for name in names)
         return {int(match[1]) for match in found if match}
 
     def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
@@ -206,6 +207,7 @@ FREE = frozenset(
         "model.preset",
         "data.bad_record_share",
         "data.cache",
+        "train.checkpoint_async",
         "train.checkpoint_every",
         "train.checkpoints_kept",
         "train.cluster",

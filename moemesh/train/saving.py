@@ -17,10 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint import store, together
+from moemesh.checkpoint import together
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
-from moemesh.comm.collectives import barrier
 from moemesh.config.layout import Layout
 from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
@@ -29,19 +28,11 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
 
 
-def save(
-    folder: RunFolder,
-    step: int,
-    parallel: ParallelModel,
-    optimizer: Optimizer,
-    state: dict[str, object],
-    *,
-    keep: int,
-) -> None:
-    """Write ``checkpoints/step-<step>`` from all ranks, then drop checkpoints beyond `keep`.
-
-    Raises CheckpointError on every rank when one fails; older checkpoints stay as they are.
-    """
+def contents(
+    parallel: ParallelModel, optimizer: Optimizer, state: Mapping[str, object]
+) -> tuple[list[Shard], dict[str, object]]:
+    """The shards that this rank saves, which share memory with the training, and `state` with what
+    belongs to them."""
     mesh = parallel.mesh
     moments = optimizer.state()
     shards = list(_counted(parallel, "model", _weights(parallel, optimizer)))
@@ -55,10 +46,7 @@ def save(
         "moments": sorted(optimizer.kinds()),
         "updates": optimizer.num_updates,
     }
-    together.save(folder.checkpoints, step, shards, own, mesh.control)
-    if mesh.rank == 0:
-        store.prune(folder.checkpoints, keep)
-    barrier(mesh.control)
+    return shards, own
 
 
 def _degrees(layout: Layout) -> dict[str, int]:

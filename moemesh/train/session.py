@@ -19,6 +19,7 @@ from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
+from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.folder import RunFolder
@@ -59,6 +60,7 @@ class Session:
     optimizer: Optimizer
     artifacts: Artifacts
     rehoming: Rehoming
+    checkpoints: Checkpoints
     done: int
     position: int
 
@@ -115,6 +117,9 @@ class Session:
             optimizer=optimizer,
             artifacts=artifacts,
             rehoming=rehoming,
+            checkpoints=Checkpoints(
+                folder, parallel, optimizer, train, say=console.say, warn=console.warn
+            ),
             done=done,
             position=position,
         )
@@ -126,6 +131,9 @@ class Session:
         """
         try:
             return self._train(steps)
+        except KeyboardInterrupt:
+            self.checkpoints.abandon()
+            raise
         finally:
             self.artifacts.flush()
 
@@ -141,8 +149,9 @@ class Session:
                 text = f"step {step}: {num_moved} experts of all layers moved"
                 self.console.say(text, "experts")
             stopping = steps.is_stopping()
+            self.checkpoints.look()
             if stopping or self._is_due(step, train.checkpoint_every):
-                self.save(step)
+                self.save(step, is_last=stopping or step == train.steps)
                 saved = step
             if stopping:
                 break
@@ -192,13 +201,15 @@ class Session:
             batches += own_batches(self.samples, self.mesh, part, 1, seed=train.seed)
         return evaluate(self.parallel, batches)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
         self.artifacts.flush()
         position = self._samples_before(step + 1)
         state: dict[str, object] = {"step": step, "position": position, **self.rehoming.state()}
-        keep = self.config.train.checkpoints_kept
-        saving.save(self.folder, step, self.parallel, self.optimizer, state, keep=keep)
+        if is_last:
+            self.checkpoints.save_last(step, state)
+        else:
+            self.checkpoints.save(step, state)
 
     def interrupts(self, step: int) -> bool:
         """Whether a validation or a checkpoint comes behind step `step`."""

@@ -15,6 +15,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import saving
+from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
@@ -59,7 +60,7 @@ def chain_on_rank(
             assert checkpoint is not None and checkpoint.step == number - 1
             saving.load(checkpoint, parallel, optimizer)
         found.append(states(parallel, optimizer))
-        saving.save(run, number, parallel, optimizer, {"step": number}, keep=2)
+        Checkpoints(run, parallel, optimizer, keys).save_last(number, {"step": number})
         parallel.close()
     return found
 

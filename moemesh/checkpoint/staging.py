@@ -1,0 +1,91 @@
+"""Copies of a rank's shards in host memory, from which a save writes while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moemesh.checkpoint.load import Shard
+
+#: Largest share of the memory that is free on a machine, for the buffers of all its ranks.
+LARGEST_SHARE = 0.5
+#: Each copy starts at a multiple of this, as torch's own tensors do.
+_ALIGNMENT = 64
+
+
+class Staging:
+    """One buffer, as large as the largest set of shards so far; it is kept for the next save,
+    because fresh memory costs more than the copy itself."""
+
+    def __init__(self, ranks_on_machine: int = 1) -> None:
+        self._ranks = ranks_on_machine
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def missing(self, keyed: Mapping[str, Shard]) -> str | None:
+        """Why the copies would not fit, or None where they would."""
+        needed = _num_bytes(keyed)
+        if needed <= self.num_bytes:
+            return None
+        bound = int(available_bytes() * LARGEST_SHARE / self._ranks) + self.num_bytes
+        if needed <= bound:
+            return None
+        return f"{needed:,} bytes to stage, at most {bound:,} are left to this rank"
+
+    def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The same shards with copies of their tensors, until the next call."""
+        needed = _num_bytes(keyed)
+        on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
+        if needed > self.num_bytes:
+            self._buffer = None  # first, so that there are never two
+            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=on_cuda)
+        copies: dict[str, Shard] = {}
+        end = 0
+        with torch.no_grad():
+            for key, shard in keyed.items():
+                tensor = shard.tensor
+                if not tensor.numel() or shard.make is not None:
+                    copies[key] = shard
+                    continue
+                assert self._buffer is not None
+                part = self._buffer[end : end + tensor.nbytes].view(tensor.dtype)
+                target = part.view(tensor.shape)
+                target.copy_(tensor, non_blocking=on_cuda)
+                copies[key] = replace(shard, tensor=target)
+                end += _padded(tensor.nbytes)
+        if on_cuda:
+            torch.cuda.synchronize()
+        return copies
+
+
+def available_bytes() -> int:
+    """Memory that processes of this machine can still take, in bytes; no bound where it is not
+    known."""
+    found = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
+            found = min(found, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _num_bytes(keyed: Mapping[str, Shard]) -> int:
+    made = (shard for shard in keyed.values() if shard.make is None)
+    return sum(_padded(shard.tensor.nbytes) for shard in made)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

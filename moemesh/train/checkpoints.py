@@ -1,0 +1,120 @@
+"""The checkpoints of a run while it trains: started between steps, and what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.comm.collectives import gather_json
+from moemesh.config.train import TrainConfig
+from moemesh.parallel.parallelize import ParallelModel
+from moemesh.train import saving
+from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import Optimizer
+
+#: Waiting longer than this for the last checkpoint before the next is worth an event.
+_WAITED_SECONDS = 0.5
+
+
+class Checkpoints:
+    """Saves the state of a run; all ranks make one and call its methods together."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        *,
+        say: Callable[[str, str], None] = lambda text, kind: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`say` and `warn` are called on rank 0 alone: with a text and the kind of its event, and
+        with a warning."""
+        mesh = parallel.mesh
+        self._parallel, self._optimizer = parallel, optimizer
+        self._say, self._warn = say, warn
+        self._tells = mesh.rank == 0
+        self._saver = Saver(
+            folder.checkpoints,
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            gather=lambda value: gather_json(value, mesh.control),
+            keep=config.checkpoints_kept,
+            in_background=config.checkpoint_async,
+            ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
+        )
+        self._has_said_why = False
+
+    def save(self, step: int, state: dict[str, object]) -> None:
+        """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
+        tries again. Waits for the one before, so that their number does not depend on the disk."""
+        since = time.monotonic()
+        before = self.finish(hurry=True)
+        waited = time.monotonic() - since
+        if before is not None and waited > _WAITED_SECONDS:
+            self._event(
+                f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
+                f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that"
+            )
+        try:
+            self._start(step, state)
+        except CheckpointError as error:
+            self._complain(step, str(error))
+
+    def save_last(self, step: int, state: dict[str, object]) -> None:
+        """Write a checkpoint of the present state to the end. Raises CheckpointError on every rank
+        where all attempts fail."""
+        self.finish(hurry=True)
+        self._start(step, state)
+        outcome = self.finish(raises=True)
+        assert outcome is not None
+
+    def finish(self, *, hurry: bool = False, raises: bool = False) -> Outcome | None:
+        """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
+        `raises` CheckpointError. `hurry`: nothing that fails now is tried again."""
+        outcome = self._saver.finish(hurry=hurry)
+        self.look()
+        if outcome is None:
+            return None
+        if outcome.problem is not None:
+            if raises:
+                raise CheckpointError(f"checkpoint of step {outcome.step}: {outcome.problem}")
+            self._complain(outcome.step, outcome.problem)
+        elif outcome.nonfinite and self._tells:
+            more = len(outcome.nonfinite) - 1
+            names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
+            self._warn(
+                f"checkpoint of step {outcome.step}: numbers in {names} are not finite: it "
+                "replaces no older checkpoint, and no run goes on from it while there is another"
+            )
+        return outcome
+
+    def look(self) -> None:
+        """Tell what failed in the meantime; cheap, for every step."""
+        for text in self._saver.news():
+            self._warn(f"checkpoint: {text}")
+
+    def abandon(self) -> None:
+        """This process ends at once: leave the checkpoint under way unfinished."""
+        self._saver.abandon()
+
+    def _start(self, step: int, state: dict[str, object]) -> None:
+        shards, own = saving.contents(self._parallel, self._optimizer, state)
+        self._saver.start(step, shards, own)
+        if (why := self._saver.why_blocking) and not self._has_said_why:
+            self._has_said_why = True
+            self._event(f"checkpoints are written while training waits: {why}")
+
+    def _complain(self, step: int, problem: str) -> None:
+        if self._tells:
+            self._warn(
+                f"checkpoint of step {step} not saved, training goes on, the next one is tried "
+                f"again; older checkpoints are untouched: {problem}"
+            )
+
+    def _event(self, text: str) -> None:
+        if self._tells:
+            self._say(text, "checkpoint")
