@@ -20,6 +20,16 @@ class Precision(StrEnum):
     FLOAT4 = "float4"
 
 
+Headroom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARE|SIZE",
+        help="Memory of each device to leave free, such as 10% or 6GiB. "
+        "[default: 1.5% on GPUs, as calibrated]",
+    ),
+]
+
+
 @app.command(short_help="What one layout costs, without running it.")
 def estimate(
     cluster: Annotated[
@@ -47,6 +57,22 @@ def estimate(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", metavar="B", help="Sequences of a step.")
     ] = None,
+    rank: Annotated[
+        str,
+        typer.Option(
+            metavar="RANK",
+            help="Pipeline rank of the traffic: first, inner, last, a number, or worst (memory).",
+        ),
+    ] = "worst",
+    headroom: Headroom = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache",
+            metavar="BATCHxTOKENS",
+            help='Also the KV cache of so many sequences of so many tokens: "32x4096".',
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Parameters, FLOPs, memory, traffic and seconds of one layout, without running it.
@@ -59,23 +85,27 @@ def estimate(
         moemesh estimate --config first.toml --cluster laptop_cpu
     """
     from moemesh.planner.estimate import estimate_named, estimate_run
+    from moemesh.planner.kv_cache import read_cache_size
 
     if config is not None:
         _refuse_beside_config(model, plan, seq_len, global_batch)
         from moemesh.config.load import load_run
 
         source = config / "config.toml" if config.is_dir() else config
-        found = estimate_run(load_run([source]).config, cluster)
+        found = estimate_run(load_run([source]).config, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
         raise typer.BadParameter("give --model and --plan, or --config")
     else:
-        found = estimate_named(model, cluster, plan, seq_len, global_batch)
+        found = estimate_named(
+            model, cluster, plan, seq_len, global_batch, rank=rank, headroom=headroom
+        )
+    wanted = None if cache is None else read_cache_size(cache)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        typer.echo(json.dumps(found.to_json(wanted), indent=2))
         return
     from moemesh.cli.planning_text import estimate_text
 
-    typer.echo(estimate_text(found))
+    typer.echo(estimate_text(found, wanted))
 
 
 def _refuse_beside_config(*given: object) -> None:
@@ -108,14 +138,7 @@ def plan(
         str | None,
         typer.Option(metavar="N", help="Tokens of the training (14.8T, 300B): days, GPU-hours."),
     ] = None,
-    headroom: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARE|SIZE",
-            help="Memory of each device to leave free, such as 10% or 6GiB. "
-            "[default: 1.5% on GPUs, as calibrated]",
-        ),
-    ] = None,
+    headroom: Headroom = None,
     why: Annotated[
         list[str] | None,
         typer.Option(

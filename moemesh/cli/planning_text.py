@@ -6,6 +6,10 @@ import textwrap
 
 from moemesh.cli.table import table
 from moemesh.planner.estimate import Estimate
+from moemesh.planner.intensity import decoding_intensity, layer_intensities
+from moemesh.planner.intervals import Interval
+from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
+from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.trace.memory import format_bytes
 
 #: Parts of a rank's memory, in the order of the table.
@@ -15,8 +19,8 @@ _PARTS = (
 )  # fmt: skip
 
 
-def estimate_text(found: Estimate) -> str:
-    """One layout: parameters, operations, memory, traffic and seconds."""
+def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
+    """One layout: parameters, operations, memory, traffic and seconds; the KV cache of `cache`."""
     parameters, memory = found.parameters, found.memory
     causal, full = found.causal.training / 1e9, found.full.training / 1e9
     fits = "fits" if found.peak["fits"] else "does NOT fit"
@@ -26,8 +30,12 @@ def estimate_text(found: Estimate) -> str:
         f"({found.shape.name})",
         f"plan        {found.layout.world_size} devices   {found.text or found.layout.key}",
         f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)",
+        *_intensity(found),
+        *_cache(found, cache),
         "",
         f"memory      {format_bytes(found.peak['needed_bytes'])} needed, {device} there: {fits}",
+        f"            80 % interval {_bytes(found.memory_interval)}; "
+        f"{found.usable_share:.1%} of the device is usable",
     ]
     if isinstance(near := found.instead, str):
         lines.append(f"            {near}")
@@ -45,9 +53,21 @@ def estimate_text(found: Estimate) -> str:
         for part in _PARTS
     ]
     sent = [
-        (one.axis, one.op, one.phase, one.caller, str(one.count), format_bytes(one.wire_bytes))
+        (
+            *(one.axis, one.op, one.phase, one.caller, str(one.count)),
+            format_bytes(round(one.wire_bytes / one.count)),
+            format_bytes(one.wire_bytes),
+        )
         for one in found.traffic.entries()
     ]
+    axes = [
+        (
+            *(one.axis, one.op, f"{one.transfers:,}", format_bytes(round(one.bytes_each))),
+            *(format_bytes(one.total_bytes), f"{one.share:.2%}"),
+        )
+        for one in by_axis(found.traffic)
+    ]
+    speed, (low, high) = found.speed, found.seconds_interval
     parts = [
         (name, f"{seconds:.4g} s")
         for name, seconds in found.seconds.items()
@@ -56,14 +76,52 @@ def estimate_text(found: Estimate) -> str:
     lines += [
         _indented(table(("rank", "first", "last", "worst"), held)),
         "",
-        "traffic     of one rank and step",
-        _indented(table(("axis", "operation", "phase", "caller", "count", "sent"), sent, left=4)),
+        f"traffic     of pipeline rank {found.traffic_rank} of {found.layout.pp}, one device, in a "
+        "step (--rank shows another)",
+        _indented(table(("axis", "operation", "transfers", "one", "all", "share"), axes, left=2)),
+        "",
+        "            by phase and caller",
+        _indented(
+            table(("axis", "operation", "phase", "caller", "count", "one", "sent"), sent, left=4)
+        ),
         "",
         _indented(table(("step", f"{found.seconds['total']:.4g} s"), parts)).lstrip(),
+        f"  80 % interval {low:.4g} to {high:.4g} s",
+        f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
+        f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
         "",
         *found.notes,
     ]
     return "\n".join(lines)
+
+
+def _intensity(found: Estimate) -> list[str]:
+    """Operations a byte of one microbatch's products, beside what the device asks for."""
+    blocks = layer_intensities(found.shape, found.layout)
+    shown = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
+    return [
+        f"intensity   {shown} FLOP/byte in a microbatch; the device is bound",
+        f"            by arithmetic from {found.device_balance:,.0f} FLOP/byte on, else by memory",
+    ]
+
+
+def _cache(found: Estimate, cache: CacheSize | None) -> list[str]:
+    """The key-value cache of a model that generates."""
+    each = kv_bytes_per_token(found.shape)
+    lines = [f"KV cache    {each:,.0f} B a token of context in 16 bit, over all ranks"]
+    if cache is not None:
+        whole = format_bytes(round(kv_cache_bytes(found.shape, *cache)))
+        intensity = decoding_intensity(cache.batch, 2)
+        lines += [
+            f"            {whole} for {cache.batch:,} sequences of {cache.tokens:,} tokens",
+            f"            decoding one token of each: {intensity:,.0f} FLOP/byte of the weights",
+        ]
+    return lines
+
+
+def _bytes(interval: Interval) -> str:
+    low, high = (format_bytes(round(value)) for value in interval)
+    return f"{low} to {high}"
 
 
 def _large(number: int) -> str:

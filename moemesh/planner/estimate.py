@@ -12,9 +12,13 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.suggest import nearest_choice
 from moemesh.config.tuning import num_trained
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
-from moemesh.planner.kv_cache import kv_bytes_per_token
+from moemesh.planner.headroom import with_headroom
+from moemesh.planner.intensity import device_balance, layer_intensities
+from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import MemoryEstimate, RankMemory, estimate_memory
@@ -22,6 +26,8 @@ from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.shapes.load import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.speed import Speed
+from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
@@ -51,6 +57,11 @@ class Estimate:
     traffic: Ledger
     seconds: dict[str, float]
     notes: tuple[str, ...]
+    #: The pipeline rank whose traffic this is.
+    traffic_rank: int
+    #: The part of a device's memory that a job may take, and the generation of the device.
+    usable_share: float
+    generation: str
     instead: Nearest | str | None = None
     #: What `moemesh train` would be given (None: it has no such model, no plan says the layout).
     config: ModelConfig | None = None
@@ -58,19 +69,47 @@ class Estimate:
     #: The plan as it was given, where that says more than the layout.
     text: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that ``moemesh estimate --json`` prints."""
+    def to_json(self, cache: CacheSize | None = None) -> dict[str, Any]:
+        """The object that ``moemesh estimate --json`` prints; `cache` is a KV cache to size."""
         return {
             "model": self.shape.name,
             "plan": self.text or self.layout.key,
             "parameters": self.parameters.to_json(),
             "flops": self._flops(),
-            "memory": self._memory(),
+            "memory": self._memory(cache),
             "traffic": self.traffic.rows(),
+            "traffic_rank": self.traffic_rank,
+            "traffic_by_axis": [row._asdict() for row in by_axis(self.traffic)],
             "seconds": self.seconds,
+            "seconds_interval": list(self.seconds_interval),
+            "speed": self.speed.to_json(),
+            "arithmetic_intensity": {
+                **layer_intensities(self.shape, self.layout),
+                "device_balance": self.device_balance,
+            },
             "nearest_that_fits": self._nearest(),
             "notes": list(self.notes),
         }
+
+    @property
+    def speed(self) -> Speed:
+        """Tokens a second and MFU of a step."""
+        return Speed.of(self.shape, self.layout, self.cluster, self.seconds["total"])
+
+    @property
+    def seconds_interval(self) -> Interval:
+        """80 % interval of a step's seconds."""
+        return shipped_intervals().of_seconds(self.seconds["total"], self.generation)
+
+    @property
+    def memory_interval(self) -> Interval:
+        """80 % interval of the bytes that a device needs."""
+        return shipped_intervals().of_memory(self.peak["needed_bytes"])
+
+    @property
+    def device_balance(self) -> float:
+        """FLOP a byte from which on the device is bound by its arithmetic."""
+        return device_balance(self.cluster, self.layout.precision)
 
     def _nearest(self) -> dict[str, Any] | None:
         """None where the layout fits; `plan` is None where nothing does."""
@@ -100,22 +139,34 @@ class Estimate:
             }
         return found
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory(self, cache: CacheSize | None) -> dict[str, Any]:
         memory = self.memory
-        return {
+        found: dict[str, Any] = {
             "first": memory.first.to_json(),
             "last": memory.last.to_json(),
             "worst": memory.worst.to_json(),
             **self.peak,
+            "memory_interval_bytes": list(self.memory_interval),
+            "usable_share": self.usable_share,
             "device_bytes": self.cluster.memory_bytes,
             "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
         }
+        if cache is not None:
+            found["kv_cache_bytes"] = kv_cache_bytes(self.shape, *cache)
+        return found
 
 
 def estimate(
-    model: Model, layout: PlannedLayout, cluster: Cluster, plan: Plan | None = None
+    model: Model,
+    layout: PlannedLayout,
+    cluster: Cluster,
+    plan: Plan | None = None,
+    *,
+    rank: str | int = "worst",
 ) -> Estimate:
-    """Price one layout. Raises ConfigError with every rule that it breaks for this model."""
+    """Price one layout; its traffic is that of pipeline rank `rank`: a number, "first", "inner",
+    "last", or the "worst" in memory. Raises ConfigError with every rule that it breaks for this
+    model."""
     shape = model.shape
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
@@ -128,8 +179,18 @@ def estimate(
             f"the plan needs {layout.world_size} devices, {cluster.name} describes "
             f"{cluster.num_devices}: as many more nodes of the same kind are assumed"
         )
-    traffic, note = _traffic(shape, model.config, plan, layout, memory.worst.rank)
-    peak, seconds = _measured_models(shape, layout, cluster)
+    pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
+    traffic, note = _traffic(shape, model.config, plan, layout, pp_rank)
+    # numpy is imported here: `moemesh --help` and the counts above do without.
+    from moemesh.planner.timing.price import pricing
+
+    known = pricing(cluster)
+    measured, seconds = known.price(shape, layout)
+    peak: dict[str, Any] = {
+        "peak_bytes": measured.allocated,
+        "needed_bytes": measured.needed,
+        "fits": measured.fits(cluster.memory_bytes, known.usable_share),
+    }
     near = None
     if not peak["fits"]:
         # As for prices: only a layout that does not fit has to wait for a search.
@@ -148,6 +209,9 @@ def estimate(
         traffic=traffic,
         seconds=seconds,
         notes=(*notes, note),
+        traffic_rank=pp_rank,
+        usable_share=known.usable_share,
+        generation=known.device.generation,
         instead=near,
         config=model.config,
         plan=given,
@@ -198,30 +262,44 @@ def _traffic(
     )
 
 
-def _measured_models(
-    shape: ModelShape, layout: PlannedLayout, cluster: Cluster
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """(peak memory, seconds by part) of the calibrated models."""
-    # numpy is imported here: `moemesh --help` and the counts above do without.
-    from moemesh.planner.timing.price import pricing
-
-    known = pricing(cluster)
-    memory, seconds = known.price(shape, layout)
-    peak = {
-        "peak_bytes": memory.allocated,
-        "needed_bytes": memory.needed,
-        "fits": memory.fits(cluster.memory_bytes, known.usable_share),
-    }
-    return peak, seconds
+#: Words for a pipeline rank.
+RANKS = ("first", "inner", "last", "worst")
 
 
-def estimate_run(config: RunConfig, cluster: str | Path | Cluster) -> Estimate:
+def pipeline_rank(rank: str | int, pp: int, worst: int) -> int:
+    """The number of a pipeline rank that may be given by a word. Raises ConfigError."""
+    named = {"first": 0, "last": pp - 1, "worst": worst}
+    if pp > 2:
+        named["inner"] = pp // 2
+    text = str(rank).strip()
+    if text in named:
+        return named[text]
+    if text.isdecimal() and int(text) < pp:
+        return int(text)
+    if text == "inner":
+        message, fix = f"a pipeline of {pp} ranks has no inner one", "pp = 3 or more, or 0"
+    else:
+        message = f"a pipeline rank is {', '.join(RANKS)}, or a number below pp ({pp})"
+        fix = f"--rank {pp - 1}" if text.lstrip("-").isdecimal() else nearest_choice(text, RANKS)
+    raise ConfigError(
+        [Problem(code="not-a-choice", key="rank", value=rank, message=message, fix=fix)]
+    )
+
+
+def estimate_run(
+    config: RunConfig,
+    cluster: str | Path | Cluster,
+    *,
+    rank: str | int = "worst",
+    headroom: str | float | None = None,
+) -> Estimate:
     """Price what `moemesh train` would run: the configuration's model, plan, batch, dtype and
     optimizer. Raises ConfigError with every problem found."""
     problems: list[Problem] = []
     known, machine = load_both(config.model, cluster, problems)
     if known is None or machine is None:
         raise ConfigError(problems)
+    machine = with_headroom(machine, headroom)
     train, data = config.train, config.data
     layout = from_plan(
         config.plan,
@@ -233,15 +311,12 @@ def estimate_run(config: RunConfig, cluster: str | Path | Cluster) -> Estimate:
     if train.optimizer == "sgd" and layout.optimizer_bytes:
         moments = layout.gradient_bytes * (2 - (train.momentum > 0))
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
-    found = replace(estimate(known, layout, machine, config.plan), text=layout.text)
+    found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=layout.text)
     return found if config.tuning.is_full else _of_what_trains(found, config)
 
 
 def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
     """The estimate of a run of which some weights do not train: their model states and traffic."""
-    # numpy is imported here, as for prices.
-    from moemesh.planner.timing.price import pricing
-
     train, layout = config.train, found.layout
     if reason := why_not_exact(config.model, config.plan):
         note = f"memory and traffic are those of training every weight: {reason}"
@@ -276,7 +351,7 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
     peak = {
         "peak_bytes": found.peak["peak_bytes"] - less,
         "needed_bytes": needed,
-        "fits": bool(needed <= found.cluster.memory_bytes * pricing(found.cluster).usable_share),
+        "fits": bool(needed <= found.cluster.memory_bytes * found.usable_share),
     }
     ledger = predict_ledger(
         config.model,
@@ -284,7 +359,7 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         seq_len=layout.seq_len,
         global_batch=layout.global_batch,
         dtype=train.dtype,
-        rank=tuned.worst.rank * layout.stage_ranks,
+        rank=found.traffic_rank * layout.stage_ranks,
         tuning=config.tuning,
     )
     trained = num_trained(config.tuning, config.model, plan)
@@ -304,15 +379,19 @@ def estimate_named(
     plan: str | Mapping[str, Any],
     seq_len: int | None,
     global_batch: int | None,
+    *,
+    rank: str | int = "worst",
+    headroom: str | float | None = None,
 ) -> Estimate:
     """Price the layout that `plan` names. Raises ConfigError with every problem found."""
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
     try:
+        machine = None if machine is None else with_headroom(machine, headroom)
         planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=known)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if known is None or machine is None:
         raise ConfigError(problems)
-    found = estimate(known, planned.layout, machine, planned.plan)
+    found = estimate(known, planned.layout, machine, planned.plan, rank=rank)
     return replace(found, text=planned.text)

@@ -6,12 +6,44 @@ Per token: GQA 2 L h_kv w, MLA L (r_kv + d_r) w: the latent and the rotary key s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.shapes.shape import ModelShape
 
 
 def kv_bytes_per_token(shape: ModelShape, element_bytes: float = 2) -> float:
     """Bytes that one more token of context costs while no window is full."""
     return shape.num_layers * _layer_bytes(shape) * element_bytes
+
+
+class CacheSize(NamedTuple):
+    """Sequences of a batch, and tokens of each: the prompt's s and the n that are generated."""
+
+    batch: int
+    tokens: int
+
+
+def read_cache_size(text: str) -> CacheSize:
+    """A size as a user writes it: "32x4096". Raises ConfigError."""
+    parts = text.lower().replace("×", "x").split("x")
+    numbers = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(parts) != 2 or len(numbers) != 2 or not all(1 <= n <= LARGEST_SIZE for n in numbers):
+        message = "a cache is of so many sequences of so many tokens (prompt and answer), from 1"
+        fix = "such as --kv-cache 32x4096"
+        raise ConfigError(
+            [Problem(code="out-of-range", key="kv_cache", value=text, message=message, fix=fix)]
+        )
+    return CacheSize(*numbers)
+
+
+def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: float = 2) -> float:
+    """Bytes of the cache of `batch` sequences of `tokens` (s + n: the prompt and what is generated)
+    over all ranks; a layer with a window keeps that many of the last ones."""
+    windows = (kind.window for kind in shape.kinds)
+    kept = sum(min(tokens, window) if window else tokens for window in windows)
+    return batch * kept * _layer_bytes(shape) * element_bytes
 
 
 def _layer_bytes(shape: ModelShape) -> int:

@@ -1,0 +1,161 @@
+"""Traffic by axis of any pipeline rank, the KV cache of a batch, and arithmetic intensity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moemesh.cli.planning_text import estimate_text
+from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import ConfigError
+from moemesh.planner.estimate import Estimate, estimate_named, pipeline_rank
+from moemesh.planner.intensity import (
+    decoding_intensity,
+    device_balance,
+    layer_intensities,
+    product_intensity,
+)
+from moemesh.planner.kv_cache import CacheSize, kv_cache_bytes, read_cache_size
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.shapes.load import load_model
+from moemesh.planner.traffic.by_axis import by_axis
+from moemesh.trace.ledger import Ledger
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
+MIB, GIB = 2**20, 2**30
+#: The axes of the table, in ours; sequence parallelism runs over the ranks of tp.
+AXES = {"DP": "edp", "PP": "pp", "TP": "tp", "SP": "tp", "EP": "ep"}
+OPERATIONS = {"p2p": "send_receive"}
+
+
+@pytest.fixture(scope="module")
+def inner() -> Estimate:
+    return estimate_named("traffic-table", "dgx_h100", "traffic-table", None, None, rank="inner")
+
+
+@pytest.mark.parametrize("row", GOLDEN["traffic_table"]["rows"], ids=lambda row: row["axis"])
+def test_the_table_of_the_source_text_is_that_of_an_inner_rank(inner: Estimate, row) -> None:
+    sizes = row["per_transfer_MB"] if isinstance(row["per_transfer_MB"], list) else [
+        row["per_transfer_MB"]
+    ]  # fmt: skip
+    transfers = row["transfers"] if isinstance(row["transfers"], list) else [row["transfers"]]
+    axis, op = AXES[row["axis"]], OPERATIONS.get(row["op"], row["op"])
+    rows = [one for one in by_axis(inner.traffic) if (one.axis, one.op) == (axis, op)]
+    found = [next(one for one in rows if one.transfers == count) for count in transfers]
+    assert [one.bytes_each / MIB for one in found] == pytest.approx(sizes)
+    total = sum(one.total_bytes for one in found)
+    assert total / GIB == pytest.approx(row["total_GB"], abs=0.01)
+    # The table leaves out the sums of norms, and cuts its shares instead of rounding them.
+    assert sum(one.share for one in found) == pytest.approx(row["share"], abs=1e-4)
+
+
+def test_shares_add_up_and_ranks_differ(inner: Estimate) -> None:
+    rows = by_axis(inner.traffic)
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert sum(row.total_bytes for row in rows) == inner.traffic.total().wire_bytes
+    first = estimate_named("traffic-table", "dgx_h100", "traffic-table", None, None, rank=0)
+    sends = [one.transfers for one in by_axis(first.traffic) if one.axis == "pp"]
+    assert sends == [13]
+    assert by_axis(Ledger()) == []
+
+
+def test_transfers_of_equal_size_are_one_row() -> None:
+    ledger = Ledger()
+    for phase, count in (("forward", 2), ("backward", 3)):
+        ledger.record(
+            axis="ep",
+            op="all_to_all",
+            phase=phase,
+            caller="moe",
+            payload_bytes=20 * count,
+            wire_bytes=10 * count,
+            received_bytes=10 * count,
+            count=count,
+        )
+    (row,) = by_axis(ledger)
+    assert (row.transfers, row.bytes_each, row.total_bytes, row.share) == (5, 10, 50, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"), [("first", 0), ("inner", 4), ("last", 7), ("worst", 3), ("5", 5), (0, 0)]
+)
+def test_names_of_pipeline_ranks(rank: str | int, number: int) -> None:
+    assert pipeline_rank(rank, 8, worst=3) == number
+
+
+@pytest.mark.parametrize(
+    ("rank", "pp", "message"),
+    [("8", 8, "below pp"), ("-1", 8, "below pp"), ("iner", 8, "inner"), ("inner", 2, "no inner")],
+)
+def test_ranks_that_there_are_not(rank: str, pp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipeline_rank(rank, pp, worst=0)
+
+
+def test_a_rank_of_our_own_ledger_is_the_one_that_is_asked_for() -> None:
+    plan = "pp=4,microbatches=8,schedule=1f1b"
+    first, last = (
+        estimate_named("tiny", "laptop_cpu", plan, 32, 8, rank=rank) for rank in ("first", "last")
+    )
+    phases = [
+        {row.phase for row in found.traffic.entries() if row.axis == "pp" and row.wire_bytes}
+        for found in (first, last)
+    ]
+    assert "forward" in phases[0] and "backward" not in phases[0]
+    assert "backward" in phases[1] and "forward" not in phases[1]
+
+
+def test_the_cache_of_a_multi_head_model_is_the_closed_form() -> None:
+    """4 b l h (s + n) bytes in 16 bit."""
+    shape = load_model("gpt3-175b").shape
+    prompt, answer, batch = 512, 32, 64
+    expected = 4 * batch * shape.num_layers * shape.hidden_size * (prompt + answer)
+    assert kv_cache_bytes(shape, batch, prompt + answer) == expected
+
+
+def test_a_window_bounds_the_cache_and_latents_are_small() -> None:
+    windowed = load_model("gpt-oss-20b").shape
+    short, long = (kv_cache_bytes(windowed, 1, tokens) for tokens in (100, 100_000))
+    per_layer = short / 100 / windowed.num_layers
+    kept = sum(min(100_000, kind.window or 100_000) for kind in windowed.kinds)
+    assert long == pytest.approx(per_layer * kept)
+    assert long < 1000 * short
+    latent = load_model("deepseek-v3").shape
+    assert kv_cache_bytes(latent, 2, 10) == 2 * 10 * 70_272
+
+
+@pytest.mark.parametrize("text", ["32", "32x", "0x5", "ax5", "1x2x3", "-1x5", "9999999999999x1"])
+def test_what_is_no_size_of_a_cache(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache 32x4096"):
+        read_cache_size(text)
+
+
+def test_the_text_names_cache_intensity_and_the_rank(inner: Estimate) -> None:
+    text = estimate_text(inner, CacheSize(32, 2048))
+    assert "pipeline rank 2 of 4" in text
+    assert "32 sequences of 2,048 tokens" in text
+    assert "FLOP/byte" in text
+    assert inner.to_json(CacheSize(1, 1))["memory"]["kv_cache_bytes"] == 4 * 128 * 24576
+
+
+def test_intensity_of_a_product() -> None:
+    assert product_intensity(2, 3, 5, 2) == 2 * 2 * 3 * 5 / (2 * (6 + 15 + 10))
+    # One row leaves the weights, each read once for two operations.
+    assert product_intensity(1, 1e6, 1e6, 2) == pytest.approx(1, rel=1e-4)
+    assert decoding_intensity(32, 2) == 32
+    machine = load_cluster("dgx_h100")
+    assert device_balance(machine, "bfloat16") == pytest.approx(989.4e12 / 3.35e12)
+
+
+def test_experts_see_fewer_rows_than_dense_layers() -> None:
+    shape = load_model("deepseek-v2-lite").shape
+    layout = PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=8)
+    found = layer_intensities(shape, layout)
+    assert set(found) == {"attention", "mlp", "experts"}
+    rows = shape.experts_per_token * 4096 * 8 / shape.num_experts
+    width = 2 * shape.expert_intermediate_size
+    assert found["experts"] == product_intensity(rows, shape.hidden_size, width, 2)
+    wider = layer_intensities(shape, layout.changed(microbatch=1, seq_len=8192))
+    assert wider["experts"] > found["experts"]
