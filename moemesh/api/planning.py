@@ -50,6 +50,7 @@ def plan(
     precision: Precision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
+    headroom: str | float | None = None,
 ) -> list[Answer]:
     """Returns the `top` best layouts, fastest first; options as of ``moemesh plan``.
 
@@ -66,6 +67,7 @@ def plan(
         precision=precision,
         anywhere=anywhere,
         trainable=trainable,
+        headroom=headroom,
     )
     return [
         _answer(
@@ -74,7 +76,7 @@ def plan(
             found.model,
             candidate.breakdown,
             candidate.memory.needed,
-            candidate_json(candidate, found.model),
+            candidate_json(found, candidate),
         )
         for candidate in found.candidates
     ]
@@ -87,16 +89,21 @@ def estimate(
     plan: Plan | Mapping[str, Any] | str | Path,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    rank: str | int = "worst",
+    headroom: str | float | None = None,
 ) -> Answer:
     """Returns the price of one layout: parameters, flops, memory, traffic and seconds.
 
-    `plan`: a Plan, a dict of keys of [plan], or what ``--plan`` takes. Raises ConfigError with
-    every problem.
+    `plan`: a Plan, a dict of keys of [plan], or what ``--plan`` takes. `rank`: the pipeline rank of
+    the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
+    device to leave free, "10%" or "6GiB". Raises ConfigError with every problem.
     """
     if isinstance(plan, Plan):
         plan = plan.model_dump(exclude_defaults=True)
     source = plan if isinstance(plan, Mapping) else str(plan)
-    found = estimate_named(model, cluster, source, seq_len, global_batch)
+    found = estimate_named(
+        model, cluster, source, seq_len, global_batch, rank=rank, headroom=headroom
+    )
     return _answer(
         found.plan or found.layout,
         found.layout,

@@ -190,15 +190,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
     """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
     certificate, advice = planned.certificate, planned.advice
     return {
-        "plans": [
-            candidate_json(found, planned.model)
-            | {
-                "seconds_interval": list(planned.seconds_interval(found)),
-                "memory_interval_bytes": list(planned.memory_interval(found)),
-                "speed": planned.speed(found).to_json(planned.tokens),
-            }
-            for found in planned.candidates
-        ],
+        "plans": [candidate_json(planned, found) for found in planned.candidates],
         "device_bytes": planned.cluster.memory_bytes,
         "usable_share": planned.usable_share,
         "lower_bound_seconds": certificate.lower_bound_seconds,
@@ -213,13 +205,17 @@ def to_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def candidate_json(found: Candidate, model: Model) -> dict[str, Any]:
+def candidate_json(planned: Planned, found: Candidate) -> dict[str, Any]:
     """One of the ``plans`` of :func:`to_json`."""
+    model = planned.model
     refused = not_trained(found.layout, model)
     return {
         "plan": plan_keys(found.layout),
         "seconds": found.seconds,
+        "seconds_interval": list(planned.seconds_interval(found)),
         "memory_bytes": found.memory.needed,
+        "memory_interval_bytes": list(planned.memory_interval(found)),
+        "speed": planned.speed(found).to_json(planned.tokens),
         "breakdown": {k: v for k, v in found.breakdown.items() if k != "total"},
         "memory": {
             "rank": found.memory.rank,

@@ -31,9 +31,7 @@ _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
 #: Keys that say what the search varies.
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
 #: Kinds of problems that no other degrees could mend.
-_WORDS = frozenset(
-    {"unknown-key", "bad-choice", "not-a-choice", "wrong-type", "out-of-range", "conflict"}
-)
+_WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Shares of a step that are rounding.
 _EQUAL = 1e-9
 MEMORY_PARTS = ("states", "activations", "logits", "working")
@@ -179,7 +177,9 @@ def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
         fix = f"{key} = {nearest_divisors(devices // rest, named[key])}"
     is_whole = len(named) == len(_WORLD)
     message = f"{shown} {'is not' if is_whole else 'does not divide'} the {devices} devices"
-    return [Problem(code="layout", key=f"plan.{key}", value=named[key], message=message, fix=fix)]
+    return [
+        Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message, fix=fix)
+    ]
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
@@ -197,7 +197,7 @@ def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[
             best = problems
     shown = ", ".join(f"{key} = {value}" for key, value in table.items())
     message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
-    whole = Problem(code="layout", key="plan", value=shown, message=message, fix="name fewer keys")
+    whole = Problem(code="no-plan", key="plan", value=shown, message=message, fix="name fewer keys")
     return tuple(best) if best else (whole,)
 
 
