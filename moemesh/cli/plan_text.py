@@ -101,13 +101,13 @@ def plan_text(planned: Planned, asked: str) -> str:
     for rival in planned.rivals:
         lines += ["", *rival_text(rival, best, capacity)]
     return "\n".join(
-        [*lines, "", *_certificate(planned, best), "", *_command(planned, best, asked)]
+        [*lines, "", *_certificate(planned, best), "", *command_lines(planned, best, asked)]
     )
 
 
 def _layouts(candidates: Sequence[Candidate]) -> list[str]:
     """The table of layouts: what differs, or is no default, in columns; the rest in a line."""
-    rows = [_cells(found.layout) for found in candidates]
+    rows = [cells(found.layout) for found in candidates]
     shown = [
         name
         for name in COLUMNS
@@ -127,7 +127,7 @@ def _layouts(candidates: Sequence[Candidate]) -> list[str]:
     ]
 
 
-def _cells(layout: PlannedLayout) -> dict[str, str]:
+def cells(layout: PlannedLayout) -> dict[str, str]:
     """The short words of a layout by key of [plan]; "-" for what has no meaning in it."""
     keys: Mapping[str, Any] = plan_keys(layout)
     found = {name: _SHORT_WORDS.get(str(keys[name]), str(keys[name])) for name in COLUMNS}
@@ -150,9 +150,9 @@ def _figures(planned: Planned) -> str:
         row = (
             str(number),
             f"{found.seconds:.3f}",
-            _between(planned.seconds_interval(found), 1.0),
+            between(planned.seconds_interval(found), 1.0),
             f"{found.memory.needed / unit:.1f}",
-            _between(memory, unit),
+            between(memory, unit),
             f"{speed.tokens_per_second:,.0f}",
             f"{speed.tokens_per_second_per_gpu:,.1f}",
             f"{speed.mfu:.1%}",
@@ -166,7 +166,7 @@ def _figures(planned: Planned) -> str:
         (
             str(number),
             f"{planned.speed(one).days(tokens):,.1f}",
-            _between(_scaled(planned, one, tokens), 1.0),
+            between(_scaled(planned, one, tokens), 1.0),
             f"{planned.speed(one).gpu_hours(tokens):,.0f}",
         )
         for number, one in enumerate(planned.candidates, start=1)
@@ -180,7 +180,8 @@ def _scaled(planned: Planned, found: Candidate, tokens: float) -> Interval:
     return Interval(*(days * one / found.seconds for one in interval))
 
 
-def _between(interval: Interval, unit: float) -> str:
+def between(interval: Interval, unit: float) -> str:
+    """An interval in `unit`, with about three digits."""
     low, high = (value / unit for value in interval)
     digits = 3 if high < 1 else 2 if high < 10 else 1 if high < 100 else 0
     return f"{low:,.{digits}f}-{high:,.{digits}f}"
@@ -230,46 +231,54 @@ def _memory(best: Candidate, capacity: float) -> list[str]:
 def rival_text(rival: Rival, best: Candidate, capacity: float) -> list[str]:
     """Why a layout that was named is not the answer."""
     lines = [f"why not {rival.asked}?"]
+    for sentence in rival_sentences(rival, best, capacity):
+        lines += wrapped(f"  {sentence}", "    ")
+    return lines
+
+
+def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]:
+    """What speaks against a layout, `best` being the answer."""
     if rival.candidate is None:
-        for problem in rival.problems:
-            fix = f" Nearest legal: {problem.fix}." if problem.fix else ""
-            lines += wrapped(f"  illegal: {problem.message}.{fix}", "  ")
-        return lines
+        return [
+            f"illegal: {problem.message}"
+            + (f"; nearest legal: {problem.fix}" if problem.fix else "")
+            for problem in rival.problems
+        ]
     found = rival.candidate
     words = found.layout.text.replace("=", " ").replace(",", ", ")
-    lines += wrapped(f"  the best layout with it: {words}", "    ")
+    told = [f"the best layout with it: {words}"]
     if rival.verdict == "chosen":
-        return [*lines, "  this is the first of the table"]
+        return [*told, "it is the first of the table"]
     if rival.beyond:
-        lines += wrapped(f"  it breaks what the search assumes: {', '.join(rival.beyond)}", "    ")
+        told.append(f"it breaks what the search assumes: {', '.join(rival.beyond)}")
     if rival.short:
-        more = ", ".join(
-            f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
-        )
-        needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
-        lines += wrapped(
-            f"  does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are "
-            f"usable, {format_bytes(round(rival.short))} short"
-            + (f"; against the first: {more}" if more else ""),
-            "    ",
-        )
-        if near := rival.nearest:
-            change = f"{near.change}: {format_bytes(round(near.needed))}, {near.seconds:.4g} s"
-            lines += wrapped(f"  nearest that fits: {change}", "    ")
-    share = rival.slower / best.seconds
+        told += _too_large(rival, found, capacity)
     if rival.verdict == "equal":
-        lines += wrapped("  as fast as the first: the time model does not tell them apart")
-        return lines
-    word = "slower" if rival.slower > 0 else "faster"
-    lines.append(
-        f"  {abs(share):.1%} {word}: {found.seconds:.4g} s, the first {best.seconds:.4g} s"
-    )
+        return [*told, "as fast as the first: the time model does not tell them apart"]
+    share, word = rival.slower / best.seconds, "slower" if rival.slower > 0 else "faster"
+    told.append(f"{abs(share):.1%} {word}: {found.seconds:.4g} s, the first {best.seconds:.4g} s")
     least = 0.001 * best.seconds
-    changed = [(name, more) for name, more in rival.parts if abs(more) >= least]
+    changed = [f"{name} {more:+.4g} s" for name, more in rival.parts if abs(more) >= least]
     if changed:
-        told = ", ".join(f"{name} {more:+.4g} s" for name, more in changed)
-        lines += wrapped(f"  by part: {told}", "    ")
-    return lines
+        told.append(f"by part: {', '.join(changed)}")
+    return told
+
+
+def _too_large(rival: Rival, found: Candidate, capacity: float) -> list[str]:
+    """By how much it does not fit, in which parts, and what would."""
+    needed, usable = (format_bytes(round(size)) for size in (found.memory.needed, capacity))
+    more = ", ".join(
+        f"{name} {format_bytes(round(size))} more" for name, size in rival.memory if size > 0
+    )
+    told = [
+        f"does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are usable, "
+        f"{format_bytes(round(rival.short))} short"
+        + (f"; against the first: {more}" if more else "")
+    ]
+    if near := rival.nearest:
+        size = format_bytes(round(near.needed))
+        told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
+    return told
 
 
 def _certificate(planned: Planned, best: Candidate) -> list[str]:
@@ -289,7 +298,8 @@ def _certificate(planned: Planned, best: Candidate) -> list[str]:
     ]
 
 
-def _command(planned: Planned, best: Candidate, asked: str) -> list[str]:
+def command_lines(planned: Planned, best: Candidate, asked: str) -> list[str]:
+    """The call that trains the layout, or why there is none."""
     if not (refused := not_trained(best.layout, planned.model)):
         return folded(train_command(best.layout, planned.model))
     lines = [

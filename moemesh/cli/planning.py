@@ -145,6 +145,9 @@ def plan(
             metavar="PLAN", help='Why not this one: "tp=8,ep=64,data=zero3". May be repeated.'
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
@@ -173,13 +176,19 @@ def plan(
         headroom=headroom,
         why=why or (),
     )
+    words = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
+    asked = shlex.join(map(str, [*words, "--global-batch", global_batch]))
+    if html is not None:
+        from moemesh.cli.plan_page import plan_html
+        from moemesh.report.files import write_texts
+
+        write_texts([(html, plan_html(found, asked))])
     if as_json:
         typer.echo(json.dumps(to_json(found), indent=2))
         return
     from moemesh.cli.plan_text import plan_text
 
-    asked = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
-    typer.echo(plan_text(found, shlex.join(map(str, [*asked, "--global-batch", global_batch]))))
+    typer.echo(plan_text(found, asked))
 
 
 RunsTable = Annotated[

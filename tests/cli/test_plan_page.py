@@ -1,0 +1,83 @@
+"""The page of a plan: offline, small, escaped, with everything that the text says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from moemesh import cli
+from moemesh.cli.plan_page import plan_html
+from moemesh.planner.search.command import Planned, plan_named, train_command
+from tests.report.test_page import Document
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    why = ["tp=4,data=zero3", "tp=3", "pp=2,recompute=none,data=replicate"]
+    return plan_named(
+        "deepseek-v2-lite", "dgx_h100", 4096, 64, top=4, tokens="1T", why=why, trainable=True
+    )
+
+
+def test_the_page_needs_nothing_else(planned: Planned) -> None:
+    page = plan_html(planned, "--model m")
+    document = Document(page)
+    assert len(page.encode()) < 1.5e6
+    assert not re.search(r"https?://", page)
+    assert not document.of("script") and not document.of("link") and not document.of("img")
+    assert "prefers-color-scheme: dark" in page
+    (viewport,) = [one for one in document.of("meta") if one.get("name") == "viewport"]
+    assert "width=device-width" in (viewport["content"] or "")
+    ids = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_says_the_choice_the_rivals_and_the_command(planned: Planned) -> None:
+    page = plan_html(planned, "--model m")
+    text = " ".join(Document(page).texts)
+    best = planned.candidates[0]
+    assert f"{planned.speed(best).mfu:.1%}" in text
+    assert f"{planned.speed(best).gpu_hours(1e12):,.0f}" in text
+    for rival in planned.rivals:
+        assert rival.asked in text
+    assert "illegal: tp 3 does not divide the 8 devices" in text
+    command = train_command(best.layout, planned.model)
+    (shown,) = re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)
+    assert shown.replace(" \\\n ", "") == command
+    assert "all_to_all" in text and "Transfers" in text
+
+
+def test_bars_are_as_wide_as_their_parts(planned: Planned) -> None:
+    page = plan_html(planned, "--model m")
+    tracks = re.findall(r'<div class="track".*?</div>(?=\n</div>)', page, flags=re.DOTALL)
+    assert len(tracks) == 2 * len(planned.candidates)
+    sums = [sum(map(float, re.findall(r'style="width:([\d.]+)%', track))) for track in tracks]
+    times = [found.seconds for found in planned.candidates]
+    for width, seconds in zip(sums, times, strict=False):
+        assert width == pytest.approx(100 * seconds / max(times), abs=0.2)
+    capacity = planned.cluster.memory_bytes * planned.usable_share
+    for width, found in zip(sums[len(times) :], planned.candidates, strict=True):
+        assert width == pytest.approx(100 * found.memory.needed / capacity, abs=0.2)
+
+
+def test_the_verb_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(file: Path) -> int:
+        words = ["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64"]
+        words += ["--global-batch", "8", "--top", "1", "--json", "--html", str(file)]
+        monkeypatch.setattr(sys, "argv", ["moemesh", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code
+
+    assert run(tmp_path / "plan.html") == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["speed"]["mfu"] > 0
+    Document((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    assert run(tmp_path / "nowhere" / "plan.html") == 2
+    assert "no folder" in capsys.readouterr().err
