@@ -36,7 +36,11 @@ esft_app = typer.Typer(
     no_args_is_help=True,
     **_PLAIN,
 )
+cluster_app = typer.Typer(
+    help="Write, explain or list descriptions of machines.", no_args_is_help=True, **_PLAIN
+)
 app.add_typer(config_app, name="config")
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")

@@ -106,13 +106,14 @@ def bench_links(
         moemesh bench links --hosts 2 --link 1gbit --out cluster.toml
     """
     from moemesh.bench import links
+    from moemesh.bench.link_cluster import cluster_file
     from moemesh.cli.bench_text import links_text
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: there is no folder {out.parent}")
     result = links.run(settings, found)
     if result is not None and out is not None:
-        out.write_text(links.cluster_file(result, name), encoding="utf-8")
+        out.write_text(cluster_file(result, name), encoding="utf-8")
     _print(result, links_text, as_json)
 
 

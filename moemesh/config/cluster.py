@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from moemesh.config.cluster_keys import KEYS, example, told
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import NOT_NEGATIVE, POSITIVE, SIZE, Range, Section, as_tuple
 from moemesh.config.sources import preset_names, read_preset_table
@@ -92,7 +95,12 @@ class Cluster(Section):
 
     def check(self) -> list[Problem]:
         """Every rule of a cluster description; an empty list is a good one."""
-        problems = self.range_problems()
+        problems = [
+            replace(one, message=f"{one.message}: {told(name)}", fix=example(name))
+            if (name := one.key.rpartition(".")[2]) in KEYS
+            else one
+            for one in self.range_problems()
+        ]
         share = self.usable_share
         if share is not None and not 0 < share <= 1:
             message = f"usable_share is the part of a device's memory for a job, not {share}"
@@ -126,17 +134,29 @@ class Cluster(Section):
                 problems.append(Problem(code="out-of-range", key=key, message=message, fix=fix))
         return problems
 
-    def to_toml(self, heading: str) -> str:
-        """The file that :func:`load_cluster` reads; `heading` becomes a comment."""
+    def to_toml(self, heading: str, *, explained: bool = False) -> str:
+        """The file that :func:`load_cluster` reads; `heading` becomes a comment, and so do, where
+        `explained`, the meaning and unit of each key."""
         lines = [f"# {line}".rstrip() for line in heading.splitlines()]
         tables = ("peak_flops", "constants")
+
+        def explain(name: str) -> None:
+            if explained:
+                key = KEYS[name]
+                text = f"{key.meaning} ({key.unit})."
+                lines.extend(["", *(f"# {line}" for line in textwrap.wrap(text, 96))])
+
         for name, value in self.model_dump(exclude={*tables, "links"}).items():
             if value not in ("", None):
+                explain(name)
                 lines.append(f"{name} = {_shown(value)}")
         for name in tables:
             if values := getattr(self, name):
-                lines += ["", f"[{name}]"]
+                explain(name)
+                lines += [f"[{name}]"] if explained else ["", f"[{name}]"]
                 lines += [f"{format_key(key)} = {_shown(value)}" for key, value in values.items()]
+        if self.links:
+            explain("links")
         for curve in self.links:
             lines += ["", "[[links]]"]
             lines += [f"{name} = {_shown(value)}" for name, value in curve.model_dump().items()]
@@ -148,6 +168,8 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
         return "[" + ", ".join(_shown(item) for item in items) + "]"
+    if isinstance(value, float) and value >= 1e6 and float(short := f"{value:.6g}") == value:
+        return short.replace("e+", "e") if "e" in short else f"{short}.0"
     if isinstance(value, float) and not value.is_integer():
         text = f"{value:.6g}"
         return text if "." in text or "e" in text else f"{text}.0"
@@ -170,6 +192,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     except OSError:
         message = "neither a cluster preset nor a readable TOML file"
         fix = nearest_choice(source, preset_names("clusters"))
+        fix += f"{'; ' if fix else ''}`moemesh cluster init {source}` writes one to edit"
         raise ConfigError(
             [Problem(code="no-file", key="cluster", value=source, message=message, fix=fix)]
         ) from None
@@ -197,9 +220,12 @@ def _detail_problems(error: ValidationError, origin: str) -> list[Problem]:
     for detail in error.errors(include_url=False):
         name = ".".join(str(part) for part in detail["loc"])
         value = None if detail["type"] == "missing" else detail["input"]
-        message, fix, code = detail["msg"], "", "wrong-type"
+        key, message, code = name.partition(".")[0], detail["msg"], "wrong-type"
+        fix = example(key)
         if detail["type"] == "missing":
-            code = "missing"
+            code, message = "missing", "it must be given"
+        if name in KEYS:
+            message = f"{message[0].lower()}{message[1:]}: {told(name)}"
         if detail["type"] == "extra_forbidden":
             code = "unknown-key"
             message, fix = (

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from moemesh.bench.device import side_loss
+from moemesh.bench.link_cluster import cluster_of
 from moemesh.bench.link_fit import LinkFit, fit, hops_and_volume
-from moemesh.bench.links import cluster_of, shapes
+from moemesh.bench.links import shapes
 from moemesh.bench.links_rank import GroupShape, measure_shape
 from moemesh.bench.settings import OPERATIONS, LinksSettings
 from moemesh.cli.bench_text import links_text

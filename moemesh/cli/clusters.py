@@ -1,0 +1,295 @@
+"""The verb cluster: write, explain and list descriptions of machines."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moemesh.cli.application import AsJson, cluster_app
+from moemesh.cli.table import table
+
+if TYPE_CHECKING:
+    from moemesh.config.cluster import Cluster
+
+#: Latencies that no data sheet prints: typical of NVLink and InfiniBand.
+_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
+#: Rates from which on a link is called by a kind's name, in bytes/s of one device and direction.
+_NVLINK, _PCIE, _NETWORK = 100e9, 10e9, 20e9
+
+
+@cluster_app.command("init", short_help="Write a commented cluster file.")
+def init(
+    out: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="File to write.")],
+    preset: Annotated[
+        str | None, typer.Option("--from", metavar="C", help="Start from a preset or a file.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Start from a device's data sheet: H100-80G, MI300X."),
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `moemesh bench links --json` printed here."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file.")] = False,
+) -> None:
+    """Write a cluster file with the meaning and unit of every key, to be edited.
+
+    It starts from a preset (by default dgx_h100), from a device's data sheet, or from links that
+    were measured on this machine. Examples:
+
+        moemesh cluster init mine.toml --device H200-141G --nodes 4
+
+        moemesh bench links --json > links.json && moemesh cluster init mine.toml --links links.json
+    """
+    from moemesh.config.errors import UserError
+    from moemesh.report.files import write_texts
+
+    if sum(source is not None for source in (preset, device, links)) > 1:
+        raise typer.BadParameter("give one of --from, --device and --links")
+    if out.exists() and not force:
+        raise UserError(f"{out} exists; --force replaces it")
+    if links is not None:
+        found, heading = _measured(links, name or out.stem)
+    elif device is not None:
+        found, heading = _of_device(device, name or out.stem)
+    else:
+        from moemesh.config.cluster import load_cluster
+
+        found = load_cluster(preset or "dgx_h100")
+        heading = f"Started from {preset or 'dgx_h100'}."
+    changes: dict[str, Any] = {"name": name, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    given = {key: value for key, value in changes.items() if value is not None}
+    if links is not None and (nodes or gpus_per_node):
+        raise typer.BadParameter("--links says how many nodes and devices there are")
+    found = found.model_copy(update={"name": out.stem} | given)
+    heading += (
+        "\nBandwidths are those of one device in one direction. Edit what differs, then see"
+        f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
+    )
+    write_texts([(out, found.to_toml(heading, explained=True))])
+    typer.echo(
+        f"wrote {out}: {found.num_devices} devices; `moemesh cluster show {out}` explains it"
+    )
+
+
+@cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
+def show(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Preset or TOML file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it."""
+    from moemesh.config.cluster import load_cluster
+
+    found = load_cluster(cluster)
+    if as_json:
+        typer.echo(json.dumps(_facts(found), indent=2))
+    else:
+        typer.echo(cluster_text(found))
+
+
+@cluster_app.command("list", short_help="Packaged clusters, and devices with a data sheet.")
+def list_clusters(as_json: AsJson = False) -> None:
+    """List what --cluster knows by name, and what `cluster init --device` does."""
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.sources import preset_names
+    from moemesh.planner.timing.hardware import ACCELERATORS
+
+    found = [load_cluster(name) for name in preset_names("clusters")]
+    if as_json:
+        facts = [_facts(one) for one in found]
+        typer.echo(json.dumps({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
+        return
+    header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
+    rows = [
+        (
+            one.name,
+            f"{one.gpus_per_node} {one.accelerator or 'processes'}",
+            _size(one.memory_bytes),
+            f"{_half(one) / 1e12:,.4g}",
+            _rate(one.intra_node_bandwidth),
+            _rate(one.inter_node_bandwidth),
+        )
+        for one in found
+    ]
+    typer.echo(table(header, rows, left=2))
+    typer.echo(f"\ndevices for `moemesh cluster init --device`: {', '.join(ACCELERATORS)}")
+
+
+def cluster_text(found: "Cluster") -> str:
+    """The cluster for a person: what each number is, and what it means for a plan."""
+    import textwrap
+
+    from moemesh.planner.intensity import device_balance
+    from moemesh.planner.timing.price import pricing
+
+    inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth
+    usable = pricing(found).usable_share
+    nodes = f"{found.nodes:,} {'node' if found.nodes == 1 else 'nodes'}"
+    rows = [
+        (dtype, f"{peak / 1e12:,.4g}", f"{peak / found.memory_bandwidth:,.4g}")
+        for dtype, peak in found.peak_flops.items()
+    ]
+    ratio = inside / across
+    balance = device_balance(found, "bfloat16")
+    told = [
+        f"Between nodes a device sends {ratio:,.3g} times slower than inside one: what exchanges "
+        "in every layer (tp, cp, and ep where it fits) belongs inside a node; data and pipeline "
+        "parallelism cross nodes."
+        if ratio > 1
+        else "Links between nodes are as fast as those inside: nothing asks groups to stay in one.",
+        f"A product with less than {balance:,.0f} operations a byte in bfloat16 waits for memory, "
+        "one with more for arithmetic; `moemesh estimate` prints the intensities of a layout.",
+    ]
+    if found.links:
+        ranks = max(curve.ranks for curve in found.links)
+        told.append(
+            f"{len(found.links)} measured collectives of up to {ranks} ranks replace forms."
+        )
+    if found.constants:
+        told.append(f"{len(found.constants)} constants of the time model are its own.")
+    facts = [
+        ("devices", f"{found.num_devices:,} ({nodes} of {found.gpus_per_node})"
+                    + (f", {found.accelerator}" if found.accelerator else "")),
+        ("memory", f"{_size(found.memory_bytes)} a device, {usable:.1%} usable, "
+                   f"{_rate(found.memory_bandwidth)}"),
+        ("inside a node", f"{_rate(inside)} a device and direction, "
+                          f"{found.intra_node_latency * 1e6:.3g} us: {_inside(inside)}"),
+        ("between nodes", f"{_rate(across)} a device and direction ({across * 8 / 1e9:,.4g} Gb/s), "
+                          f"{found.inter_node_latency * 1e6:.3g} us: {_between(across)}"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in facts)
+    lines = [found.name]
+    for name, value in facts:
+        start = f"  {name:{width}}  "
+        lines += textwrap.wrap(start + value, 80, subsequent_indent=" " * len(start))
+    header = ("  peak of products", "TFLOP/s", "turns compute bound at FLOP/byte")
+    lines += ["", table(header, [("  " + row[0], *row[1:]) for row in rows]), ""]
+    for sentence in told:
+        lines += textwrap.wrap(sentence, 80)
+    return "\n".join(lines)
+
+
+def _inside(rate: float) -> str:
+    """The kind of link that has such a rate inside a node."""
+    if rate >= _NVLINK:
+        return "NVLink or NVSwitch, direct from device to device"
+    if rate >= _PCIE:
+        return "PCIe, shared with the host and its cards"
+    return "slower than PCIe: through the host's memory or loopback"
+
+
+def _between(rate: float) -> str:
+    """The kind of network that has such a rate."""
+    if rate >= _NVLINK:
+        return "as fast as NVLink (one domain over several nodes)"
+    if rate >= _NETWORK:
+        return "InfiniBand or RoCE with RDMA, a card for each device"
+    if rate >= 1e9:
+        return "Ethernet, or cards that several devices share"
+    return "slow Ethernet: little but a pipeline or rare sums should cross it"
+
+
+def _facts(found: "Cluster") -> dict[str, Any]:
+    """The object that --json prints."""
+    from moemesh.planner.timing.price import pricing
+
+    return found.model_dump(mode="json", exclude={"links", "constants"}) | {
+        "num_devices": found.num_devices,
+        "usable_share": pricing(found).usable_share,
+        "compute_bound_from": {
+            dtype: peak / found.memory_bandwidth for dtype, peak in found.peak_flops.items()
+        },
+        "measured_links": len(found.links),
+    }
+
+
+def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
+    """A node of a device from its data sheet."""
+    from moemesh.config.cluster import Cluster
+    from moemesh.config.errors import ConfigError, Problem
+    from moemesh.config.suggest import nearest_choice
+    from moemesh.planner.timing.hardware import ACCELERATORS, accelerator_of
+
+    found = ACCELERATORS.get(name) or accelerator_of(name)
+    if found is None:
+        message = "no data sheet of a device with this name is packaged"
+        fix = nearest_choice(name, tuple(ACCELERATORS))
+        raise ConfigError(
+            [Problem(code="not-a-choice", key="device", value=name, message=message, fix=fix)]
+        )
+    half, eight, four = found.peak_flops
+    peaks = {"bfloat16": half}
+    if eight > half:
+        peaks["float8"] = eight
+    if four > eight:
+        peaks["float4"] = four
+    cluster = Cluster(
+        name=called,
+        nodes=1,
+        gpus_per_node=found.node_size,
+        memory_bytes=int(found.memory_bytes),
+        memory_bandwidth=found.memory_bandwidth,
+        peak_flops=peaks,
+        intra_node_bandwidth=found.intra_node_bandwidth,
+        intra_node_latency=_INTRA_LATENCY,
+        inter_node_bandwidth=found.inter_node_bandwidth,
+        inter_node_latency=_INTER_LATENCY,
+        accelerator=found.name,
+    )
+    return cluster, f"From the data sheet of {found.name}; latencies are assumptions."
+
+
+def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
+    """What `moemesh bench links --json` measured. Raises UserError for any other file."""
+    from moemesh.bench.link_cluster import cluster_of
+    from moemesh.config.errors import UserError
+
+    try:
+        result = json.loads(links.read_text(encoding="utf-8"))
+        found = cluster_of(result, called)
+    except OSError as error:
+        raise UserError(f"{links}: {error.strerror or error}") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+    ) as error:
+        raise UserError(
+            f"{links}: not what `moemesh bench links --json` prints "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if problems := found.check():
+        from moemesh.config.errors import ConfigError
+
+        raise ConfigError(problems)
+    where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
+    return found, f"Measured by `moemesh bench links`: {where}."
+
+
+def _half(found: "Cluster") -> float:
+    from moemesh.planner.speed import peak_flops
+
+    return peak_flops(found, "bfloat16")
+
+
+def _size(number: float) -> str:
+    from moemesh.trace.memory import format_bytes
+
+    return format_bytes(number)
+
+
+def _rate(number: float) -> str:
+    """Bytes a second in decimal units, as data sheets print them."""
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.4g} B/s"

@@ -1,0 +1,153 @@
+"""cluster init, show, list: files that are read back, words for links, and units in messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moemesh import cli
+from moemesh.bench.settings import LinksSettings
+from moemesh.cli.clusters import cluster_text
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.cluster_keys import KEYS
+from moemesh.config.errors import ConfigError
+from moemesh.config.sources import preset_names
+from moemesh.planner.timing.hardware import ACCELERATORS
+
+#: What `bench links --json` prints, as far as a cluster is made of it.
+MEASURED = {
+    "settings": LinksSettings(ranks=2).to_json(),
+    "links": [
+        {
+            "operation": operation,
+            "ranks": 2,
+            "members_per_node": 2,
+            "bytes": [1024, 1048576],
+            "seconds": [1e-4, 1.1e-3],
+            "fit": {"alpha": 1e-4, "beta": 1e-9, "error": 0, "root": [0, 0, 0], "root_error": 0},
+        }
+        for operation in ("all_reduce", "send")
+    ],
+    "device": {
+        "name": "a processor",
+        "memory_bytes": 2**31,
+        "memory_bandwidth": 1e10,
+        "row_loss": 0.5,
+        "width_loss": 0.1,
+        "peak_flops": {"float32": 4e10, "bfloat16": 3e10},
+    },
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moemesh", "cluster", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        told = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, told.out, told.err
+
+    return call
+
+
+def test_every_key_of_a_cluster_is_explained() -> None:
+    assert set(KEYS) == set(Cluster.model_fields)
+
+
+@pytest.mark.parametrize("name", preset_names("clusters"))
+def test_a_file_from_a_preset_is_that_preset(run, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "mine.toml"
+    assert run("init", str(file), "--from", name, "--name", name)[0] == 0
+    assert load_cluster(str(file)) == load_cluster(name)
+    text = file.read_text()
+    comments = " ".join(line[2:] for line in text.splitlines() if line.startswith("# "))
+    for key, value in load_cluster(name).model_dump().items():
+        if value and key in KEYS:
+            assert f"({KEYS[key].unit})" in comments, key
+
+
+@pytest.mark.parametrize("device", sorted(ACCELERATORS))
+def test_a_file_from_a_data_sheet(run, tmp_path: Path, device: str) -> None:
+    file = tmp_path / "mine.toml"
+    assert run("init", str(file), "--device", device, "--nodes", "3")[0] == 0
+    found, sheet = load_cluster(str(file)), ACCELERATORS[device]
+    assert (found.name, found.nodes, found.gpus_per_node) == ("mine", 3, sheet.node_size)
+    assert found.peak_flops["bfloat16"] == sheet.peak_flops[0]
+    assert found.memory_bytes == sheet.memory_bytes
+
+
+def test_a_file_from_measured_links(run, tmp_path: Path) -> None:
+    result, file = tmp_path / "links.json", tmp_path / "mine.toml"
+    result.write_text(json.dumps(MEASURED))
+    code, _, told = run("init", str(file), "--links", str(result))
+    assert code == 0, told
+    found = load_cluster(str(file))
+    assert found.name == "mine"
+    assert [curve.operation for curve in found.links] == ["all_reduce", "send"]
+    assert found.intra_node_latency == pytest.approx(1e-4)
+    assert "2 measured collectives of up to 2 ranks" in cluster_text(found)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": {}}', "no json", '{"settings": 1}'])
+def test_what_is_no_measurement(run, tmp_path: Path, text: str) -> None:
+    result = tmp_path / "links.json"
+    result.write_text(text)
+    code, _, told = run("init", str(tmp_path / "mine.toml"), "--links", str(result))
+    assert code == 2
+    assert "not what `moemesh bench links --json` prints" in told
+
+
+def test_init_replaces_nothing_unasked_and_names_devices(run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("precious")
+    code, _, told = run("init", str(file))
+    assert (code, file.read_text()) == (2, "precious")
+    assert "--force" in told
+    assert run("init", str(file), "--force")[0] == 0
+    code, _, told = run("init", str(tmp_path / "third.toml"), "--device", "abacus")
+    assert code == 2
+    assert "H100-80G" in told
+    assert run("init", str(tmp_path / "a.toml"), "--device", "B200", "--from", "dgx_a100")[0] == 2
+
+
+def test_show_says_links_and_the_intensity(run) -> None:
+    code, text, _ = run("show", "hgx_h800")
+    assert code == 0
+    for words in ("NVLink", "InfiniBand", "RDMA", "400 Gb/s", "295.3", "4 times slower"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 80
+    _, text, _ = run("show", "hgx_h800", "--json")
+    found = json.loads(text)
+    assert found["compute_bound_from"]["bfloat16"] == pytest.approx(989.4e12 / 3.35e12)
+    pcie = load_cluster("hgx_h800").model_copy(update={"intra_node_bandwidth": 32e9})
+    assert "PCIe" in cluster_text(pcie)
+
+
+def test_list_names_all_presets(run) -> None:
+    _, text, _ = run("list")
+    for name in preset_names("clusters"):
+        assert name in text
+    _, text, _ = run("list", "--json")
+    assert {one["name"] for one in json.loads(text)["clusters"]} == set(preset_names("clusters"))
+
+
+def test_mistakes_name_unit_and_example(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "x"\nnodes = 0\ngpus_per_node = "many"\n')
+    with pytest.raises(ConfigError) as broken:
+        load_cluster(str(file))
+    told = str(broken.value)
+    for words in ("[bytes/s]", "intra_node_bandwidth = 450e9", "gpus_per_node = 8", "[seconds]"):
+        assert words in told
+    good = load_cluster("dgx_h100").to_toml("")
+    line = next(one for one in good.splitlines() if one.startswith("memory_bandwidth"))
+    for broken_line in ("", "memory_bandwidth = -1"):
+        file.write_text(good.replace(line, broken_line))
+        with pytest.raises(ConfigError, match=r"\[bytes/s\]") as broken:
+            load_cluster(str(file))
+        assert "memory_bandwidth = 3.35e12" in str(broken.value)
