@@ -23,6 +23,9 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 Optimizer = Literal["adamw", "sgd"]
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
+OnNonfinite = Literal["skip", "rollback", "stop"]
+OnSpike = Literal["alarm", "skip", "rollback"]
+OnMismatch = Literal["stop", "majority"]
 
 
 def _as_patterns(value: object) -> object:
@@ -76,6 +79,21 @@ class TrainConfig(Section):
     #: Steps between validations; 0 validates only at the end.
     validate_every: int = 100
     validation_batches: int = 8
+    #: After a step whose loss or gradient is not finite, which no rank applies: go on without it,
+    #: go back to the newest checkpoint and leave out the data since, or stop.
+    on_nonfinite: OnNonfinite = "skip"
+    #: Most steps in a row that are skipped, and returns to one checkpoint, before a run stops.
+    max_skips: int = 5
+    #: Size of one replay bundle of such a step, at most; 0 writes none.
+    bundle_gib: float = 8.0
+    #: A loss so many robust standard deviations above those of the last steps is a spike; 0: none.
+    spike_sigma: float = 7.0
+    #: After a spike: an event, a step without an update, or as with `on_nonfinite` a rollback.
+    on_spike: OnSpike = "alarm"
+    #: Steps between comparisons of the copies of weights on different ranks; 0 compares none.
+    vote_every: int = 100
+    #: When copies differ: stop, or take the copy that most ranks hold.
+    on_mismatch: OnMismatch = "stop"
     resume: Resume = "auto"
     device: Device = "auto"
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
@@ -103,6 +121,10 @@ class TrainConfig(Section):
         "load_bins": COUNT,
         "validate_every": COUNT,
         "validation_batches": SIZE,
+        "max_skips": SIZE,
+        "bundle_gib": NOT_NEGATIVE,
+        "spike_sigma": NOT_NEGATIVE,
+        "vote_every": COUNT,
         # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.
         "timeout_seconds": Range(0.0, 315_360_000, open_low=True),
     }

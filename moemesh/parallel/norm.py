@@ -32,6 +32,7 @@ def gradient_norm(
     mesh: Mesh,
     *,
     axis: str = "world",
+    others: Tensor | None = None,
 ) -> GradientNorm:
     """The norm of all (already summed) gradients in `placements`, whose holders make up `axis`.
 
@@ -39,9 +40,9 @@ def gradient_norm(
     rank adds the squares of what it owns and counts (`owned`, `gradients`: those of its reducer).
     One SUM over the axis, one sum over the vector in its fixed order, one square root: the bits do
     not depend on which rank holds which expert. Norms are never averaged: sharded experts with
-    norms a and b have the norm sqrt(a^2 + b^2).
+    norms a and b have the norm sqrt(a^2 + b^2). `others`: see :func:`gradient_squares`.
     """
-    squares = gradient_squares(gradients, placements, owned, mesh)
+    squares = gradient_squares(gradients, placements, owned, mesh, others)
     all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
     return norm_of(squares)
 
@@ -52,9 +53,11 @@ def gradient_squares(
     placements: Mapping[str, Placement],
     owned: Mapping[str, OwnRange],
     mesh: Mesh,
+    others: Tensor | None = None,
 ) -> Tensor:
     """This rank's addend to the float64 vector of :func:`gradient_norm`; zeros where it owns
-    nothing."""
+    nothing. The norm is not finite, either, if any of `others` on any rank (its losses, say) is
+    not: ranks agree on both in one sum."""
     sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
     squares = torch.zeros(sum(sizes), dtype=torch.float64)
     start = 0
@@ -67,7 +70,11 @@ def gradient_squares(
                 piece = part_of(gradients[name], own, numbers)
                 squares[start + places[row]] = piece.double().square().sum()
         start += size
-    return squares.to(mesh.device)
+    squares = squares.to(mesh.device)
+    if others is not None and len(squares):
+        # Nothing is added for numbers that are finite: 0 x is 0, 0 NaN and 0 infinity are NaN.
+        squares[:1] += (0.0 * others.double()).sum()
+    return squares
 
 
 def norm_of(squares: Tensor) -> GradientNorm:

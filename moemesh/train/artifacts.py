@@ -42,13 +42,6 @@ from moemesh.train.simulated_timeline import simulated
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
 
-#: So many steps in a row without a finite gradient end a run: the weights cannot recover.
-SKIPPED_STEPS = 5
-
-
-class Diverged(RuntimeError):
-    """Training has broken down; the message says what to change."""
-
 
 class Artifacts:
     """Collects on every rank, writes on rank 0."""
@@ -76,7 +69,7 @@ class Artifacts:
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
         self._measured = False
-        self._steps = self._skipped = 0
+        self._steps = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
         self._unigram = 0.0
@@ -94,10 +87,17 @@ class Artifacts:
         self.folder.write_text("config.toml", resolved_toml(self.config))
         derived = {"world_size": plan.world_size, "edp": plan.edp}
         self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
+        self.go_back(done)
+        (self.folder.path / "failure.json").unlink(missing_ok=True)
+
+    def go_back(self, done: int) -> None:
+        """Cut the rows of steps back to step `done`."""
+        if not self._writes:
+            return
+        self.flush()
         for name in ("metrics.jsonl", "loads.jsonl"):
             self._tell(name, self.folder.cut_after(name, done))
         self._loads.resume()
-        (self.folder.path / "failure.json").unlink(missing_ok=True)
 
     def _tell(self, name: str, cut: Cut) -> None:
         """Say what a cut could not keep."""
@@ -141,7 +141,6 @@ class Artifacts:
         self._steps += 1
         if row.validation_loss is not None:
             self._validation = row.validation_loss
-        self._stop_diverged(row, result)
         if not self._writes:
             return
         self._metrics.append([row.to_json()])
@@ -170,16 +169,6 @@ class Artifacts:
             )
             for layer, counts_E, tokens_P, dropped in found
         ]
-
-    def _stop_diverged(self, row: MetricsRow, result: StepResult) -> None:
-        """Raise on all ranks, at the same step, when no step updates anything any more."""
-        self._skipped = self._skipped + 1 if result.skipped else 0
-        if self._skipped == SKIPPED_STEPS:
-            train = self.config.train
-            raise Diverged(
-                f"no gradient of the last {SKIPPED_STEPS} steps (to step {row.step}) was finite: "
-                f"lower train.lr ({train.lr:g}), or clip harder (train.clip = {train.clip:g})"
-            )
 
     @contextmanager
     def first_step_memory(self) -> Iterator[None]:

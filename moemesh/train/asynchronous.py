@@ -29,7 +29,6 @@ from moemesh.schedule.pipedream_2bw import pipedream_2bw
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.recorded_orders import check_recorded, recorded_segment, write_recorded
-from moemesh.train.routing_faults import refuse_bad_logits
 from moemesh.train.session import Report, Session
 from moemesh.train.step import FinishedStep, StepResult
 from moemesh.train.stream import KEPT_STEPS, StreamRecorder, TrainingStream
@@ -57,6 +56,8 @@ class StreamedSteps:
         )
 
         def finished(step: int, result: StepResult, seconds: float) -> FinishedStep:
+            # Stages have updated by themselves: now all steps since can be taken back, not one.
+            result = session.guard.judge(step, result)
             return FinishedStep(number=step, result=result, recorder=recorder, seconds=seconds)
 
         stream = TrainingStream(
@@ -78,9 +79,6 @@ class StreamedSteps:
         *earlier, newest = stream.drain()
         for step in earlier:
             report(finished(*step))
-        if stream.skipped:
-            assert stream.fault_L is not None
-            refuse_bad_logits(session.parallel, stream.fault_L, session.config.data.seq_len)
         self._stopped = stream.stopped
         return finished(*newest)
 

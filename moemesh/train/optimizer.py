@@ -175,6 +175,7 @@ class Optimizer:
 
         Parameters without a state, such as after a change of the optimizer, start afresh.
         """
+        self._torch.state.clear()
         for kind, tensors in state.items():
             for name, tensor in tensors.items():
                 own = self._torch.state[self.masters[name]]

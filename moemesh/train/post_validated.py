@@ -118,11 +118,15 @@ class PostValidation:
         stop_requested: Callable[[], bool],
         *,
         arm_after: int = ARM_AFTER,
+        judge: Callable[[int, StepResult], StepResult] | None = None,
     ) -> None:
-        """All ranks call this."""
+        """All ranks call this. ``judge(number, result)``: the result of each whole step, marked as
+        skipped where no rank shall apply it; None: only steps that are not finite are skipped, and
+        a router whose logits are not raises RoutingError."""
         self.parallel, self.optimizer, self.train = parallel, optimizer, train
         self.stopping = False
         self._stop_requested, self._arm_after = stop_requested, arm_after
+        self._judge = judge
         self._pipeline = ValidatedPipeline(parallel.pipeline, parallel.mesh)
         self._num_clean = 0
         #: The step that has run here while other ranks' part in it is not known.
@@ -197,6 +201,8 @@ class PostValidation:
         with recorder.span("validate"):
             total = self._pipeline.chain.answer()
         step.result = self._read(step, total)
+        if self._judge is not None:
+            step.result = self._judge(step.number, step.result)
         self.stopping |= bool(total[0] > 0)
         self._waiting = None
         self._settled.append(step)
@@ -206,7 +212,7 @@ class PostValidation:
             with recorder.span("optimizer"):
                 if step.undo is not None:
                     step.undo()
-                if step.result.skipped:
+                if self._judge is None and step.result.skipped:
                     refuse_bad_logits(self.parallel, step.sums.fault_L, step.seq_len)
                 self._step(step, step.result)
         step.undo = None
@@ -226,7 +232,7 @@ class PostValidation:
         loads (exact in float64), and the squares of :func:`gradient_squares`."""
         parallel, reducer = self.parallel, self.parallel.reducer
         squares = gradient_squares(
-            reducer.gradients, parallel.trained, reducer.owned, parallel.mesh
+            reducer.gradients, parallel.trained, reducer.owned, parallel.mesh, step.sums.losses
         )
         stop = squares.new_tensor([float(self._stop_requested())])
         return torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
@@ -254,6 +260,7 @@ class ValidatedSteps:
             session.optimizer,
             session.config.train,
             lambda: session.stop.requested,
+            judge=session.guard.judge,
         )
 
     def advance(self, first: int, report: Report) -> FinishedStep:

@@ -83,7 +83,10 @@ class Rehoming:
         """Before the weights are read: put experts where they were, under whatever layout."""
         if not self._every:
             return
-        for layer, places in state.get("expert_homes", {}).items():
+        homes = state.get("expert_homes", {})
+        for layer in set(self._parallel.homes) - set(map(int, homes)):
+            self._set(layer, range(self._num_experts))
+        for layer, places in homes.items():
             self._set(int(layer), places)
         if state.get("expert_loads") is not None:
             self._average_LE = np.array(state["expert_loads"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -52,6 +53,17 @@ def contents(
 def _degrees(layout: Layout) -> dict[str, int]:
     """Who looks at a checkpoint wants to know; nobody needs it to read one."""
     return {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
+
+
+def save_weights(
+    folder: Path, step: int, parallel: ParallelModel, optimizer: Optimizer, state: dict[str, object]
+) -> None:
+    """Write weights and buffers alone as ``folder/step-<step>`` from all ranks; raises
+    CheckpointError on every rank when one fails. Numbers that are not finite are kept."""
+    shards = list(_counted(parallel, "model", _weights(parallel, optimizer)))
+    if parallel.mesh["stage"].index == 0:
+        shards += _buffers(parallel, owned=True)
+    together.save(folder, step, shards, state, parallel.mesh.control)
 
 
 def newest(

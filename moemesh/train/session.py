@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from moemesh.comm.collectives import all_reduce_
@@ -19,10 +20,14 @@ from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
+from moemesh.train.bundle import Bundles
 from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
+from moemesh.train.cursor import Cursor
+from moemesh.train.examination import Finding, examine, examine_state, first_look
 from moemesh.train.folder import RunFolder
+from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.signals import StopRequest
@@ -48,7 +53,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One rank of a run. `position`: samples that the `done` steps of earlier calls have read."""
+    """One rank of a run. `done`: steps of earlier calls; `cursor`: which samples a step reads."""
 
     config: RunConfig
     mesh: Mesh
@@ -61,8 +66,10 @@ class Session:
     artifacts: Artifacts
     rehoming: Rehoming
     checkpoints: Checkpoints
+    guard: Guard
+    bundles: Bundles
     done: int
-    position: int
+    cursor: Cursor
 
     @staticmethod
     def open(
@@ -94,12 +101,14 @@ class Session:
         optimizer = Optimizer.of(parallel, train)
         artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
         rehoming = Rehoming(parallel, optimizer, train.rebalance_every)
+        guard = Guard(train, console.say)
         checkpoint = saving.newest(
             folder, parallel, lambda step, why: console.warn(f"checkpoint {step} skipped: {why}")
         )
         done = position = 0
         if checkpoint is not None:
             rehoming.load_state(checkpoint.state)
+            guard.load_state(checkpoint.state)
             saving.load(checkpoint, parallel, optimizer)
             done, position = checkpoint.step, int(checkpoint.state["position"])
         elif config.model_path is not None:
@@ -120,8 +129,10 @@ class Session:
             checkpoints=Checkpoints(
                 folder, parallel, optimizer, train, say=console.say, warn=console.warn
             ),
+            guard=guard,
+            bundles=Bundles(folder.path, config, parallel, optimizer),
             done=done,
-            position=position,
+            cursor=Cursor(step=done, position=position, batch=data.global_batch),
         )
 
     def train(self, steps: Steps) -> int:
@@ -143,6 +154,9 @@ class Session:
         while step < train.steps:
             finished = steps.advance(step + 1, self.record)
             step = finished.number
+            if reason := self.guard.settle(self.examine):
+                step = saved = self.go_back(step, reason)
+                continue
             validates = self._is_due(step, train.validate_every)
             self.record(finished, self.validate() if validates else None)
             if num_moved := self.rehoming.after(step, finished.result.counts_LE):
@@ -151,6 +165,9 @@ class Session:
             stopping = steps.is_stopping()
             self.checkpoints.look()
             if stopping or self._is_due(step, train.checkpoint_every):
+                if damage := examine_state(self.parallel, self.optimizer):
+                    step = saved = self.go_back(step, self.guard.damaged(step, damage))
+                    continue
                 self.save(step, is_last=stopping or step == train.steps)
                 saved = step
             if stopping:
@@ -160,11 +177,50 @@ class Session:
     def batches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step` (from 1)."""
         train, plan = self.config.train, self.config.plan
-        size = self.config.data.global_batch
-        ids = self.samples.ids_at(self._samples_before(step), size)
         return own_batches(
-            self.samples, self.mesh, ids, plan.microbatches, seed=train.seed, step=step
+            self.samples,
+            self.mesh,
+            self.sample_ids(step),
+            plan.microbatches,
+            seed=train.seed,
+            step=step,
         )
+
+    def sample_ids(self, step: int) -> np.ndarray:
+        """The ids of all samples of step `step` (from 1)."""
+        places = self.cursor.places(step)
+        return self.samples.ids_at(places.start, len(places))
+
+    def examine(self, step: int) -> tuple[Finding, str | None]:
+        """Where step `step`, which nobody has applied, is not finite first, and the path of its
+        replay bundle, if there is one; all ranks call, behind the step."""
+        ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
+        parameters = first_look(self.parallel)
+        bundle = self.bundles.begin(step, self.samples, ids)
+        batches = self.batches(step)
+        found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
+        if bundle is not None:
+            self.bundles.finish(bundle, found, num_updates=weights_of)
+        return found, None if bundle is None else str(bundle)
+
+    def go_back(self, step: int, reason: str) -> int:
+        """From behind step `step` to the newest checkpoint, whose step is returned; the samples
+        read since are left out. All ranks call; raises Diverged when there is nowhere to go."""
+        self.checkpoints.finish()
+        checkpoint = saving.newest(
+            self.folder,
+            self.parallel,
+            lambda number, why: self.console.warn(f"checkpoint {number} skipped: {why}"),
+        )
+        if checkpoint is None:
+            self.guard.returned(reason, None, range(0))
+        assert checkpoint is not None
+        self.guard.returned(reason, checkpoint.step, self.cursor.go_back(checkpoint.step, step))
+        self.rehoming.load_state(checkpoint.state)
+        self.guard.load_state(checkpoint.state)
+        saving.load(checkpoint, self.parallel, self.optimizer)
+        self.artifacts.go_back(checkpoint.step)
+        return checkpoint.step
 
     def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
         """Write and show a finished step; all ranks call, for every step in order."""
@@ -180,14 +236,9 @@ class Session:
             seconds=step.seconds,
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
-            epoch=self._samples_before(step.number + 1) / self.samples.num_training,
+            epoch=self.cursor.before(step.number + 1) / self.samples.num_training,
             **self.artifacts.measured(step),
         )
-        if result.skipped:
-            who = "no rank updates its weights"
-            if self.parallel.pipeline.schedule.update is not None:
-                who = "its stage skipped that update"
-            self.console.say(f"step {step.number}: a gradient is not finite; {who}", "skipped")
         self.artifacts.record(row, result, step.recorder)
         self.console.step(row, self.config.train.steps)
 
@@ -204,8 +255,12 @@ class Session:
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
         self.artifacts.flush()
-        position = self._samples_before(step + 1)
-        state: dict[str, object] = {"step": step, "position": position, **self.rehoming.state()}
+        state: dict[str, object] = {
+            "step": step,
+            "position": self.cursor.before(step + 1),
+            **self.rehoming.state(),
+            **self.guard.state(),
+        }
         if is_last:
             self.checkpoints.save_last(step, state)
         else:
@@ -224,6 +279,3 @@ class Session:
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.config.train.steps or bool(every and step % every == 0)
-
-    def _samples_before(self, step: int) -> int:
-        return self.position + (step - 1 - self.done) * self.config.data.global_batch

@@ -40,7 +40,8 @@ class StepResult:
     prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE
     layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
     had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
-    ``skipped``: a gradient was not finite, so no rank updated."""
+    ``skipped``: a loss or a gradient was not finite, or the run's policy refuses it, so no rank
+    updates."""
 
     loss: float
     aux_loss: float
@@ -233,9 +234,15 @@ def forget_rank_tokens(parallel: ParallelModel) -> None:
 
 
 def gradients_of_step(
-    parallel: ParallelModel, microbatches: Sequence[Batch], recorder: TimelineRecorder
+    parallel: ParallelModel,
+    microbatches: Sequence[Batch],
+    recorder: TimelineRecorder,
+    *,
+    refuses: bool = True,
 ) -> StepResult:
-    """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``."""
+    """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``. `refuses`:
+    raise RoutingError on all ranks when a router's logit was not finite; without it the result says
+    that the step is skipped."""
     reducer, mesh = parallel.reducer, parallel.mesh
     refuse_replayed(parallel, microbatches)
     counts = count_over_step(parallel, microbatches)
@@ -245,8 +252,10 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        norm = gradient_norm(reducer.gradients, parallel.trained, reducer.owned, mesh)
-    if not norm.is_finite:
+        norm = gradient_norm(
+            reducer.gradients, parallel.trained, reducer.owned, mesh, others=sums.losses
+        )
+    if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
     return step_result(counts=counts, losses=sums.losses, loads=sums.loads, norm=norm)
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
 from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
@@ -108,8 +107,6 @@ class TrainingStream:
         self.parallel, self.optimizer, self.train = parallel, optimizer, train
         self.num_microbatches, self.window, self.first = num_microbatches, window, first
         self.stopped = self.skipped = False
-        #: The first fault of each MoE layer (:mod:`moemesh.model.faults`) on this rank.
-        self.fault_L: Tensor | None = None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
         # A step that is this far back has gone through every stage and come back: its sum is there
@@ -157,7 +154,14 @@ class TrainingStream:
         done, reducer = self._windows.pop(window), self.parallel.reducer
         reducer.finish()
         mesh = self.parallel.mesh
-        norm = gradient_norm(reducer.gradients, self._own, reducer.owned, mesh, axis="stage")
+        norm = gradient_norm(
+            reducer.gradients,
+            self._own,
+            reducer.owned,
+            mesh,
+            axis="stage",
+            others=done.sums.losses,
+        )
         index = window * self.window // self.num_microbatches
 
         def step() -> None:
@@ -222,9 +226,6 @@ class TrainingStream:
         else:
             step.losses = step.losses + sums.losses
             step.loads = [a + b for a, b in zip(step.loads, sums.loads, strict=True)]
-        if self.fault_L is None:
-            self.fault_L = torch.full_like(sums.fault_L, NO_FAULT)
-        self.fault_L = torch.minimum(self.fault_L, sums.fault_L)
 
     def _report(self, index: int) -> None:
         """Start the sum over all ranks; counts are exact in float64."""

@@ -23,7 +23,8 @@ class SynchronousSteps:
         with recorder.span("data"):
             batches = session.batches(first)
         with session.artifacts.first_step_memory():
-            result = gradients_of_step(session.parallel, batches, recorder)
+            result = gradients_of_step(session.parallel, batches, recorder, refuses=False)
+        result = session.guard.judge(first, result)
         lr = learning_rate(train, first)
         with recorder.span("optimizer"):
             update(session.parallel, session.optimizer, result, lr=lr, clip=train.clip)

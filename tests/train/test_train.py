@@ -209,7 +209,10 @@ def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"train__lr": 1e30, "train__clip": 0, "train__steps": 50}
     done = moemesh(*arguments(tmp_path / "run", **keys))
     assert done.returncode == 1
-    assert "gradient of the last 5 steps" in done.stderr and "lower train.lr" in done.stderr
+    assert "no step of the last 5 was finite" in done.stderr
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert "lower train.lr (1e+30)" in failure["advice"] and failure["advice"] in done.stderr
+    assert "goes on" not in done.stderr
     assert len(metrics(tmp_path / "run")) < 20
 
 

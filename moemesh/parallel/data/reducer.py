@@ -132,6 +132,8 @@ class GradientReducer:
         #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
         self._queue: deque[ReplicatedBucket] = deque()
         self._under_way: deque[ReplicatedBucket] = deque()
+        #: Told of each gradient of a microbatch before it is added, where somebody looks on.
+        self.watch: Callable[[nn.Parameter, Tensor], None] | None = None
         #: Weights that are gathered for a step (zero3).
         self.units: GatheredWeights | None = None
 
@@ -157,6 +159,8 @@ class GradientReducer:
     @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add one microbatch's gradient; deferred weight gradients come here directly."""
+        if self.watch is not None:
+            self.watch(parameter, gradient)
         bucket = self._home[parameter]
         bucket.add(parameter, gradient)
         if parameter in self._armed:

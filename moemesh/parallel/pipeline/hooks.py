@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ class GradientHooks:
         in_parts: Collection[nn.Parameter] = (),
     ) -> None:
         self._reducer, self._in_parts = reducer, set(in_parts)
+        #: Told of each operation before it begins, where somebody looks on.
+        self.watch: Callable[[Op], None] | None = None
         #: Operations behind which gradients are complete, and which: for a step, or each of them.
         self._last: dict[Op, list[nn.Parameter]] = {}
         completing = [op for op in schedule.ops(rank) if op.kind in ("B", "W")]
@@ -45,6 +47,8 @@ class GradientHooks:
 
     def starting(self, op: Op) -> None:
         """A full backward hands its gradients over one by one: sums start while it still runs."""
+        if self.watch is not None:
+            self.watch(op)
         if op.kind == "B" and op in self._last:
             self._expect(op)
             self._reducer.arm(p for p in self._last[op] if p not in self._in_parts)

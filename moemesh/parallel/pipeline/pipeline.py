@@ -70,7 +70,8 @@ class Pipeline:
             # Embedding and head are read in front of every extra prediction layer and behind it.
             tables = [model.embedding, model.head] if model.config.num_mtp_layers else []
             in_parts += [table.weight for table in tables if table is not None]
-        self._hooks = GradientHooks(
+        #: Called before each operation, with what completes gradients behind it.
+        self.hooks = GradientHooks(
             schedule,
             self.rank,
             {
@@ -92,12 +93,12 @@ class Pipeline:
     def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
         """The program of one step."""
         return self._form(
-            ModelProgram(self.schedule, self.model, self.parts, batches, objective, self._hooks)
+            ModelProgram(self.schedule, self.model, self.parts, batches, objective, self.hooks)
         )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:
         """Only the forwards of `batches`, all through the first pipe; any number of them."""
         schedule = forward_only(self.schedule, len(batches))
-        program = ModelProgram(schedule, self.model, self.parts, batches, objective, self._hooks)
+        program = ModelProgram(schedule, self.model, self.parts, batches, objective, self.hooks)
         Executor(schedule, self.channels).run(program, TimelineRecorder(self.rank))

@@ -1,0 +1,179 @@
+"""The guard of a run's numbers: a step that is not finite, or a loss that jumps, is judged here.
+
+All ranks judge alike, from numbers that they have reduced together, before any of them updates (the
+stages of an asynchronous schedule update by themselves, and each skips what it must). What becomes
+of the step follows from ``train.on_nonfinite`` and ``train.on_spike``:
+
+    alarm     (spikes only) an event; the step counts
+    skip      no rank updates; the samples of the step are read and left out
+    rollback  back to the newest checkpoint; the samples since are read and left out
+    stop      the run ends, with the origin of the value in failure.json
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moemesh.config.train import TrainConfig
+from moemesh.train.examination import Finding
+from moemesh.train.spikes import Spikes
+from moemesh.train.step import StepResult
+
+
+class Diverged(RuntimeError):
+    """Training has broken down; the message says where. `facts`: for failure.json."""
+
+    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.facts = dict(facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A step that is not as it should be: its loss jumped by `score` deviations, or (None) it is
+    not finite. `in_a_row`: skipped steps up to it."""
+
+    step: int
+    score: float | None = None
+    in_a_row: int = 1
+
+
+#: Finds the origin of what is not finite in a step, on all ranks; and the path of its bundle.
+Examine = Callable[[int], tuple[Finding, str | None]]
+
+
+class Guard:
+    """Judges each step once, in order, the same on every rank."""
+
+    def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
+        """`say`: text and kind of an event."""
+        self._train, self._say = train, say
+        self._spikes = Spikes(train.spike_sigma)
+        self._faults: list[Fault] = []
+        self._skipped = self._spiked = 0
+        self._finding: Finding | None = None
+        self._bundle: str | None = None
+        #: Step of a checkpoint -> how often the run has gone back to it.
+        self._returns: Counter[int] = Counter()
+
+    def judge(self, step: int, result: StepResult) -> StepResult:
+        """`result`, as skipped where no rank shall update; all ranks call."""
+        if result.skipped:
+            self._skipped += 1
+            self._faults.append(Fault(step=step, in_a_row=self._skipped))
+            return result
+        self._skipped = 0
+        score = self._spikes.score(result.loss)
+        if not self._spikes.is_spike(score):
+            self._spiked = 0
+            return result
+        self._spiked += 1
+        loss = f"step {step}: loss {result.loss:.4f} is {score:.1f} deviations above the last ones"
+        action = self._train.on_spike
+        if action == "alarm" or self._spiked > self._train.max_skips:
+            if self._spiked == 1 or action != "alarm":
+                end = "" if action == "alarm" else "; it stays there, so it is taken as it is"
+                self._say(loss + end, "alarm")
+            return result
+        if action == "skip":
+            self._say(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
+        else:
+            self._faults.append(Fault(step=step, score=score))
+            self._say(loss, "alarm")
+        return replace(result, skipped=True)
+
+    def settle(self, examine: Examine) -> str | None:
+        """Of the steps judged since the last call: None to go on, else why to go back to a
+        checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
+        faults, self._faults = self._faults, []
+        reason: str | None = None
+        for fault in faults:
+            if fault.score is not None:
+                reason = f"the loss of step {fault.step} jumped"
+            else:
+                reason = self._settle_nonfinite(fault, examine) or reason
+        return reason
+
+    def _settle_nonfinite(self, fault: Fault, examine: Examine) -> str | None:
+        if fault.in_a_row == 1 or self._finding is None:
+            self._finding, self._bundle = examine(fault.step)
+        found, action = self._finding, self._train.on_nonfinite
+        text = f"step {fault.step}: a loss or a gradient is not finite: {found}"
+        if self._bundle is not None and fault.in_a_row == 1:
+            text += f"; moemesh replay {self._bundle} repeats the step"
+        if action == "rollback":
+            self._say(text, "alarm")
+            return f"step {fault.step} is not finite"
+        if action == "stop":
+            raise self._failure(text, found, "train.on_nonfinite is stop")
+        if found.phase == "weight":
+            raise self._failure(text, found, "no later step can be finite")
+        if fault.in_a_row >= self._train.max_skips:
+            reason = f"no step of the last {fault.in_a_row} was finite"
+            raise self._failure(text, found, reason)
+        self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
+        return None
+
+    def damaged(self, step: int, found: Finding) -> str:
+        """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.
+        Raises Diverged unless that is the policy."""
+        text = f"the state of step {step} is not finite and is not saved: {found}"
+        if self._train.on_nonfinite == "rollback":
+            self._say(text, "alarm")
+            return f"the state of step {step} is not finite"
+        raise self._failure(text, found, "no later step can be finite")
+
+    def returned(self, reason: str, step: int | None, bad: range) -> None:
+        """The run goes back to the checkpoint of `step` because of `reason`; it leaves out the
+        samples at the places `bad` of the data order. Raises Diverged when there is none (None), or
+        when it has gone back there too often."""
+        if step is None:
+            facts = {"advice": f"{self._change()}, or save earlier: train.checkpoint_every"}
+            raise Diverged(f"{reason}, and there is no checkpoint to go back to", facts)
+        self._returns[step] += 1
+        times = self._returns[step]
+        if times > self._train.max_skips:
+            found = self._finding.facts() if self._finding is not None else {}
+            raise Diverged(
+                f"{reason}, after {times - 1} returns to the checkpoint of step {step}",
+                found | {"advice": self._change()},
+            )
+        self._skipped = self._spiked = 0
+        self._say(
+            f"{reason}: back to the checkpoint of step {step}; the samples {bad.start} to "
+            f"{bad.stop - 1} of the data order, read since, are left out",
+            "rollback",
+        )
+
+    def _failure(self, text: str, found: Finding, reason: str) -> Diverged:
+        bundle = {} if self._bundle is None else {"bundle": self._bundle}
+        facts = found.facts() | bundle | {"advice": self._advice(found)}
+        return Diverged(f"{text}; {reason}", facts)
+
+    def _advice(self, found: Finding) -> str:
+        """What to do, which is never to give the same command where it would end here again."""
+        if found.is_damage:
+            return (
+                f"rank {found.rank} alone holds that value, other copies are finite: its memory is "
+                "suspect; the same command goes on from the newest checkpoint, which is finite"
+            )
+        if found.phase == "unrepeated":
+            return "test the hardware of the ranks; the same numbers were finite when run again"
+        if found.phase == "loss":
+            return "look at the samples named; to leave them out: train.on_nonfinite = skip"
+        return f"the same command would end here again: {self._change()}"
+
+    def _change(self) -> str:
+        train = self._train
+        return f"lower train.lr ({train.lr:g}), or clip harder (train.clip = {train.clip:g})"
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; :meth:`load_state` reads it."""
+        return {"spikes": self._spikes.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Judge from here on as behind the step of the checkpoint."""
+        self._spikes.load_state(state.get("spikes", {}))

@@ -1,0 +1,87 @@
+"""`moemesh replay`: run a step that was not finite again, from its bundle, and find its origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moemesh.checkpoint import together
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError
+from moemesh.config.trainable import refusals
+from moemesh.parallel.parallelize import parallelize
+from moemesh.train import saving
+from moemesh.train.batches import own_batches
+from moemesh.train.bundle import Bundle
+from moemesh.train.examination import Finding, examine
+from moemesh.train.inference import on_ranks
+from moemesh.train.optimizer import Optimizer
+
+#: Overrides that make one rank of any plan: weights and samples are the same in all of them.
+ALONE = (
+    "plan.dp=1",
+    "plan.tp=1",
+    "plan.cp=1",
+    "plan.pp=1",
+    "plan.ep=1",
+    "plan.schedule=1f1b",
+    "plan.data=replicate",
+    "plan.dispatcher=auto",
+)
+
+
+def replay(
+    folder: Path, overrides: Sequence[str] = (), *, alone: bool = False, as_json: bool = False
+) -> int:
+    """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
+    exit code. Raises UserError when it is no bundle."""
+    given = [*(ALONE if alone else ()), *overrides]
+    bundle = Bundle(folder, given)
+    if problems := refusals(bundle.config):
+        raise ConfigError(problems)
+    arguments = ["replay", str(folder), *(["--alone"] if alone else [])]
+    for override in overrides:
+        arguments += ["--set", override]
+    arguments += ["--json"] if as_json else []
+
+    def work(mesh: Mesh) -> str:
+        found = run(bundle, mesh)
+        if as_json:
+            return json.dumps({"step": bundle.step, "text": str(found), **found.facts()})
+        before = f"the run found   {bundle.text}\n" if bundle.text else ""
+        return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
+
+    return on_ranks(bundle.config, arguments, work)
+
+
+def run(bundle: Bundle, mesh: Mesh) -> Finding:
+    """Run the step again; all ranks call."""
+    config = bundle.config
+    train, data = config.train, config.data
+    parallel = parallelize(
+        config.model,
+        config.plan,
+        mesh,
+        seed=train.seed,
+        dtype=getattr(torch, train.dtype),
+        tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
+        tuning=config.tuning,
+    )
+    optimizer = Optimizer.of(parallel, train.model_copy(update={"optimizer": "sgd"}))
+    checkpoint, _ = together.open_together(bundle.weights, mesh.control, bundle.step)
+    assert checkpoint is not None, "a step that is named is opened or refused"
+    saving.load_weights(checkpoint, parallel, optimizer)
+    batches = own_batches(
+        bundle.samples,
+        mesh,
+        bundle.ids,
+        config.plan.microbatches,
+        seed=train.seed,
+        step=bundle.step,
+    )
+    found = examine(parallel, optimizer, batches, bundle.ids.tolist())
+    parallel.close()
+    return found
