@@ -42,7 +42,21 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_context(config),
         *_adapters(config),
         *_frozen(config),
+        *_spikes(config),
     ]
+
+
+def _spikes(config: RunConfig) -> Iterator[Problem]:
+    """A step that is not applied because of its loss, where stages update before it is known."""
+    if config.train.on_spike == "skip" and config.plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        yield Problem(
+            code="conflict",
+            key="train.on_spike",
+            value="skip",
+            message=f"with schedule = {config.plan.schedule} stages update before a loss is known",
+            fix="on_spike = rollback or alarm",
+            related=("plan.schedule",),
+        )
 
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, evaluate
+from moemesh.train.vote import CopiesDiffer, Vote
 
 #: Takes a finished step behind which other steps have begun.
 Report = Callable[[FinishedStep], None]
@@ -68,6 +69,7 @@ class Session:
     checkpoints: Checkpoints
     guard: Guard
     bundles: Bundles
+    vote: Vote
     done: int
     cursor: Cursor
 
@@ -131,6 +133,7 @@ class Session:
             ),
             guard=guard,
             bundles=Bundles(folder.path, config, parallel, optimizer),
+            vote=Vote(parallel, optimizer),
             done=done,
             cursor=Cursor(step=done, position=position, batch=data.global_batch),
         )
@@ -152,6 +155,7 @@ class Session:
         train, step = self.config.train, self.done
         saved = step
         while step < train.steps:
+            began = step
             finished = steps.advance(step + 1, self.record)
             step = finished.number
             if reason := self.guard.settle(self.examine):
@@ -164,7 +168,10 @@ class Session:
                 self.console.say(text, "experts")
             stopping = steps.is_stopping()
             self.checkpoints.look()
-            if stopping or self._is_due(step, train.checkpoint_every):
+            saves = stopping or self._is_due(step, train.checkpoint_every)
+            if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
+                self.compare_copies(step)
+            if saves:
                 if damage := examine_state(self.parallel, self.optimizer):
                     step = saved = self.go_back(step, self.guard.damaged(step, damage))
                     continue
@@ -202,6 +209,17 @@ class Session:
         if bundle is not None:
             self.bundles.finish(bundle, found, num_updates=weights_of)
         return found, None if bundle is None else str(bundle)
+
+    def compare_copies(self, step: int) -> None:
+        """Compare what several ranks hold; all ranks call. Raises CopiesDiffer, on all, when copies
+        differ and the policy is not to take that of the majority, or there is none."""
+        found = self.vote.compare()
+        if not found:
+            return
+        if self.config.train.on_mismatch == "stop" or not self.vote.take_majority(found):
+            raise CopiesDiffer(step, found)
+        told = "; ".join(map(str, found[:4]))
+        self.console.say(f"step {step}: {told}: the copy of the others is taken", "vote")
 
     def go_back(self, step: int, reason: str) -> int:
         """From behind step `step` to the newest checkpoint, whose step is returned; the samples

@@ -14,6 +14,7 @@ from moemesh.train.run_schedule import schedule_of_run
 from moemesh.train.session import Session, Steps
 from moemesh.train.signals import StopRequest
 from moemesh.train.synchronous import SynchronousSteps
+from moemesh.train.vote import what_is_compared
 
 
 def train(
@@ -27,6 +28,8 @@ def train(
 ) -> int:
     """Train to the last step, or until asked to stop. Returns the process's exit code."""
     console.say(banner(config, folder.path, samples, mesh.device), "start")
+    if config.plan.world_size > 1:
+        console.say(what_is_compared(config), "start")
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0

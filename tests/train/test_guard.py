@@ -27,6 +27,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.signals import StopRequest
 from moemesh.train.spikes import CENTRE, LEAST, WINDOW, Spikes
 from moemesh.train.trainer import train
+from moemesh.train.vote import CopiesDiffer
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, text_file
 
@@ -127,7 +128,7 @@ def run_on_rank(
                 console=console,
                 stop=StopRequest(alone=False),
             )
-        except Diverged as caught:
+        except (Diverged, CopiesDiffer) as caught:
             error, facts = str(caught), caught.facts
     finite = all(bool(p.isfinite().all()) for p in held[0].model.parameters())
     if mesh.rank:
@@ -209,6 +210,12 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, policy: str
         assert rank.facts["rank"] == 1 and rank.facts["parameter"] == "norm.weight"
         assert "the same command goes on from the newest checkpoint" in rank.facts["advice"]
     assert ranks[0].position == 2 * BATCH, "the newest checkpoint is that of step 2"
+
+
+def test_copies_are_compared_before_they_are_saved(tmp_path: Path) -> None:
+    for rank in run(tmp_path, "synchronous", damage=True, train__vote_every=100):
+        assert "step 4: norm.weight: the copies of ranks 0, 1 differ" in rank.error
+        assert rank.facts["ranks"] == [0, 1] and "compared before" in rank.facts["advice"]
 
 
 # Loss spikes.
