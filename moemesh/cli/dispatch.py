@@ -11,6 +11,7 @@ from moemesh.cli.application import AsJson, app
 from moemesh.cli.table import table
 
 if TYPE_CHECKING:
+    from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
     from moemesh.planner.dispatches import RoutingExample
     from moemesh.planner.traffic.exchanges import DispatchExchanges, Exchange
 
@@ -33,10 +34,42 @@ def show_dispatch(
     dispatcher: Annotated[
         list[str] | None, typer.Option(help="Show this one. May be repeated.")
     ] = None,
-    experts: Annotated[int, typer.Option(min=1, help="Experts (random routing).")] = 8,
-    experts_per_token: Annotated[int, typer.Option(min=1, help="Of each token.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 8,
-    hidden_size: Annotated[int, typer.Option(min=1, help="Channels of a row.")] = 1024,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts (random routing). [default: 8, or 256]")
+    ] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(min=1, help="Of each token. [default: 2, or 8]")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each rank. [default: 8, or 4096]")
+    ] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(min=1, help="Channels of a row. [default: 1024, or 7168]")
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="A table of times and rates on --cluster instead; the second defaults, which are "
+            "DeepEP's published settings.",
+        ),
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="C", help="With --compare: cluster preset or TOML file.")
+    ] = None,
+    ep: Annotated[
+        list[int] | None,
+        typer.Option(help="With --compare: ranks that share the experts. [default: 8 16 32 64]"),
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=0, help="With --compare: groups of experts; 0: no limit.")
+    ] = None,
+    groups_kept: Annotated[
+        int | None, typer.Option(min=1, help="With --compare: groups that a token may choose from.")
+    ] = None,
+    payload: Annotated[
+        str, typer.Option(help="With --compare: fp8 or bfloat16 on the way to the experts.")
+    ] = "fp8",
     dtype: Annotated[str, typer.Option(help="Of a row.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Of the random routing.")] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
@@ -51,16 +84,32 @@ def show_dispatch(
         moemesh dispatch uneven-reduce-scatter
 
         moemesh dispatch --plan dp=8,ep=8,ranks_per_node=4 --tokens 16 --svg dispatch.svg
+
+        moemesh dispatch --compare --cluster hgx_h800 --tokens 4096
     """
+    if compare:
+        _refuse_with_compare(routing=routing, plan=plan, svg=svg)
+        if cluster is None:
+            raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
+        given = {
+            "tokens": tokens, "hidden_size": hidden_size, "experts": experts,
+            "experts_per_token": experts_per_token, "groups": groups, "groups_kept": groups_kept,
+        }  # fmt: skip
+        load = {name: value for name, value in given.items() if value is not None}
+        _compare(cluster, load, payload, ep or [8, 16, 32, 64], dispatcher, as_json)
+        return
+    for name, value in (("--cluster", cluster), ("--ep", ep), ("--groups", groups)):
+        if value is not None:
+            raise typer.BadParameter(f"{name} goes with --compare")
     from moemesh.planner.dispatches import random_example, read_example, to_json
 
     if routing is None:
         example = random_example(
             plan or "dp=4,ep=4",
-            num_experts=experts,
-            experts_per_token=experts_per_token,
-            tokens=tokens,
-            hidden_size=hidden_size,
+            num_experts=experts or 8,
+            experts_per_token=experts_per_token or 2,
+            tokens=tokens or 8,
+            hidden_size=hidden_size or 1024,
             dtype=dtype,
             seed=seed,
             dispatchers=dispatcher or (),
@@ -82,6 +131,89 @@ def show_dispatch(
         typer.echo(json.dumps(to_json(example)))
     else:
         typer.echo(dispatch_text(example))
+
+
+def _refuse_with_compare(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            where = name.upper() if name == "routing" else f"--{name}"
+            raise typer.BadParameter(f"{where} shows a routing, --compare a table: leave one out")
+
+
+def _compare(
+    cluster: str,
+    load: dict[str, int],
+    payload: str,
+    ep: list[int],
+    dispatchers: list[str] | None,
+    as_json: bool,
+) -> None:
+    """Print the table of all dispatchers on a cluster."""
+    from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import ConfigError, Problem
+    from moemesh.config.suggest import nearest_choice
+    from moemesh.planner.dispatch_times import DISPATCHERS, DispatchLoad, dispatch_times
+
+    wanted = tuple(dispatchers or DISPATCHERS)
+    choices = [("payload", payload, ("fp8", "bfloat16"))]
+    choices += [("dispatcher", name, DISPATCHERS) for name in wanted]
+    if problems := [
+        Problem(
+            code="not-a-choice",
+            key=key,
+            value=value,
+            message=f"{key} is one of {', '.join(legal)}",
+            fix=nearest_choice(value, legal),
+        )
+        for key, value, legal in choices
+        if value not in legal
+    ]:
+        raise ConfigError(problems)
+    machine = load_cluster(cluster)
+    settings = DispatchLoad(**load, fp8=payload == "fp8")
+    found = [row for ranks in ep for row in dispatch_times(machine, settings, ranks, wanted)]
+    if as_json:
+        typer.echo(json.dumps([row.to_json() for row in found], indent=2))
+    else:
+        typer.echo(compare_text(machine.name, settings, found))
+
+
+def compare_text(cluster: str, load: "DispatchLoad", found: "list[DispatchTime]") -> str:
+    """The table of dispatchers, one dispatch and one combine each."""
+    rows = [
+        (
+            str(row.ep),
+            row.dispatcher,
+            f"{row.copies:.2f}",
+            f"{row.copies_across:.2f}",
+            *(
+                cell
+                for one in (row.dispatch, row.combine)
+                for cell in (
+                    f"{(one.across_bytes + one.inside_bytes) / 1e6:,.1f}",
+                    f"{one.seconds * 1e6:,.0f}",
+                    f"{one.rate / 1e9:.1f}",
+                )
+            ),
+        )
+        for row in found
+    ]
+    header = ("ep", "dispatcher", "copies", "across", "MB", "us", "GB/s", "MB", "us", "GB/s")
+    limit = f", from {load.groups_kept} of {load.groups} groups" if load.groups else ""
+    dtype = "fp8" if load.fp8 else "bfloat16"
+    return "\n".join(
+        [
+            f"{load.tokens:,} tokens a rank, {load.hidden_size:,} channels, "
+            f"{load.experts_per_token} of {load.experts} experts{limit}",
+            f"on {cluster}; {dtype} to the experts (first MB, us, GB/s), bfloat16 back (second)",
+            "",
+            table(header, rows, left=2),
+            "",
+            "copies of a token leave its rank, across: its node. MB that a rank sends. GB/s:",
+            "over the network card where nodes are crossed, else over the links of the node.",
+            "Uniform routing; links at the calibrated share of their data sheet, or measured.",
+        ]
+    )
 
 
 def dispatch_text(example: "RoutingExample") -> str:
