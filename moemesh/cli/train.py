@@ -30,6 +30,15 @@ def train(
             help="Check everything and say what would be done; write and start nothing.",
         ),
     ] = False,
+    stop_after: Annotated[
+        int | None,
+        typer.Option(
+            "--stop-after",
+            metavar="STEP",
+            min=1,
+            help="Save and end behind this step; the same command without it goes on.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
@@ -58,5 +67,7 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
 
-    code = command.train(config, overrides or [], out, allow_change or [], prepared=prepared)
+    code = command.train(
+        config, overrides or [], out, allow_change or [], prepared=prepared, stop_after=stop_after
+    )
     raise typer.Exit(code)

@@ -78,6 +78,11 @@ def ranks_of_a_node(ranks: Sequence[int]) -> int:
     return 0 if nodes[0] == nodes[-1] else counts.pop()
 
 
+def environment() -> dict[str, str]:
+    """A copy of the environment of this process."""
+    return dict(os.environ)
+
+
 def own_rank() -> int:
     """The rank of this process, known before any connection is made."""
     return _variable("RANK", 0)

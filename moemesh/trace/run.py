@@ -247,6 +247,12 @@ class Run:
         )
 
 
+def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:
+    """The rows of a run's `metrics.jsonl`, one after the other, damaged ones left out; none where
+    there is no such file."""
+    return _Reader(Path(folder)).rows("metrics.jsonl", MetricsRow.from_json)
+
+
 class _Reader:
     """Reads files of one folder and notes what could not be read."""
 

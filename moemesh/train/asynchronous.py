@@ -93,6 +93,8 @@ class StreamedSteps:
             check_recorded(schedule, config, first, last)
         else:
             last = segment_end(config, first)
+            if (after := self._session.stop.after) is not None and after >= first:
+                last = min(last, after)
             schedule = stream_schedule(config, last - first + 1)
         digests = gather_json([digest(schedule), last], self._session.mesh.control)
         assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"

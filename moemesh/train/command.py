@@ -49,9 +49,11 @@ def train(
     *,
     in_this_process: bool = True,
     prepared: Preparation | None = None,
+    stop_after: int | None = None,
 ) -> int:
     """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
-    process itself; `prepared`: what was checked already, before torch was imported.
+    process itself; `prepared`: what was checked already, before torch was imported; `stop_after`: a
+    step behind which it is saved and ends, with exit code 0.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
@@ -65,8 +67,8 @@ def train(
         if problems := untrainable(replace(resolved, config=readable_config)):
             raise ConfigError(problems)
         if launch.launched():
-            return _rank(config, RunFolder.open(path), path)
-        return _rank(config, None, path, allowed_changes)
+            return _rank(config, RunFolder.open(path), path, stop_after=stop_after)
+        return _rank(config, None, path, allowed_changes, stop_after=stop_after)
     if prepared is None:
         prepared = prepare(resolved, config_file, out, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
@@ -82,11 +84,15 @@ def train(
     try:
         if config.plan.world_size == 1 and in_this_process:
             launch.keep_freed_memory()
-            return _rank(config, folder, path, samples=samples)
+            return _rank(config, folder, path, samples=samples, stop_after=stop_after)
         arguments = ["train", *([str(config_file)] if config_file else [])]
         for override in overrides:
             arguments += ["--set", override]
         arguments += ["--out", str(path)]
+        for key in allowed_changes:
+            arguments += ["--allow-change", key]
+        if stop_after is not None:
+            arguments += ["--stop-after", str(stop_after)]
         code = launch.launch(
             config.plan.world_size,
             arguments,
@@ -161,9 +167,11 @@ def _rank(
     path: Path,
     allowed_changes: Sequence[str] = (),
     samples: Samples | None = None,
+    *,
+    stop_after: int | None = None,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
-    stop, rank = StopRequest(alone=not launch.joined()), launch.own_rank()
+    stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
         _check_world_size(config, ranks.world_size)

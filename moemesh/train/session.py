@@ -166,7 +166,7 @@ class Session:
             if num_moved := self.rehoming.after(step, finished.result.counts_LE):
                 text = f"step {step}: {num_moved} experts of all layers moved"
                 self.console.say(text, "experts")
-            stopping = steps.is_stopping()
+            stopping = steps.is_stopping() or step == self.stop.after
             self.checkpoints.look()
             saves = stopping or self._is_due(step, train.checkpoint_every)
             if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
@@ -285,9 +285,11 @@ class Session:
             self.checkpoints.save(step, state)
 
     def interrupts(self, step: int) -> bool:
-        """Whether a validation or a checkpoint comes behind step `step`."""
+        """Whether a validation, a checkpoint or the end comes behind step `step`."""
         train = self.config.train
-        return any(self._is_due(step, n) for n in (train.validate_every, train.checkpoint_every))
+        return step == self.stop.after or any(
+            self._is_due(step, n) for n in (train.validate_every, train.checkpoint_every)
+        )
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank; all ranks call."""

@@ -22,8 +22,9 @@ class StopRequest:
     it answers on stderr itself.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
-        self._alone = alone
+    def __init__(self, *, alone: bool = False, after: int | None = None) -> None:
+        """`after`: the step behind which the run stops in any case; None: the last one."""
+        self._alone, self.after = alone, after
         self._same_seconds = SAME_KEY_SECONDS if alone else SAME_REQUEST_SECONDS
         self._signal: int | None = None
         self._since = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
 from moemesh.train.folder import RunFolder
@@ -52,7 +53,11 @@ def train(
             f"already trained to step {done} of {last}"
         )
         return 0
+    if stop.after is not None and done >= stop.after:
+        console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")
+        return 0
     session.artifacts.begin(done, samples)
+    provenance.record_start(folder, config, mesh, samples, done + 1)
     for note in session.parallel.notes:
         console.say(note)
     if warning := config.model.layout_warning:
@@ -62,11 +67,13 @@ def train(
     with console.training(done, last):
         saved = session.train(_steps(session))
     session.artifacts.finish()
+    if mesh.rank == 0:
+        provenance.record_end(folder, saved)
     session.parallel.close()
     if saved < last:
         text = f"stopped at step {saved}, saved; the same command goes on from there"
         console.say(text, "stopped")
-        return stop.exit_code
+        return 0 if saved == stop.after else stop.exit_code
     console.say(session.artifacts.summary(), "finished")
     return 0
 

@@ -1,0 +1,72 @@
+"""The verb repro: the first steps of a run once more, compared bit by bit."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+
+if TYPE_CHECKING:
+    from moemesh.train.repro import Comparison
+
+
+@app.command(short_help="Repeat the first steps of a run and compare the losses bit by bit.")
+def repro(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder of the second run; default: RUN-repro."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the first steps of a run again, from the files of its folder, and compare.
+
+    Exit code 0: equal to the bit; 1: something differs, and what differs between the two runs is
+    named; 2: the run cannot be repeated. Example:
+
+        moemesh repro runs/first --steps 20
+    """
+    import sys
+
+    from moemesh.train.repro import repro as repeat
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    found, causes, folder = repeat(run, out, steps, say, shows_steps=not as_json)
+    if as_json:
+        result = {**asdict(found), "differences": causes, "folder": str(folder)}
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        typer.echo("\n" + _text(found, causes, folder))
+    raise typer.Exit(0 if found.first_step is None else 1)
+
+
+def _text(found: "Comparison", causes: list[str], folder: Path) -> str:
+    """The comparison for a person."""
+    lines: list[str] = []
+    if found.first_step is None:
+        lines.append(f"equal to the bit: losses and gradient norms of {found.steps} steps")
+    else:
+        lines += [
+            f"different: step {found.first_step} is the first, {found.key} {found.before!r} then, "
+            f"{found.after!r} now",
+            f"{found.num_different} of {found.steps} steps differ, losses by at most "
+            f"{found.largest:.3g}",
+        ]
+    if causes:
+        lines.append("what differs between the two runs:")
+        lines += [f"  {cause}" for cause in causes]
+    elif found.first_step is not None:
+        lines.append(
+            "no difference of packages, hardware, git, data or environment is recorded: another "
+            "process on the machine cannot be the reason, a change of the library or of files in "
+            "place can"
+        )
+    lines.append(f"second run: {folder}")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""``provenance.json`` read back: the starts of a run, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+FILE = "provenance.json"
+#: The form of the file, its key "schema".
+SCHEMA = 1
+
+#: What two starts are compared in, and how a person calls it.
+_PLACES = {
+    "python": "Python",
+    "packages": "package",
+    "library": "moemesh",
+    "git": "git",
+    "hardware": "hardware",
+    "devices": "devices",
+    "environment": "environment",
+    "data": "data",
+    "weights": "weights",
+    "threads": "threads of a rank",
+}
+#: Entries that say where something was, and change no result.
+_PLACE_ONLY = frozenset(
+    {
+        "library.folder",
+        "git.root",
+        "git.branch",
+        "git.untracked",
+        "git.diff",
+        "environment.VIRTUAL_ENV",
+    }
+)
+_PLACE_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environment.MOEMESH__")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's starts, the first one first; none where there is no such file, or it
+    cannot be read."""
+    try:
+        content: Any = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return [cast("dict[str, Any]", dict(start)) for start in content["starts"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """In what two starts differ that may change a result: a line each, the first value first."""
+    lines: list[str] = []
+    for place, name in _PLACES.items():
+        for key, old, new in _differing(before.get(place), after.get(place)):
+            where = ".".join([place, *key])
+            if where in _PLACE_ONLY or where.startswith(_PLACE_PREFIXES):
+                continue
+            what = " ".join([name, ".".join(key)]).strip()
+            lines.append(f"{what}: {_shown(old)} then, {_shown(new)} now")
+    return lines
+
+
+def _differing(old: Any, new: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        one, other = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
+        for key in sorted(one.keys() | other.keys()):
+            for rest, a, b in _differing(one.get(key), other.get(key)):
+                yield (key, *rest), a, b
+    elif old != new:
+        yield (), old, new
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,206 @@
+"""`moemesh repro`: the first steps of a run once more, and the losses compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moemesh.config.errors import UserError
+from moemesh.trace.provenance import differences, read_starts
+from moemesh.trace.run import MetricsRow, read_metrics
+from moemesh.train.folder import MARKS, compare
+
+#: Schedules whose order of operations follows from when messages arrive.
+_BY_ARRIVAL = ("ampnet",)
+#: What is compared of every step.
+COMPARED = ("loss", "grad_norm", "aux_loss", "mtp_loss", "validation_loss")
+
+
+class ReproError(UserError):
+    """A run cannot be repeated; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Steps `first` to `last` of a run, as a start of it with this record has taken them."""
+
+    record: Mapping[str, Any]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Of both runs: the steps that were compared, and at the first step that differs the key, the
+    value then and the value now."""
+
+    steps: int
+    first_step: int | None = None
+    key: str = ""
+    before: float | None = None
+    after: float | None = None
+    num_different: int = 0
+    largest: float = 0.0
+
+
+def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
+    """Which start has taken which of the steps 1 to `last`: the newest one that has taken it.
+
+    Raises ReproError where the records do not say.
+    """
+    parts: list[Part] = []
+    for start in starts:
+        first = int(start["first_step"])
+        parts = [
+            Part(record=one.record, first=one.first, last=min(one.last, first - 1))
+            for one in parts
+            if one.first < first
+        ]
+        parts.append(Part(record=start, first=first, last=last))
+    parts = [one for one in parts if one.first <= last]
+    ends = [0, *(one.last for one in parts)]
+    if not parts or any(one.first != end + 1 for one, end in zip(parts, ends, strict=False)):
+        raise ReproError("the records of the run's starts do not cover its first steps")
+    return parts
+
+
+def compare_rows(
+    before: Mapping[int, MetricsRow], after: Mapping[int, MetricsRow], steps: int
+) -> Comparison:
+    """The rows of steps 1 to `steps` that the first run has, bit by bit: NaN equals NaN.
+
+    Raises ReproError where the second run has not taken one of them, or none can be compared.
+    """
+    wanted = sorted(step for step in before if step <= steps)
+    if not wanted:
+        raise ReproError(f"the run has no row of metrics for any of the steps 1 to {steps}")
+    if missing := [step for step in wanted if step not in after]:
+        raise ReproError(f"the second run has not taken step {missing[0]}")
+    different: list[tuple[int, str, float | None, float | None]] = []
+    for step in wanted:
+        for key in COMPARED:
+            old, new = getattr(before[step], key), getattr(after[step], key)
+            if repr(old) != repr(new) and not (key == "validation_loss" and None in (old, new)):
+                different.append((step, key, old, new))
+    if not different:
+        return Comparison(steps=len(wanted))
+    step, key, old, new = different[0]
+    losses = [abs(a - b) for _, k, a, b in different if k == "loss" and None not in (a, b)]  # type: ignore[operator]
+    return Comparison(
+        steps=len(wanted),
+        first_step=step,
+        key=key,
+        before=old,
+        after=new,
+        num_different=len({one[0] for one in different}),
+        largest=max(losses, default=0.0),
+    )
+
+
+def repro(
+    run: Path,
+    out: Path | None = None,
+    steps: int = 20,
+    say: Callable[[str], None] = print,
+    *,
+    shows_steps: bool = True,
+    python: str = sys.executable,
+) -> tuple[Comparison, list[str], Path]:
+    """Repeat the first `steps` steps of `run` in the folder `out` (default: beside it).
+
+    Each part of a run that was resumed runs under the configuration that it had. `shows_steps`: the
+    second run prints to stdout. Returns the comparison, what differs between the two runs' records
+    (packages, hardware, ...), and the folder of the second run. Raises ReproError where that is not
+    possible.
+    """
+    rows = {row.step: row for row in read_metrics(run)}
+    if not rows:
+        raise ReproError(f"{run} holds no run with steps: there is no row in its metrics.jsonl")
+    last = min(steps, max(rows))
+    starts = read_starts(run)
+    if not starts:
+        starts = [_without_record(run)]
+        say(f"note: {run} has no provenance.json; its config.toml alone is repeated")
+    parts = parts_of(starts, last)
+    out = _free_folder(run, out)
+    directory = Path(str(parts[0].record.get("directory") or Path.cwd()))
+    if not directory.is_dir():
+        say(f"note: {directory}, where the run was started, is gone; paths count from here")
+        directory = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="moemesh-repro-") as temporary:
+        before = ""
+        for number, part in enumerate(parts, start=1):
+            file = Path(temporary) / f"part-{number}.toml"
+            text = str(part.record["config"])
+            file.write_text(text, encoding="utf-8")
+            command = [python, "-m", "moemesh", "train", str(file), "--out", str(out)]
+            for override in _overrides(run, part.record):
+                command += ["--set", override]
+            for change in compare(before, text) if before else []:
+                command += ["--allow-change", change.key] if change.kind == "training" else []
+            command += ["--stop-after", str(part.last)]
+            say(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
+            output = None if shows_steps else subprocess.DEVNULL
+            code = subprocess.run(
+                command, cwd=directory, env=_environment(), stdout=output, check=False
+            ).returncode
+            if code:
+                raise ReproError(f"the second run ended with exit code {code}: see {out}")
+            before = text
+    again = {row.step: row for row in read_metrics(out)}
+    found = compare_rows(rows, again, last)
+    ours = read_starts(out)
+    record = parts[0].record
+    return found, differences(record, ours[0]) if ours and record.get("packages") else [], out
+
+
+def _without_record(run: Path) -> dict[str, Any]:
+    """What stands for the record of a run of an older version."""
+    try:
+        return {"first_step": 1, "config": (run / "config.toml").read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
+
+
+def _free_folder(run: Path, out: Path | None) -> Path:
+    """An absolute path that no run is in."""
+    if out is not None:
+        if any((out / mark).exists() for mark in MARKS):
+            raise ReproError(f"{out} holds a run already: choose another folder with --out")
+        return out.resolve()
+    run = run.resolve()
+    for number in range(1, 1000):
+        name = f"{run.name}-repro" + (f"-{number}" if number > 1 else "")
+        if not (run.parent / name).exists():
+            return run.parent / name
+    raise ReproError(f"{run.parent} is full of repeated runs: choose a folder with --out")
+
+
+def _overrides(run: Path, record: Mapping[str, Any]) -> list[str]:
+    """Keys for what the run folder has a copy of, and for node borders that the launcher gave."""
+    found = ['train.resume="auto"']
+    text = str(record["config"])
+    if (run / "schedule.txt").exists():
+        found.append(f"plan.schedule={json.dumps(str((run / 'schedule.txt').resolve()))}")
+    if (run / "esft.json").exists() and "\nesft = " in text:
+        found.append(f"train.esft={json.dumps(str((run / 'esft.json').resolve()))}")
+    if len(record.get("hosts") or ()) > 1 and "\nranks_per_node = " not in text:
+        found.append(f"plan.ranks_per_node={record['ranks_per_node']}")
+    if any(f'\nschedule = "{name}"' in text for name in _BY_ARRIVAL) and "\nreplay = " not in text:
+        raise ReproError(
+            "the order of ampnet's operations follows from when messages arrive: no second run has "
+            "the same; to carry out the orders that were recorded, set plan.replay"
+        )
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, without overrides of the configuration: config.toml has them all."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MOEMESH__")}

@@ -1,0 +1,138 @@
+"""Where a run came from: git, secrets, packages; and how two starts differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moemesh.trace.provenance import differences, read_starts
+from moemesh.train import provenance
+from moemesh.train.folder import RunFolder
+from moemesh.train.provenance import git_state, packages, redacted, redacted_arguments, weights
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    subprocess.run(["git", *who, "-C", str(folder), *words], check=True, capture_output=True)
+
+
+def repository(folder: Path) -> Path:
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    (folder / "model.py").write_text("layers = 2\n")
+    git(folder, "add", "model.py")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+def test_git_of_a_clean_and_of_a_changed_directory(tmp_path: Path) -> None:
+    folder = repository(tmp_path / "project")
+    clean = git_state(folder)
+    assert clean["branch"] == "main" and len(clean["commit"]) == 40
+    assert clean["is_changed"] is False and "text" not in clean and clean["untracked"] == []
+    (folder / "model.py").write_text("layers = 4\n")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "below").mkdir()
+    changed = git_state(folder / "below")
+    assert changed["is_changed"] and changed["untracked"] == ["notes.txt"]
+    assert "-layers = 2\n+layers = 4\n" in changed["text"] and changed["diff_is_cut"] is False
+    assert changed["diff_bytes"] == len(changed["text"])
+
+
+def test_a_long_diff_is_cut_and_a_directory_without_git_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = repository(tmp_path / "project")
+    (folder / "model.py").write_text("x\n" * 10_000)
+    monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 100)
+    found = git_state(folder)
+    assert found["diff_is_cut"] and len(found["text"]) == 100 and found["diff_bytes"] > 20_000
+    assert git_state(tmp_path) == {}
+    (tmp_path / "empty").mkdir()
+    git(tmp_path / "empty", "init", "-q")
+    assert "commit" not in git_state(tmp_path / "empty")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
+    assert git_state(folder) == {}
+
+
+def test_equal_diffs_are_written_once(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path / "run")
+    starts: list[dict[str, object]] = []
+    for number, (text, name) in enumerate(
+        [("a", "diff.patch"), ("a", "diff.patch"), ("b", "diff-3.patch"), ("a", "diff.patch")],
+        start=1,
+    ):
+        found = provenance._write_diff(run, text, f"digest of {text}", starts, number)
+        starts.append({"git": {"diff": found, "diff_sha256": f"digest of {text}"}})
+        assert found == name and (run.path / name).read_text() == text
+    assert sorted(p.name for p in run.path.glob("*.patch")) == ["diff-3.patch", "diff.patch"]
+
+
+def test_no_secret_is_written_down() -> None:
+    given = {
+        "OMP_NUM_THREADS": "2",
+        "HOME": "/home/me",
+        "NCCL_SECRET": "s3cret",
+        "MOEMESH__data__path": "https://me:s3cret@example.org/x",
+        "CUDA_API_KEY": "s3cret",
+        "TOKENIZERS_PARALLELISM": "false",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+    }
+    shown = redacted(given)
+    assert shown["OMP_NUM_THREADS"] == "2" and shown["TOKENIZERS_PARALLELISM"] == "false"
+    assert shown["MOEMESH__data__path"] == "https://(redacted)@example.org/x"
+    assert "HOME" not in shown and "AWS_SECRET_ACCESS_KEY" not in shown
+    assert "s3cret" not in json.dumps(shown)
+    command = ["moemesh", "train", "--token", "s3cret", "--api-key=s3cret", "--set", "train.lr=1"]
+    shown_command = redacted_arguments([*command, "--set", "data.tokenizer=bytes"])
+    assert "s3cret" not in " ".join(shown_command)
+    assert shown_command[-3:] == ["train.lr=1", "--set", "data.tokenizer=bytes"]
+
+
+def test_differences_name_what_changes_a_result() -> None:
+    before = {
+        "python": "3.11.7",
+        "packages": {"torch": "2.9", "numpy": "2.0", "old": "1"},
+        "git": {"commit": "a" * 40, "branch": "main", "root": "/a"},
+        "environment": {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7"},
+        "data": {"source 1": "x"},
+        "threads": 2,
+    }
+    assert differences(before, before) == []
+    after = {
+        **before,
+        "packages": {"torch": "2.10", "numpy": "2.0"},
+        "git": {"commit": "b" * 40, "branch": "other", "root": "/b"},
+        "environment": {"SLURM_JOB_ID": "8"},
+        "data": {"source 1": "y"},
+        "threads": 1,
+    }
+    assert differences(before, after) == [
+        "package old: 1 then, none now",
+        "package torch: 2.9 then, 2.10 now",
+        f"git commit: {'a' * 40} then, {'b' * 40} now",
+        "environment OMP_NUM_THREADS: 1 then, none now",
+        "data source 1: x then, y now",
+        "threads of a rank: 2 then, 1 now",
+    ]
+
+
+def test_weights_that_were_changed_in_place_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(3 << 20))
+    (tmp_path / "config.json").write_text("{}")
+    before = weights(tmp_path)
+    assert set(before) == {"model.safetensors", "config.json"}
+    file.write_bytes(bytes((3 << 20) - 1) + b"\1")
+    assert weights(tmp_path)["model.safetensors"] != before["model.safetensors"]
+
+
+def test_packages_and_files_that_are_no_records(tmp_path: Path) -> None:
+    assert packages()["torch"]
+    assert read_starts(tmp_path) == []
+    for text in ("", "[]", '{"starts": 3}', '{"starts": [3]}', "\xff"):
+        (tmp_path / "provenance.json").write_text(text, encoding="latin-1")
+        assert read_starts(tmp_path) == []
