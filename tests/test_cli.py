@@ -159,8 +159,8 @@ def test_train_passes_on_what_it_was_told(
 ) -> None:
     calls: list[object] = []
 
-    def command(*given: object, prepared: Preparation) -> int:
-        calls.append(given)
+    def command(*given: object, prepared: Preparation, stop_after: int | None) -> int:
+        calls.append((*given, stop_after))
         assert prepared.folder.path == (given[2] or Path("runs/tiny"))
         return 3
 
@@ -170,9 +170,10 @@ def test_train_passes_on_what_it_was_told(
     path.write_text("[plan]\ndp = 2\n")
     out = tmp_path / "run"
     given = [str(path), "--set", "train.steps=3", "--out", str(out), "--allow-change", "train.lr"]
+    given += ["--stop-after", "2"]
     assert run(capsys, monkeypatch, "train", *given)[0] == 3
     assert run(capsys, monkeypatch, "train")[0] == 3
-    assert calls == [(path, ["train.steps=3"], out, ["train.lr"]), (None, [], None, [])]
+    assert calls == [(path, ["train.steps=3"], out, ["train.lr"], 2), (None, [], None, [], None)]
 
 
 def test_bench_passes_on_what_it_was_told(
