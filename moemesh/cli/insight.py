@@ -1,12 +1,13 @@
-"""Verbs that look at runs: report."""
+"""Verbs that look at runs: report, explain."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moemesh.cli.application import app
+from moemesh.cli.application import AsJson, app
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -43,3 +44,35 @@ def report(
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
     typer.echo(str(path))
+
+
+@app.command(short_help="What bounds a run, or why it failed.")
+def explain(
+    run: RunFolder,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="C", help="Cluster that the planner's price is for."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in one paragraph what bounds the speed of a run, or why it failed, with the numbers of
+    its files, and the command to run next. Examples:
+
+        moemesh explain runs/first
+
+        moemesh explain runs/first --cluster laptop_cpu --json
+    """
+    from moemesh.report.explain import Planned
+    from moemesh.report.explain import explain as explain_run
+    from moemesh.trace.run import Run
+
+    found, planned = Run.load(run), None
+    if cluster is not None:
+        from moemesh.config.load import load_run
+        from moemesh.planner.estimate import estimate_run
+
+        price = estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
+        parts = {name: value for name, value in price.seconds.items() if name != "total"}
+        planned = Planned(cluster=cluster, seconds=price.seconds["total"], parts=parts)
+    explanation = explain_run(found, planned)
+    typer.echo(json.dumps(explanation.to_json(), indent=2) if as_json else explanation.text)

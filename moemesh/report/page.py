@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -86,11 +87,22 @@ def from_template(template: str, **values: Any) -> str:
 def _origin(run: Run) -> list[str]:
     """When, where and by which command the run was started, as far as its folder tells."""
     starts = [event.time for event in run.events if event.kind == "start"]
-    if not starts:
-        return []
-    again = f", resumed {len(starts) - 1} times" if len(starts) > 1 else ""
-    time = _cut(starts[0].replace("T", " ").removesuffix("+00:00"), 40)
-    return [f"Started {time} UTC{again}."]
+    last = run.starts[-1] if run.starts else {}
+    lines: list[str] = []
+    if starts:
+        again = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
+        lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
+    if hosts := last.get("hosts"):
+        lines.append(f"On {_cut(', '.join(map(str, hosts)), _MAX_VALUE)}.")
+    if command := command_of(run):
+        lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
+    return lines
+
+
+def command_of(run: Run) -> str:
+    """The command of the newest start; "" where the folder does not tell."""
+    argv = run.starts[-1].get("argv") if run.starts else None
+    return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
 
 
 def _facts(run: Run, state: State) -> list[tuple[str, str]]:

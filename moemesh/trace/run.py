@@ -185,6 +185,8 @@ class Run:
     memory: MemoryProfiles | None = None
     loads: tuple[LayerLoads, ...] = ()
     events: tuple[Event, ...] = ()
+    #: Records of the starts of the run, the first one first (`provenance.json`).
+    starts: tuple[Mapping[str, Any], ...] = ()
     failure: dict[str, Any] | None = None
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
@@ -240,6 +242,7 @@ class Run:
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
             loads=loads.all(),
+            starts=reader.json("provenance.json", _starts) or (),
             events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
             summary=reader.json("summary.json", _object) or {},
@@ -305,6 +308,10 @@ class _Reader:
         if bad:
             lines = "1 line is" if bad == 1 else f"{bad} lines are"
             self.warnings.append(f"{name}: {lines} left out, first {first}")
+
+
+def _starts(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_object(start) for start in data["starts"])
 
 
 def _object(value: Any) -> dict[str, Any]:

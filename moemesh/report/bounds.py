@@ -1,0 +1,186 @@
+"""What bounds the speed of a run: a table of causes, each with its words and its remedies.
+
+A cause is judged by its share of a step (:mod:`moemesh.report.evidence`); a cause of whose share no
+file tells is not named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moemesh.report.evidence import GRADIENT_AXES, Evidence, busiest_axis
+from moemesh.trace.memory import format_bytes
+
+#: `--set` arguments of one change.
+Overrides = tuple[str, ...]
+
+
+class Bound(NamedTuple):
+    """A cause: its name, the sentence that states it with its numbers, the advice, and changes of
+    the configuration to try, the best first (the first that is legal is proposed)."""
+
+    name: str
+    say: Callable[[Evidence], str]
+    advice: str
+    changes: Callable[[Evidence], Sequence[Overrides]]
+
+
+def _share(evidence: Evidence, name: str) -> str:
+    return f"{evidence.shares[name]:.0%} of a step"
+
+
+def _say_data(evidence: Evidence) -> str:
+    return f"Rank 0 waits for its data in {_share(evidence, 'data')}."
+
+
+def _say_communication(evidence: Evidence) -> str:
+    text = f"Ranks wait for communication with others in {_share(evidence, 'communication')}"
+    if (busiest := busiest_axis(evidence)) is not None:
+        axis, share = busiest
+        size = format_bytes(evidence.facts[f"bytes over {axis}"][0])
+        text += f"; most bytes cross the axis {axis} ({size} a step of all ranks, {share:.0%})"
+    return text + "."
+
+
+def _communication_changes(evidence: Evidence) -> Sequence[Overrides]:
+    busiest = busiest_axis(evidence)
+    axis = busiest[0] if busiest else ""
+    plan, tp, dp = evidence.plan, evidence.degree("tp"), evidence.degree("dp")
+    found: list[Overrides] = []
+    if axis in ("ep", "etp", "ep_etp"):
+        chunks = evidence.degree("dispatch_chunks")
+        found.append((f"plan.dispatch_chunks={2 * chunks}",))
+    if axis == "tp" and tp % 2 == 0:
+        found.append((f"plan.tp={tp // 2}", f"plan.dp={2 * dp}"))
+    if axis in GRADIENT_AXES:
+        batch = evidence.run.section("data").get("global_batch")
+        if isinstance(batch, int):
+            microbatches = 2 * evidence.degree("microbatches")
+            found.append((f"data.global_batch={2 * batch}", f"plan.microbatches={microbatches}"))
+    if axis == "pp" and plan.get("schedule") == "1f1b":
+        found.append(("plan.schedule=zb_h1",))
+    return found
+
+
+def _say_bubble(evidence: Evidence) -> str:
+    text = f"The pipeline leaves ranks idle in {_share(evidence, 'bubble')}"
+    schedule, microbatches = evidence.plan.get("schedule", "1f1b"), evidence.degree("microbatches")
+    return (
+        f"{text}: {evidence.degree('pp')} pipeline ranks, {microbatches} microbatches, schedule "
+        f"{schedule}."
+    )
+
+
+def _bubble_changes(evidence: Evidence) -> Sequence[Overrides]:
+    microbatches, batch = (
+        evidence.degree("microbatches"),
+        evidence.run.section("data").get("global_batch"),
+    )
+    most = batch // evidence.degree("dp") if isinstance(batch, int) else 0
+    found = [(f"plan.microbatches={n}",) for n in (4 * microbatches, 2 * microbatches) if n <= most]
+    if evidence.plan.get("schedule", "1f1b") in ("1f1b", "gpipe"):
+        found.append(("plan.schedule=zb_h1",))
+    return found
+
+
+def _say_imbalance(evidence: Evidence) -> str:
+    text = (
+        f"Ranks of the same stage wait for the slowest of them in {_share(evidence, 'imbalance')}"
+    )
+    ratio = evidence.fact("fullest rank over mean")
+    if ratio is not None:
+        text += f"; the fullest expert-parallel rank computes {ratio:.2f} times the mean"
+    return text + "."
+
+
+def _imbalance_changes(evidence: Evidence) -> Sequence[Overrides]:
+    found: list[Overrides] = []
+    if evidence.degree("ep") > 1:
+        if not evidence.run.section("train").get("rebalance_every"):
+            found.append(("train.rebalance_every=50",))
+        if not evidence.plan.get("spare_slots"):
+            found.append(("plan.spare_slots=1",))
+    return found
+
+
+def _say_optimizer(evidence: Evidence) -> str:
+    return f"The optimizer takes {_share(evidence, 'optimizer')}."
+
+
+def _optimizer_changes(evidence: Evidence) -> Sequence[Overrides]:
+    is_whole = evidence.plan.get("data", "replicate") == "replicate"
+    return [("plan.data=zero1",)] if is_whole and evidence.degree("dp") > 1 else []
+
+
+def _say_memory(evidence: Evidence) -> str:
+    peak = evidence.fact("peak bytes")
+    found = "" if peak is None else f"; the highest peak of a rank is {format_bytes(peak)}"
+    return (
+        "Layers are computed a second time to save memory (plan.recompute = full), about "
+        f"{_share(evidence, 'memory')}{found}."
+    )
+
+
+def _say_compute(evidence: Evidence) -> str:
+    text = f"Forward and backward passes take {_share(evidence, 'compute')}"
+    mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
+    if mfu is not None:
+        text += f", at {mfu:.1%} of the device's peak (MFU)"
+    elif rate is not None:
+        unit = (1.0, "TFLOP/s") if rate >= 1 else (1e3, "GFLOP/s")
+        text += f", at {rate * unit[0]:.3g} model {unit[1]} a rank"
+    inside = [axis for axis in ("tp", "cp", "ep") if evidence.degree(axis) > 1]
+    if inside and "communication share" not in evidence.facts:
+        text += f"; exchanges over {', '.join(inside)} inside the passes are part of it"
+    return text + "."
+
+
+def _nothing(evidence: Evidence) -> Sequence[Overrides]:
+    return ()
+
+
+BOUNDS: tuple[Bound, ...] = (
+    Bound(
+        "data",
+        _say_data,
+        "Keep the data and its token cache on a disk of the machine.",
+        lambda _: [("data.cache=/tmp/moemesh-tokens",)],
+    ),
+    Bound(
+        "communication",
+        _say_communication,
+        "Send less over that axis, or hide it behind computation.",
+        _communication_changes,
+    ),
+    Bound(
+        "bubble",
+        _say_bubble,
+        "More microbatches, or a schedule with a smaller bubble, fill the pipeline.",
+        _bubble_changes,
+    ),
+    Bound(
+        "imbalance",
+        _say_imbalance,
+        "Even out the ranks: move experts between them, or give hot ones replicas.",
+        _imbalance_changes,
+    ),
+    Bound(
+        "optimizer",
+        _say_optimizer,
+        "Share the optimizer's work over the data-parallel ranks, or take larger batches.",
+        _optimizer_changes,
+    ),
+    Bound(
+        "memory",
+        _say_memory,
+        "Compute less again where memory is left.",
+        lambda _: [("plan.recompute=selective",), ("plan.recompute=none",)],
+    ),
+    Bound(
+        "compute",
+        _say_compute,
+        "No change of the layout removes this; a profile shows the longest operations.",
+        _nothing,
+    ),
+)

@@ -1,0 +1,178 @@
+"""What the files of a run say about its speed: the shares of a step, and where each was read."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moemesh.report.beside import step_parts
+from moemesh.report.boxes import KINDS
+from moemesh.report.traffic import by_axis_and_phase
+from moemesh.trace.run import Run
+from moemesh.trace.timeline import Timeline
+
+#: Axes over which gradients are summed, and what else happens once a step.
+GRADIENT_AXES = ("dp_cp", "stage", "edp", "dp", "world")
+#: So many of the last steps (or bins of steps) say how loads are now.
+_LAST_LOADS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """`shares` of the time of a step, by cause; what no file tells is not among them. `seconds`:
+    median of the steps but the first. `facts`: name -> (number, file that it was read from)."""
+
+    run: Run
+    seconds: float | None
+    shares: Mapping[str, float]
+    facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
+
+    def fact(self, name: str) -> float | None:
+        found = self.facts.get(name)
+        return None if found is None else found[0]
+
+    @property
+    def plan(self) -> Mapping[str, object]:
+        return self.run.plan or self.run.section("plan")
+
+    def degree(self, name: str) -> int:
+        found = self.plan.get(name, 1)
+        return found if isinstance(found, int) else 1
+
+
+def evidence_of(run: Run) -> Evidence:
+    """Everything that the causes of :mod:`moemesh.report.bounds` are judged by."""
+    rows = run.metrics[1:] or run.metrics
+    seconds = statistics.median(row.seconds for row in rows) if rows else None
+    shares: dict[str, float] = {}
+    facts: dict[str, tuple[float, str]] = {}
+    for name, key in (("data", "data_seconds"), ("communication", "communication_seconds")):
+        values = [
+            value / row.seconds
+            for row in rows
+            if row.seconds and (value := getattr(row, key)) is not None
+        ]
+        if values:
+            shares[name] = statistics.median(values)
+            facts[f"{name} share"] = shares[name], "metrics.jsonl"
+    for key in ("mfu", "tflops_per_rank"):
+        values = [value for row in rows if (value := getattr(row, key)) is not None]
+        if values:
+            facts[key] = statistics.median(values), "metrics.jsonl"
+    if run.timeline is not None and run.timeline.records:
+        _from_timeline(run, run.timeline.last_step(), shares, facts)
+    elif "communication" in shares:
+        shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
+    _from_loads(run, facts)
+    _from_traffic(run, facts)
+    if run.memory is not None and run.memory.ranks:
+        facts["peak bytes"] = float(run.memory.peak), "memory.json"
+        foreseen = {profile.rank: profile.total for profile in run.memory.predicted}
+        fullest = max(run.memory.ranks, key=lambda profile: profile.total)
+        if fullest.rank in foreseen:
+            facts["held bytes predicted"] = float(foreseen[fullest.rank]), "memory.json"
+            facts["held bytes measured"] = float(fullest.total), "memory.json"
+    return Evidence(run=run, seconds=seconds, shares=shares, facts=facts)
+
+
+def _from_timeline(
+    run: Run, last: Timeline, shares: dict[str, float], facts: dict[str, tuple[float, str]]
+) -> None:
+    """The parts of the last step, of the mean rank, and how the ranks differ."""
+    parts = step_parts(last)
+    span = sum(parts.values())
+    if not span:
+        return
+    busy = parts["forward and backward"]
+    lost = _lost_to_slower_ranks(run, last)
+    waiting = parts["waiting"]
+    simulated = step_parts(run.simulated) if run.simulated is not None else None
+    bubble = 0.0
+    if simulated is not None and sum(simulated.values()):
+        # What the schedule itself leaves idle; the rest of the wait is for messages.
+        bubble = min(
+            waiting, simulated["waiting"] * busy / (simulated["forward and backward"] or 1)
+        )
+        facts["simulated bubble"] = (
+            simulated["waiting"] / sum(simulated.values()),
+            "timeline_simulated.json",
+        )
+    file = "timeline.json"
+    shares.setdefault("data", parts["data"] / span)
+    shares["bubble"] = bubble / span
+    shares["imbalance"] = lost / span
+    shares["optimizer"] = parts["optimizer"] / span
+    # Ranks that are done early wait in the sums of gradients: that is not communication.
+    exposed = (max(parts["reduce"] - lost, 0.0) + waiting - bubble) / span
+    # Of all waiting for other ranks, what is neither of these happens inside the passes.
+    inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
+    shares["communication"] = exposed + max(inside, 0.0)
+    measured = ("data", "bubble", "imbalance", "optimizer", "communication")
+    again = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
+    if again:
+        shares["memory"] = again / span
+    shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - again / span, 0.0)
+    for name in ("forward and backward", "waiting", "reduce", "optimizer"):
+        facts[f"{name} share"] = parts[name] / span, file
+
+
+def _lost_to_slower_ranks(run: Run, last: Timeline) -> float:
+    """Mean seconds that ranks of the same stage wait for the slowest of them in a step."""
+    pp = run.section("plan").get("pp", 1)
+    stages = pp if isinstance(pp, int) and pp > 0 else 1
+    of_rank: defaultdict[int, float] = defaultdict(float)
+    seen: set[tuple[int, float, float]] = set()
+    for record in last.records:
+        moment = record.rank, record.start, record.end
+        if record.kind in KINDS and moment not in seen:
+            seen.add(moment)
+            of_rank[record.rank] += record.duration
+    per_stage = max(len(last.ranks) // stages, 1)
+    lost = 0.0
+    for first in range(0, len(last.ranks), per_stage):
+        busy = [of_rank[rank] for rank in last.ranks[first : first + per_stage]]
+        lost += sum(max(busy) - value for value in busy)
+    return lost / max(len(last.ranks), 1)
+
+
+def _from_loads(run: Run, facts: dict[str, tuple[float, str]]) -> None:
+    steps = sorted({load.step for load in run.loads})[-_LAST_LOADS:]
+    items = [load for load in run.loads if load.step in steps]
+    if not items:
+        return
+    ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
+    if ratios:
+        facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
+    ratios = [load.expert_max_over_mean for load in items]
+    facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
+
+
+def _from_traffic(run: Run, facts: dict[str, tuple[float, str]]) -> None:
+    """Bytes a step by axis, of training alone."""
+    sent: defaultdict[str, float] = defaultdict(float)
+    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
+    for (axis, phase), size in found.items():
+        if phase not in ("evaluate", "control"):
+            sent[axis] += size
+    for axis, size in sent.items():
+        facts[f"bytes over {axis}"] = size, "ledger.json"
+    expected = by_axis_and_phase(run.predicted_ledgers)
+    if expected and sent:
+        facts["bytes predicted"] = sum(expected.values()), "ledger_predicted.json"
+        facts["bytes measured"] = sum(sent.values()), "ledger.json"
+
+
+def busiest_axis(evidence: Evidence) -> tuple[str, float] | None:
+    """The axis that most bytes of a step cross, and its share of them."""
+    sizes = {
+        name.removeprefix("bytes over "): size
+        for name, (size, _) in evidence.facts.items()
+        if name.startswith("bytes over ")
+    }
+    total = sum(sizes.values())
+    if not total:
+        return None
+    axis = max(sizes, key=lambda name: (sizes[name], name))
+    return axis, sizes[axis] / total

@@ -1,0 +1,153 @@
+"""Why a run failed: a table of causes, told apart by what its failure report says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+
+class FailureCause(NamedTuple):
+    """A cause: its name, a pattern of kinds and one of messages (either "" for none) that it is
+    known by, what to do, and arguments to add to the command of the next attempt."""
+
+    name: str
+    kind: str
+    message: str
+    advice: str
+    arguments: tuple[str, ...] = ()
+
+
+#: In this order: the first that fits is the cause.
+CAUSES: tuple[FailureCause, ...] = (
+    FailureCause(
+        "out of memory",
+        r"OutOfMemory|MemoryError|TooLarge",
+        r"out of memory|can't allocate memory|cannot allocate memory",
+        "Compute activations again in the backward, or take smaller microbatches.",
+        ("--set", "plan.recompute=full", "--allow-change", "plan.recompute"),
+    ),
+    FailureCause(
+        "disk full",
+        r"",
+        r"no space left|disk quota|errno 28|errno 122",
+        "Free space on the disk of the run folder: older checkpoints are the largest files there.",
+    ),
+    FailureCause(
+        "diverged",
+        r"Diverged|NonFinite|Spike|RoutingFault",
+        r"gradient.* finite|is not finite|not a number|\bnan\b",
+        "Lower the learning rate, or clip gradients harder.",
+    ),
+    FailureCause(
+        "replicas differ",
+        r"Vote|Replica",
+        r"replicas? .*differ|digests? differ",
+        "Take the host of the culprit out of service and test its device and memory.",
+    ),
+    FailureCause(
+        "hang",
+        r"Hung|Busy|Timeout|DistBackend|DistStore",
+        r"timed out|timeout|waited longer",
+        "Find out what the rank that did not come was doing: its stack and its log say.",
+    ),
+    FailureCause(
+        "stopped from outside",
+        r"^Stopped",
+        r"sigstop",
+        "A debugger or a scheduler stopped the rank: let it continue, or start again.",
+    ),
+    FailureCause(
+        "killed",
+        r"Killed",
+        r"killed by signal|signal 9|sigkill",
+        "Look into the kernel's log for an out-of-memory kill (dmesg -T | grep -i oom), and into "
+        "that of the scheduler.",
+    ),
+    FailureCause(
+        "lost contact",
+        r"LostContact|ConnectionError|ConnectionReset",
+        r"closed by peer|reset by peer|broken pipe|lost contact",
+        "Another rank went first: look into the logs of the others, and at the network.",
+    ),
+    FailureCause(
+        "damaged checkpoint",
+        r"Checkpoint",
+        r"checkpoint .*(damaged|digest|cannot be read)",
+        "Verify the checkpoints; an older one can be gone on from.",
+    ),
+    FailureCause(
+        "data",
+        r"DataError|BadRecord|TokenCache|UnicodeDecode",
+        r"",
+        "Correct the record that the message names, or leave bad records out.",
+        ("--set", "data.bad_records=skip", "--allow-change", "data"),
+    ),
+    FailureCause(
+        "configuration",
+        r"ConfigError|WorldSize|UserError|RunFolder|DeviceError",
+        r"",
+        "Change the configuration as the message says.",
+    ),
+    FailureCause(
+        "exit",
+        r"Exited|SystemExit",
+        r"",
+        "Look for a call of exit in code of your own, and into the log of the rank.",
+    ),
+)
+#: Of any other exception.
+OTHER = FailureCause(
+    "exception", "", "", "The last frames are those of the exception; the same may come again."
+)
+
+#: Keys of the report that say where it happened, in the order of a sentence.
+_WHERE = ("host", "pid", "step", "phase", "microbatch", "layer", "expert", "parameter", "file")
+
+
+def cause_of(failure: Mapping[str, Any]) -> FailureCause:
+    """The first cause of the table that fits the kind, else the first that fits the message."""
+    kind, message = (str(failure.get(key, "")) for key in ("kind", "message"))
+    kinds = f"{kind} {failure.get('exception', '')}".strip()
+    # A message says more than a kind that stands for any error.
+    for cause in CAUSES:
+        if cause.kind and re.search(cause.kind, kinds):
+            return _unless_told(cause, message)
+    return _by_message(message) or OTHER
+
+
+def _unless_told(cause: FailureCause, message: str) -> FailureCause:
+    """Backends give out-of-memory and lost peers the kind of a timeout."""
+    if cause.name == "hang" and (told := _by_message(message)) is not None:
+        return told
+    return cause
+
+
+def _by_message(message: str) -> FailureCause | None:
+    text = message.lower()
+    return next((c for c in CAUSES if c.message and re.search(c.message, text)), None)
+
+
+def culprit_of(failure: Mapping[str, Any]) -> str:
+    """Rank and place of the failure, as far as its report tells; "" where it tells nothing."""
+    parts = [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
+    parts += [
+        f"{name} {failure[name]}"
+        for name in _WHERE
+        if failure.get(name) is not None and failure[name] != -1
+    ]
+    collective = failure.get("collective")
+    if isinstance(collective, dict):
+        parts.append(_collective(cast("dict[str, Any]", collective)))
+    elif collective:
+        parts.append(f"in {collective}")
+    return ", ".join(parts)
+
+
+def _collective(found: Mapping[str, Any]) -> str:
+    text = f"in {found.get('operation', 'a collective')}"
+    if found.get("group"):
+        text += f" over {found['group']}"
+    if found.get("missing"):
+        text += f" without rank {', '.join(map(str, found['missing']))}"
+    return text

@@ -1,0 +1,238 @@
+"""Explanations: each cause on a folder that has it, and no claim without a file that shows it."""
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from moemesh.config.load import load_run
+from moemesh.report.bounds import BOUNDS
+from moemesh.report.explain import Planned, explain
+from moemesh.report.failures import CAUSES, OTHER
+from moemesh.trace.run import Run
+from moemesh.trace.timeline import Record, Timeline
+from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
+
+
+def timeline(
+    *,
+    data: float = 0.0,
+    wait: float = 0.0,
+    forward: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
+    reduce: float = 0.0,
+    optimizer: float = 0.0,
+    source: str = "measured",
+) -> Timeline:
+    """One step of four ranks in two stages, whose parts take so long; the sum of gradients starts
+    on all ranks together and ends `reduce` later."""
+    records: list[Record] = []
+    for rank, length in enumerate(forward):
+        now = 0.0
+        records.append(Record(rank=rank, start=now, end=now + data, name="data", step=7))
+        now += data + wait
+        kind = {"kind": "F", "stage": rank // 2, "microbatch": 0, "step": 7}
+        record = Record(rank=rank, start=now, end=now + length, name="0F0", wait=wait, **kind)
+        records.append(record)
+        now += length
+        end = data + wait + max(forward) + reduce
+        records.append(Record(rank=rank, start=now, end=end, name="reduce", step=7))
+        records.append(Record(rank=rank, start=end, end=end + optimizer, name="optimizer", step=7))
+    return Timeline(ranks=(0, 1, 2, 3), records=tuple(records), source=source)
+
+
+def folder_of(path, line=None, simulated=None, config=CONFIG, **row):
+    """A finished run of 20 steps with this timeline."""
+    write_fake_run(path, num_steps=20)
+    (path / "config.toml").write_text(config.replace("steps = 400", "steps = 20"))
+    (path / "summary.json").write_text('{"steps": 20}')
+    if row:
+        chance = random.Random(1)
+        rows = [replace(metrics_row(step, 20, chance), **row) for step in range(1, 21)]
+        rows = [replace(r, seconds=1.0) for r in rows]
+        (path / "metrics.jsonl").write_text("".join(r.to_line() for r in rows))
+    for name, value in (("timeline.json", line), ("timeline_simulated.json", simulated)):
+        (path / name).unlink(missing_ok=True)
+        if value is not None:
+            (path / name).write_text(json.dumps(value.to_json()))
+    return path
+
+
+RECOMPUTE = CONFIG.replace("[data]", 'recompute = "full"\n\n[data]')
+#: Of each cause: the timeline, the simulated one, more arguments; and a change that is proposed.
+CASES = {
+    "data": (timeline(data=3.0), None, {}, "data.cache="),
+    "communication": (timeline(reduce=3.0), None, {}, "plan."),
+    "bubble": (
+        timeline(wait=3.0),
+        timeline(wait=3.0, source="simulated"),
+        {},
+        "plan.microbatches=16",
+    ),
+    "imbalance": (
+        timeline(forward=(1.0, 8.0, 1.0, 8.0)),
+        None,
+        {},
+        "train.rebalance_every=50",
+    ),
+    "optimizer": (timeline(optimizer=3.0), None, {}, ""),
+    "memory": (timeline(), None, {"config": RECOMPUTE}, "plan.recompute=selective"),
+    "compute": (timeline(), None, {}, ""),
+}
+
+
+def test_every_cause_has_a_case():
+    assert set(CASES) == {bound.name for bound in BOUNDS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_bounds_a_run(tmp_path, name):
+    line, simulated, more, change = CASES[name]
+    found = explain(Run.load(folder_of(tmp_path / "run", line, simulated, **more)))
+    largest = max(found.shares, key=lambda cause: found.shares[cause])
+    # Of a run that recomputes, three quarters of the passes are work that is wanted, and of two
+    # ranks one computes all the time: the remedy is that of the largest part which is lost.
+    assert found.cause == largest == ("compute" if name in ("memory", "imbalance") else name)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.state == "finished" and "step 20 of 20" in found.text
+    share = f"{found.shares[name]:.0%} of a step"
+    assert share in found.text
+    command = shlex.split(found.command)
+    if change:
+        overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
+        assert any(override.startswith(change) for override in overrides)
+        # The command is legal, and writes into a folder of its own.
+        load_run([tmp_path / "run" / "config.toml"], overrides, environ={})
+        assert command[command.index("--out") + 1] != str(tmp_path / "run")
+    else:
+        assert command[:2] == ["moemesh", "profile"]
+
+
+def test_waiting_for_slow_ranks_is_no_communication(tmp_path):
+    """The quick rank waits in the sum of gradients: that is imbalance, not communication."""
+    line = timeline(forward=(1.0, 3.0, 1.0, 3.0))
+    found = explain(Run.load(folder_of(tmp_path / "run", line)))
+    assert found.shares["imbalance"] == pytest.approx(1 / 3)
+    assert found.shares["communication"] == pytest.approx(0)
+    # What is measured to be waited for inside the passes is added, what waits outside is not.
+    found = explain(Run.load(folder_of(tmp_path / "other", line, communication_seconds=0.5)))
+    assert found.shares["communication"] == pytest.approx(0.5 - 1 / 3)
+
+
+def test_no_claim_without_a_file(tmp_path):
+    found = explain(Run.load(folder_of(tmp_path / "run")))
+    assert found.cause == "unknown" and found.command == ""
+    assert "timeline.json" in found.text and "bounded" not in found.text
+    # Data alone is known: a small share says nothing about the rest, a large one says enough.
+    assert explain(Run.load(folder_of(tmp_path / "b", data_seconds=0.1))).cause == "unknown"
+    assert explain(Run.load(folder_of(tmp_path / "c", data_seconds=0.6))).cause == "data"
+    both = {"data_seconds": 0.1, "communication_seconds": 0.3}
+    found = explain(Run.load(folder_of(tmp_path / "d", **both)))
+    assert found.cause == "compute" and found.shares["compute"] == pytest.approx(0.6)
+
+
+def test_plans_alarms_and_json(tmp_path):
+    run = Run.load(folder_of(tmp_path / "run", timeline(), mfu=0.25))
+    planned = Planned(cluster="laptop_cpu", seconds=0.5, parts={"compute": 0.4, "bubble": 0.1})
+    found = explain(run, planned)
+    expected = "expects 0.5 s a step on laptop_cpu (mostly compute), 1 s were measured (-50%"
+    assert expected in found.text
+    assert "25.0% of the device's peak" in found.text and "is dead" in found.text
+    data = found.to_json()
+    assert json.loads(json.dumps(data)) == data
+    assert {"name": "mfu", "value": 0.25, "file": "metrics.jsonl"} in data["evidence"]
+    assert data["planned"]["seconds"] == 0.5 and data["failure"] is None
+
+
+#: Of each cause: failure reports as they are written.
+FAILURES = {
+    "out of memory": [
+        {"kind": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2 GiB"},
+        {"kind": "RuntimeError", "message": "DefaultCPUAllocator: can't allocate memory: ..."},
+    ],
+    "disk full": [{"kind": "OSError", "message": "[Errno 28] No space left on device: 'x'"}],
+    "diverged": [{"kind": "Diverged", "message": "no gradient of the last 5 steps was finite"}],
+    "replicas differ": [{"kind": "ReplicaVoteError", "message": "rank 3 holds other weights"}],
+    "hang": [
+        {"kind": "Hung", "message": "no progress", "collective": {"operation": "all_reduce",
+         "group": "ep", "missing": [3]}},
+        {"kind": "DistBackendError", "message": "Timed out waiting 1800000ms for recv"},
+    ],
+    "stopped from outside": [{"kind": "Stopped", "message": "rank 1 is in state T"}],
+    "killed": [{"kind": "Killed", "message": "rank 2 was killed by signal 9"}],
+    "lost contact": [
+        {"kind": "RuntimeError", "message": "[..] Connection closed by peer [127.0.0.1]:3411"},
+        {"kind": "DistBackendError", "message": "recv: Connection reset by peer"},
+    ],
+    "damaged checkpoint": [{"kind": "CheckpointError", "message": "step-4 cannot be read"}],
+    "data": [{"kind": "BadRecordError", "message": "a.jsonl:7: no key text", "file": "a.jsonl"}],
+    "configuration": [{"kind": "WorldSizeError", "message": "3 ranks were started"}],
+    "exit": [{"kind": "Exited", "message": "rank 1 exited with code 3"}],
+    "exception": [{"kind": "ZeroDivisionError", "message": "division by zero", "frames": []}],
+}  # fmt: skip
+
+
+def test_every_failure_cause_has_a_case():
+    assert set(FAILURES) == {cause.name for cause in (*CAUSES, OTHER)}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_why_a_run_failed(tmp_path, name):
+    for failure in FAILURES[name]:
+        folder = folder_of(tmp_path / "run", timeline())
+        (folder / "failure.json").write_text(json.dumps({"rank": 2, "step": 12, **failure}))
+        found = explain(Run.load(folder))
+        assert (found.state, found.cause) == ("failed", name), failure
+        assert "rank 2, step 12" in found.text and failure["message"].rstrip(".") in found.text
+        assert found.command.startswith("moemesh ")
+        assert str(folder) in found.command
+    if name == "hang":
+        folder = folder_of(tmp_path / "other", timeline())
+        (folder / "failure.json").write_text(json.dumps(FAILURES[name][0]))
+        assert "in all_reduce over ep without rank 3" in explain(Run.load(folder)).text
+
+
+def test_the_command_of_the_run_comes_back(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline())
+    starts = [{"argv": ["moemesh", "train", "a b.toml", "--out", "r"], "hosts": {"node1": 4}}]
+    (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
+    (folder / "checkpoints" / "step-16").mkdir(parents=True)
+    (folder / "checkpoints" / "step-8").mkdir()
+    (folder / "failure.json").write_text('{"kind": "Killed", "message": "signal 9"}')
+    found = explain(Run.load(folder))
+    assert found.command == "moemesh train 'a b.toml' --out r"
+    assert "goes on from the checkpoint of step 16" in found.text
+    # Advice of the report itself is stronger than that of the table.
+    failure = {"kind": "Killed", "message": "m", "advice": "Buy memory.", "bundle": "b/7"}
+    (folder / "failure.json").write_text(json.dumps(failure))
+    text = explain(Run.load(folder)).text
+    assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text
+
+
+def test_any_failure_report_is_explained(tmp_path):
+    folder = folder_of(tmp_path / "run")
+    for failure in ({}, {"kind": None, "message": 7, "collective": "x", "rank": None}):
+        (folder / "failure.json").write_text(json.dumps(failure))
+        assert explain(Run.load(folder)).cause == "exception"
+
+
+def test_a_run_that_ended_without_a_word(tmp_path):
+    folder = folder_of(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    found = explain(Run.load(folder))
+    assert (found.state, found.cause) == ("interrupted", "killed")
+    assert found.command == f"moemesh train {folder / 'config.toml'} --out {folder}"
+
+
+def test_the_verb_needs_no_torch(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline())
+    program = (
+        "import sys; from moemesh.cli.insight import explain; from pathlib import Path;"
+        "explain(Path(sys.argv[1]), 'laptop_cpu', True); sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["planned"]["seconds"] > 0
