@@ -136,8 +136,13 @@ def _say_compute(evidence: Evidence) -> str:
     return text + "."
 
 
-def _nothing(evidence: Evidence) -> Sequence[Overrides]:
-    return ()
+def _always(*changes: Overrides) -> Callable[[Evidence], Sequence[Overrides]]:
+    """The same changes, whatever the evidence."""
+
+    def find(evidence: Evidence) -> Sequence[Overrides]:
+        return changes
+
+    return find
 
 
 BOUNDS: tuple[Bound, ...] = (
@@ -145,7 +150,7 @@ BOUNDS: tuple[Bound, ...] = (
         "data",
         _say_data,
         "Keep the data and its token cache on a disk of the machine.",
-        lambda _: [("data.cache=/tmp/moemesh-tokens",)],
+        _always(("data.cache=/tmp/moemesh-tokens",)),
     ),
     Bound(
         "communication",
@@ -175,12 +180,12 @@ BOUNDS: tuple[Bound, ...] = (
         "memory",
         _say_memory,
         "Compute less again where memory is left.",
-        lambda _: [("plan.recompute=selective",), ("plan.recompute=none",)],
+        _always(("plan.recompute=selective",), ("plan.recompute=none",)),
     ),
     Bound(
         "compute",
         _say_compute,
         "No change of the layout removes this; a profile shows the longest operations.",
-        _nothing,
+        _always(),
     ),
 )

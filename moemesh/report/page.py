@@ -87,13 +87,16 @@ def from_template(template: str, **values: Any) -> str:
 def _origin(run: Run) -> list[str]:
     """When, where and by which command the run was started, as far as its folder tells."""
     starts = [event.time for event in run.events if event.kind == "start"]
-    last = run.starts[-1] if run.starts else {}
+    last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
     lines: list[str] = []
     if starts:
         again = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
         lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
-    if hosts := last.get("hosts"):
-        lines.append(f"On {_cut(', '.join(map(str, hosts)), _MAX_VALUE)}.")
+    hosts = last.get("hosts")
+    if isinstance(hosts, list):
+        records = (one for one in cast("list[object]", hosts) if isinstance(one, dict))
+        names = [str(cast("dict[str, object]", one).get("host", "")) for one in records]
+        lines.append(f"On {_cut(', '.join(names), _MAX_VALUE)}.")
     if command := command_of(run):
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
     return lines

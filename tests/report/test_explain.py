@@ -197,7 +197,9 @@ def test_why_a_run_failed(tmp_path, name):
 
 def test_the_command_of_the_run_comes_back(tmp_path):
     folder = folder_of(tmp_path / "run", timeline())
-    starts = [{"argv": ["moemesh", "train", "a b.toml", "--out", "r"], "hosts": {"node1": 4}}]
+    starts = [
+        {"argv": ["moemesh", "train", "a b.toml", "--out", "r"], "hosts": [{"host": "node1"}]}
+    ]
     (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
     (folder / "checkpoints" / "step-16").mkdir(parents=True)
     (folder / "checkpoints" / "step-8").mkdir()

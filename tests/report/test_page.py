@@ -254,3 +254,16 @@ def bounded(folder, *, seconds, mebibytes):
     assert (folder / "report.html").stat().st_size <= 1_500_000
     assert int(found[0]) <= mebibytes * 1024
     assert float(found[1]) <= seconds
+
+
+def test_where_the_run_came_from(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    start = {"argv": ["moemesh", "train", "--set", "data.path=a b"]}
+    start["hosts"] = [{"host": "node-7", "ranks": [0, 1]}, {"host": "node-8", "ranks": [2]}]
+    (folder / "provenance.json").write_text(json.dumps({"starts": [{}, start]}))
+    texts = " ".join(Document(read(page.write(folder))).texts)
+    assert "On node-7, node-8." in texts
+    assert "Command: moemesh train --set 'data.path=a b'" in texts
+    for torn in ({"starts": [7]}, {"starts": [{"argv": 3, "hosts": "x"}]}, {}):
+        (folder / "provenance.json").write_text(json.dumps(torn))
+        Document(read(page.write(folder)))
