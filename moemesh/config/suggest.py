@@ -31,11 +31,16 @@ def aliases() -> dict[str, str]:
     }
 
 
+def hints() -> list[tuple[tuple[str, ...], str]]:
+    """Names whose value means another thing here, or nothing, and what to write instead."""
+    return [(tuple(entry["names"]), str(entry["hint"])) for entry in _alias_file()["other"]]
+
+
 def alias_hint(name: str) -> str:
     """The fix for a name that other trainers use: its key here, or what there is in its place."""
     if name in aliases():
         return f"here it is called {aliases()[name]}"
-    return next((entry["hint"] for entry in _alias_file()["other"] if name in entry["names"]), "")
+    return next((hint for names, hint in hints() if name in names), "")
 
 
 def explain_unknown_key(key: str) -> tuple[str, str]:

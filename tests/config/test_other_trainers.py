@@ -1,0 +1,113 @@
+"""Names of other trainers are answered with the key of the same meaning, in the right direction."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from moemesh.config.schema import all_keys
+from moemesh.config.suggest import alias_hint, aliases, explain_unknown_key, hints
+
+#: trainer -> name there -> the words that the answer must have, and after "not" those it must not.
+ANSWERS: dict[str, dict[str, str]] = {
+    "Megatron-LM": {
+        "tensor_model_parallel_size": "plan.tp",
+        "pipeline_model_parallel_size": "plan.pp",
+        "context_parallel_size": "plan.cp",
+        "expert_model_parallel_size": "plan.ep",
+        "expert_tensor_parallel_size": "plan.etp",
+        "micro_batch_size": "data.global_batch / (plan.dp x plan.microbatches) sequences",
+        "global_batch_size": "data.global_batch",
+        "moe_router_topk": "model.experts_per_token",
+        "num_query_groups": "model.num_kv_heads",
+        "moe_ffn_hidden_size": "model.expert_intermediate_size",
+        "use_distributed_optimizer": "plan.data zero1",
+        "distributed_timeout_minutes": "train.timeout_seconds 60 times",
+        "min_lr": "train.final_lr_ratio over train.lr",
+        "lr_decay_style": "cosine not plan.schedule",
+        "lr_warmup_fraction": "train.warmup_steps times train.steps",
+        "train_iters": "train.steps",
+        "seq_length": "data.seq_len",
+        "clip_grad": "train.clip",
+        "adam_beta2": "second number of train.adam_betas",
+        "untie_embeddings_and_output_weights": "model.tied_embeddings opposite",
+        "moe_aux_loss_coeff": "model.aux_loss_coefficient",
+        "moe_token_dispatcher_type": "plan.dispatcher",
+        "sequence_parallel": "plan.tp always",
+    },
+    "torchtitan": {
+        "data_parallel_replicate_degree": "plan.dp",
+        "data_parallel_shard_degree": 'plan.data = "zero3"',
+        "tensor_parallel_degree": "plan.tp",
+        "expert_parallel_degree": "plan.ep",
+        "pipeline_parallel_schedule": "plan.schedule",
+        "local_batch_size": "data.global_batch / (plan.dp",
+        "max_norm": "train.clip",
+        "min_lr_factor": "train.final_lr_ratio",
+        "activation_checkpoint": "plan.recompute",
+        "load_balance_coeff": "model.router_bias_rate",
+        "dump_folder": "--out",
+    },
+    "transformers and accelerate": {
+        "per_device_train_batch_size": "data.global_batch / (plan.dp not here it is called",
+        "gradient_accumulation_steps": "plan.microbatches data.global_batch counts all",
+        "learning_rate": "train.lr",
+        "lr_scheduler_type": "train.warmup_steps cosine not plan.schedule",
+        "lr_scheduler": "train.warmup_steps not plan.schedule",
+        "num_train_epochs": "train.epochs",
+        "warmup_ratio": "train.warmup_steps",
+        "bf16": "train.dtype bfloat16",
+        "gradient_checkpointing": "plan.recompute",
+        "num_experts_per_tok": "model.experts_per_token",
+        "num_local_experts": "model.num_experts",
+        "output_dir": "--out",
+        "resume_from_checkpoint": "--out train.resume",
+        "query_pre_attn_scalar": "model.attention_multiplier power of -1/2",
+        "mlp_only_layers": "without experts; model.moe_layers lists those with them",
+    },
+    "DeepSpeed": {
+        "train_micro_batch_size_per_gpu": "data.global_batch / (plan.dp",
+        "train_batch_size": "data.global_batch",
+        "zero_optimization": "plan.data zero3",
+        "zero_stage": "plan.data zero1",
+        "gradient_clipping": "train.clip",
+        "offload_optimizer": "plan.data",
+    },
+    "nanotron": {
+        "batch_accumulation_per_replica": "plan.microbatches",
+        "sequence_length": "data.seq_len",
+        "train_steps": "train.steps",
+        "min_decay_lr": "train.final_lr_ratio",
+        "checkpoint_interval": "train.checkpoint_every",
+        "checkpoints_path": "--out",
+    },
+}
+CASES = [(trainer, name) for trainer, names in ANSWERS.items() for name in names]
+
+
+@pytest.mark.parametrize(("trainer", "name"), CASES)
+def test_a_name_has_the_right_answer(trainer: str, name: str) -> None:
+    wanted, _, forbidden = ANSWERS[trainer][name].partition(" not ")
+    for written in (f"train.{name}", name):
+        _, answer = explain_unknown_key(written)
+        # The words stand there in this order.
+        place = 0
+        for word in wanted.split():
+            place = answer.find(word, place)
+            assert place >= 0, (answer, word)
+        assert not forbidden or forbidden not in answer, answer
+
+
+def test_every_name_stands_once_and_names_keys_that_exist() -> None:
+    count = Counter([*aliases(), *(name for names, _ in hints() for name in names)])
+    assert not [name for name, times in count.items() if times > 1]
+    keys = set(all_keys())
+    assert set(aliases().values()) <= keys
+    assert not set(count) & {key.partition(".")[2] for key in keys}
+    for names, hint in hints():
+        sections = ("model", "plan", "data", "train", "lora")
+        words = [word.strip("`;:,.()") for word in hint.replace("/", " ").split()]
+        named = [word for word in words if word.partition(".")[0] in sections and "." in word]
+        assert set(named) <= keys, (names, set(named) - keys)
+        assert alias_hint(names[0]) == hint
