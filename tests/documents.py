@@ -32,6 +32,7 @@ from tests.planner import documents as planner_documents
 from tests.schedule import documents as schedule_documents
 
 ROOT = Path(__file__).parent.parent
+MEANINGS = "moemesh/config/meanings.toml"
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
@@ -277,8 +278,21 @@ def regenerate(text: str) -> str:
     return BLOCK.sub(lambda m: m[1] + BLOCKS[m[2]](m[3]) + m[4], text)
 
 
+def meanings_file() -> str:
+    """The meanings of the keys for the schema of editors, from the tables of docs."""
+    lines = [
+        "# Written by `python -m tests.documents` from docs/configuration.md: change it there.\n"
+    ]
+    for name, item in meanings(text_of("docs/configuration.md")).items():
+        section, _, leaf = name.partition(".")
+        if section in SECTIONS and leaf in keys_of(section):
+            lines.append(f"{format_value(name)} = {format_value(item.replace('`', ''))}\n")
+    return "".join(lines)
+
+
 if __name__ == "__main__":
     for name in DOCUMENTS:
         (ROOT / name).write_text(regenerate(text_of(name)), encoding="utf-8")
+    (ROOT / MEANINGS).write_text(meanings_file(), encoding="utf-8")
     for name, draw in PICTURES.items():
         (ROOT / name).write_text(draw(), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Verbs of a configuration: show, check."""
+"""Verbs of a configuration: show, check, schema, diff, migrate."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,6 +60,74 @@ def config_check(
     warnings = warnings_before_ranks if here else preflight_warnings
     for warning in warnings(resolved.config):
         typer.echo(f"note: {warning}")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of a configuration file, for editors that complete and check TOML.
+
+    With Taplo or Even Better TOML: moemesh config schema > moemesh.schema.json, and in the first
+    line of the file: #:schema ./moemesh.schema.json
+    """
+    import json
+
+    from moemesh.config.json_schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
+@config_app.command("diff")
+def config_diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="TOML file, or folder of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Likewise.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print the keys in which two resolved configurations differ, with where each value is from.
+
+    The word behind a key says what the difference means for a run that goes on: free, layout (the
+    same result), training (another course) or model (refused).
+    """
+    import json
+
+    from moemesh.config.toml import format_value
+    from moemesh.train.configuration_pairs import compared
+
+    found = compared(first, second)
+    if as_json:
+        typer.echo(json.dumps([one._asdict() for one in found]))
+        return
+    for one in found:
+        typer.echo(f"{one.key}   ({one.kind})")
+        for path, value, source in ((first, one.a, one.from_a), (second, one.b, one.from_b)):
+            shown = "(not set)" if value is None else format_value(value)
+            typer.echo(f"    {path}: {shown}   # {source}")
+    if not found:
+        typer.echo(f"{first} and {second} are the same configuration")
+
+
+@config_app.command("migrate")
+def config_migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a run.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the new text; write nothing.")
+    ] = False,
+) -> None:
+    """Rename keys of earlier versions in a file, with its comments kept, and note the version.
+
+    The result is checked, and replaces the file in one step.
+    """
+    from moemesh.config.migration import migrate
+    from moemesh.config.sources import read_text
+    from moemesh.report.files import write_texts
+
+    found = migrate(read_text(file), str(file))
+    if dry_run:
+        typer.echo(found.text, nl=False)
+        return
+    if found.changes:
+        write_texts([(file, found.text)])
+    for change in found.changes or ("nothing to change",):
+        typer.echo(f"{file}: {change}")
 
 
 def _rows(resolved: "Resolved") -> list[tuple[str, str, str]]:

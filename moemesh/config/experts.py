@@ -33,6 +33,9 @@ AuxLossScope = Literal["sequence", "microbatch", "global"]
 AuxLossLayers = Literal["each", "together"]
 AuxLossProbabilities = Literal["router", "softmax"]
 
+#: Of a model; what is told of layers is told one by one.
+MOST_LAYERS = 1 << 16
+
 
 class ExpertConfig(Section):
     """The part of :class:`moemesh.config.model.ModelConfig` that describes its layers' MLPs.
@@ -120,7 +123,7 @@ class ExpertConfig(Section):
     mtp_loss_weight: float = 0.3
 
     expert_ranges: ClassVar[Mapping[str, Range]] = {
-        "num_layers": SIZE,
+        "num_layers": Range(1, MOST_LAYERS),
         "intermediate_size": SIZE,
         "first_dense_layers": COUNT,
         "num_experts": COUNT,
@@ -142,7 +145,7 @@ class ExpertConfig(Section):
         "capacity_factor": Range(0.0, 1e6),
         "aux_loss_coefficient": NOT_NEGATIVE,
         "z_loss_coefficient": NOT_NEGATIVE,
-        "num_mtp_layers": COUNT,
+        "num_mtp_layers": Range(0, MOST_LAYERS),
         "mtp_loss_weight": NOT_NEGATIVE,
     }
 

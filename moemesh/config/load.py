@@ -19,6 +19,7 @@ from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.run import DEFAULT_PRESET, RunConfig
 from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
 from moemesh.config.section import Section
@@ -154,9 +155,9 @@ def load_recorded(
 
 def resolved_toml(config: RunConfig) -> str:
     """`config` as TOML: every key that has a value. It loads back to an equal configuration."""
-    lines: list[str] = []
+    lines = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}"]
     for section, fields in config_values(config).items():
-        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        lines += ["", f"[{section}]"]
         lines += [
             f"{key} = {format_value(value)}" for key, value in fields.items() if value is not None
         ]

@@ -103,5 +103,7 @@ class ModelConfig(ExpertConfig, AttentionConfig):
     def check(self) -> list[Problem]:
         """Every rule that one model must keep by itself; an empty list is a good model."""
         ranges = self.range_problems()
+        if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in ranges):
+            return ranges  # rules go through the layers, one by one
         rules = self.attention_rules(self.num_layers) + self.expert_rules()
         return ranges + independent(rules, {problem.key for problem in ranges})

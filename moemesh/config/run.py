@@ -51,7 +51,10 @@ class RunConfig:
 
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""
-        own = self.model.check() + self.data.check() + self.train.check() + self.lora.check()
+        model = self.model.check()
+        own = model + self.data.check() + self.train.check() + self.lora.check()
+        if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):
+            return own  # rules between sections go through the layers, one by one
         rules = self.plan.check(
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )

@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
-from moemesh.config.errors import Problem
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION, later_version
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value, key_lines, unreadable
 
@@ -41,12 +42,9 @@ def read_file(path: Path) -> Source:
     """A TOML file of sections. Unreadable or malformed files give one problem each."""
     name = str(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return _failed("no-file", name, f"cannot read the file: {reason}", _similar_files(path))
-    except UnicodeDecodeError as error:
-        return _failed("syntax", name, unreadable(error), "")
+        text = read_text(path)
+    except ConfigError as error:
+        return Source(problems=error.problems)
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -61,7 +59,9 @@ def read_file(path: Path) -> Source:
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     for section, content in document.items():
-        if section not in SECTIONS:
+        if section == SCHEMA_KEY:
+            problems += _version_problems(content, origin(section))
+        elif section not in SECTIONS:
             leaves[section] = Leaf(value=content, origin=origin(section))
         elif isinstance(content, dict):
             for key, value in cast("dict[str, object]", content).items():
@@ -69,6 +69,18 @@ def read_file(path: Path) -> Source:
         else:
             problems.append(_not_a_section(section, content, origin(section)))
     return Source(leaves=leaves, problems=tuple(problems))
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file. Raises ConfigError for one that cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        message = f"cannot read the file: {error.strerror or error}"
+        problem = Problem(code="no-file", key=str(path), message=message, fix=_similar_files(path))
+    except UnicodeDecodeError as error:
+        problem = Problem(code="syntax", key=str(path), message=unreadable(error))
+    raise ConfigError([problem])
 
 
 def read_environment(environ: Mapping[str, str]) -> Source:
@@ -192,8 +204,22 @@ def merge(sources: Iterable[Source]) -> dict[str, Leaf]:
     return merged
 
 
-def _failed(code: str, name: str, message: str, fix: str) -> Source:
-    return Source(problems=(Problem(code=code, key=name, message=message, fix=fix),))
+def _version_problems(version: object, origin: str) -> list[Problem]:
+    """What is wrong with the version that a file says its keys have."""
+    if isinstance(version, int) and not isinstance(version, bool) and version >= 1:
+        return [later_version(version, origin)] if version > SCHEMA_VERSION else []
+    message = f"{SCHEMA_KEY} must be a whole number of at least 1"
+    fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
+    return [
+        Problem(
+            code="wrong-type",
+            key=SCHEMA_KEY,
+            value=version,
+            origin=origin,
+            message=message,
+            fix=fix,
+        )
+    ]
 
 
 def _similar_files(path: Path) -> str:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+from moemesh.config.renames import renamed
 from moemesh.config.schema import SECTIONS, all_keys, keys_of, sections_with
 
 #: Names of values in other trainers.
@@ -54,6 +55,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
         return f"there is no section [{leaf}]", f"did you mean [{close[0]}]?"
     elsewhere = [f"{name}.{leaf}" for name in sections_with(leaf)]
     siblings = keys_of(section) if section in SECTIONS else ()
+    if (now := renamed().get(key)) is not None:
+        return f"{key} is {now} now", f"{now}; `moemesh config migrate FILE` renames it in a file"
     if fix := alias_hint(leaf):
         pass
     elif near := _close(leaf, siblings, 0.8):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from moemesh.config.errors import UserError
+from moemesh.config.renames import SCHEMA_KEY
 from moemesh.config.schema import SECTIONS, all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.toml import format_value
@@ -266,6 +267,8 @@ def compare(old: str, new: str) -> list[Change]:
     except tomllib.TOMLDecodeError as error:
         raise RunFolderError(f"the config.toml of the run is not TOML: {error}") from error
     defaults = _defaults()
+    for text in (before, after):
+        text.pop(SCHEMA_KEY, None)
     before, after = defaults | before, defaults | after
     return [
         Change(key=key, old=before.get(key), new=after.get(key), kind=_kind(key, before, after))

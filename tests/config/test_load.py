@@ -16,6 +16,7 @@ from moemesh.config.errors import ConfigError, Problem, is_user_error
 from moemesh.config.load import Resolved, load_run, resolved_toml
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.renames import SCHEMA_KEY
 from moemesh.config.run import RunConfig
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names
@@ -132,6 +133,7 @@ def load_run_text(text: str) -> Resolved:
     overrides = [
         f"{section}.{key}={format_value(value)}"
         for section, table in tomllib.loads(text).items()
+        if section != SCHEMA_KEY
         for key, value in table.items()
     ]
     return load_run([], overrides, {})

@@ -145,6 +145,7 @@ CONFIGURATIONS: list[Mistake] = [
     check("model.hidden_act=gelu", "model.hidden_act"),
     # types and ranges of every section
     check("model.num_layers=8.5", "model.num_layers", "8.5", "integer"),
+    check("model.num_layers=99999999999", "model.num_layers", "at most 65536"),
     check("model.num_layers=-1", "model.num_layers", "at least 1", "not -1"),
     check("model.rope_theta=0", "model.rope_theta", "above 0"),
     check("model.rope_theta=big", "model.rope_theta", '"big"', "number"),

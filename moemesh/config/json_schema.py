@@ -1,0 +1,113 @@
+"""The configuration as a JSON Schema (draft 7), for editors that complete and check TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
+from moemesh.config.schema import SECTIONS
+from moemesh.config.section import Range, Section
+from moemesh.config.sources import preset_names
+
+_TYPES: dict[type, dict[str, Any]] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+}
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """Dotted key -> its meaning in one line, as in docs/configuration.md."""
+    return tomllib.loads(Path(__file__).with_name("meanings.toml").read_text(encoding="utf-8"))
+
+
+def json_schema() -> dict[str, Any]:
+    """Every section and key: type, legal values, default and meaning. Rules between keys are those
+    of ``moemesh config check`` alone."""
+    sections = {name: _section(kind, f"{name}.") for name, kind in SECTIONS.items()}
+    model = sections["model"]["properties"]
+    sections["model"]["properties"] = {
+        "preset": _named("model.preset", {"type": "string", "enum": list(preset_names())}),
+        "path": _named("model.path", {"type": "string"}),
+        **model,
+    }
+    version = {
+        "type": "integer",
+        "const": SCHEMA_VERSION,
+        "description": "the version of the keys; `moemesh config migrate` brings a file to it",
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "moemesh",
+        "description": "A training run of moemesh",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {SCHEMA_KEY: version, **sections},
+    }
+
+
+def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": (kind.__doc__ or "").partition("\n")[0],
+        "additionalProperties": False,
+        "properties": {
+            name: _named(f"{prefix}{name}", _field(field, kind.ranges.get(name)))
+            for name, field in kind.model_fields.items()
+        },
+    }
+
+
+def _named(key: str, found: dict[str, Any]) -> dict[str, Any]:
+    meaning = meanings().get(key)
+    return found if meaning is None else {**found, "description": meaning}
+
+
+def _field(field: FieldInfo, limits: Range | None) -> dict[str, Any]:
+    found = _of_type(field.annotation, limits)
+    default = field.default
+    if default is None or field.is_required():
+        return found
+    return {**found, "default": list(default) if isinstance(default, tuple) else default}  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
+    """The schema of one type; TOML has no null, so None is left out."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return {"type": "string", "enum": list(arguments)}
+    if origin in (Union, UnionType):
+        kinds = [_of_type(one, limits) for one in arguments if one is not NoneType]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    if origin is tuple:
+        return _list(arguments, limits)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return _section(annotation, f"{annotation.section}.")
+    return {**_TYPES[annotation], **_limits(limits)}
+
+
+def _list(arguments: tuple[Any, ...], limits: Range | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}
+    if arguments[-1] is not Ellipsis:
+        found |= {"minItems": len(arguments), "maxItems": len(arguments)}
+    return found
+
+
+def _limits(limits: Range | None) -> Mapping[str, float]:
+    if limits is None:
+        return {}
+    found = {"exclusiveMinimum" if limits.open_low else "minimum": limits.low}
+    if limits.high is not None:
+        found["exclusiveMaximum" if limits.open_high else "maximum"] = limits.high
+    return found
