@@ -372,6 +372,16 @@ class TokenizeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSettings(Settings):
+    """A state of a given size, saved by ranks that hold equal shares of it."""
+
+    megabytes: Annotated[int, "Size of the state of all ranks, in MiB.", {"min": 1}] = 256
+    ranks: Annotated[int, "Ranks.", {"min": 1}] = 2
+    rounds: Annotated[int, "Timed saves of each kind, behind a first one.", {"min": 1}] = 5
+    folder: Annotated[str, "The disk to write to; default: that of temporary files."] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadSettings(Settings):
     """A folder of weights of a given size, read by ranks that spread its experts."""
 

@@ -231,6 +231,29 @@ def tokenize_text(found: dict[str, Any]) -> str:
     return f"{head}\n{table(header, rows)}"
 
 
+def checkpoint_text(found: dict[str, Any]) -> str:
+    """A row for each way to save, and for its parts by themselves."""
+    names = {
+        "waiting": "a step waits for the whole save",
+        "behind": "a step waits for a copy",
+        "behind_rest": "the rest of it, behind the steps",
+        "hash": "hashing alone",
+        "write": "hashing and a plain write",
+    }
+    whole = found["seconds"]["waiting"]
+    rows = [
+        (
+            words,
+            f"{found['seconds'][name]:.3f}",
+            f"{found['seconds'][name] / whole:.1%}",
+            f"{found['first_seconds'][name]:.3f}",
+        )
+        for name, words in names.items()
+    ]
+    head = f"{found['bytes'] / 2**20:,.0f} MiB on {found['ranks']} rank(s)"
+    return f"{head}\n{table(('', 'seconds', 'of a save', 'first time'), rows)}"
+
+
 def load_text(found: dict[str, Any]) -> str:
     """A row for files in the page cache and for files that are not."""
     header = ("cache", "load s", "plain read s", "speed of it", "GB/s of all ranks")

@@ -13,6 +13,7 @@ from moemesh.bench.settings import (
     WORKLOADS,
     BalancersSettings,
     BenchError,
+    CheckpointSettings,
     DispatchSettings,
     LayerSettings,
     LinksSettings,
@@ -187,6 +188,24 @@ def bench_tokenize(
     from moemesh.cli.bench_text import tokenize_text
 
     _print(tokenizing.run(settings), tokenize_text, as_json, out)
+
+
+@bench_app.command("checkpoint", short_help="How long a step waits for a save.")
+@options_from(CheckpointSettings)
+def bench_checkpoint(
+    settings: CheckpointSettings,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    found: FoundFile = None,
+) -> None:
+    """Save the same state while the steps wait and behind them, in turns in one run. Example:
+
+    moemesh bench checkpoint --megabytes 1024 --folder /shared/runs
+    """
+    from moemesh.bench import checkpoint
+    from moemesh.cli.bench_text import checkpoint_text
+
+    _print(checkpoint.run(settings, found), checkpoint_text, as_json, out)
 
 
 @bench_app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")

@@ -25,6 +25,7 @@ def preparation_text(prepared: Preparation) -> str:
         f"edp={plan.edp}",
         f"steps    {ends} of {data.global_batch:,} sequences of {data.seq_len:,} tokens",
         f"memory   {_memory(prepared)}",
+        f"disk     {_disk(prepared)}",
         *_data(data),
         f"tokens   by {data.tokenizer}",
         *([f"weights  {config.model_path}"] if config.model_path is not None else []),
@@ -33,6 +34,7 @@ def preparation_text(prepared: Preparation) -> str:
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(_files(prepared))}",
         *(f"note: {warning}" for warning in warnings_before_ranks(prepared.readable)),
+        *(f"note: {warning}" for warning in filter(None, [_disk_warning(prepared)])),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]
     return "\n".join(lines)
@@ -51,6 +53,22 @@ def _memory(prepared: Preparation) -> str:
     return (
         f"{format_bytes(worst.peak)} predicted of {whose}: {format_bytes(states)} of weights, "
         f"gradients and optimizer, {format_bytes(worst.activations)} of activations"
+    )
+
+
+def _disk_warning(prepared: Preparation) -> str | None:
+    from moemesh.train.disk import disk_warning
+
+    return disk_warning(prepared.config, prepared.folder.checkpoints)
+
+
+def _disk(prepared: Preparation) -> str:
+    from moemesh.trace.memory import format_bytes
+
+    need, kept = prepared.disk, prepared.config.train.checkpoints_kept
+    return (
+        f"{format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with {kept} kept "
+        f"and one being written; {format_bytes(need.free)} free"
     )
 
 

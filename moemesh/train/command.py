@@ -25,6 +25,7 @@ from moemesh.data.token_cache import cache_beside
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import changes_samples, refuse_other_data
+from moemesh.train.disk import refuse_full_disk
 from moemesh.train.esft import keep_table
 from moemesh.train.events import Events
 from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
@@ -216,6 +217,7 @@ def _open_together(
     if mesh.rank == 0:
         try:
             folder = _open_folder(config, path, allowed_changes, samples)
+            refuse_full_disk(config, folder.checkpoints)
         except UserError as error:
             problem = str(error)
     problem = gather_json(problem, mesh.control)[0]

@@ -16,6 +16,7 @@ from moemesh.config.load import Resolved, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.tokenizer import DataError
+from moemesh.train.disk import DiskNeed, disk_need, refuse_full_disk
 from moemesh.train.folder import Change, RunFolder, refuse_unknown_permissions
 from moemesh.train.kept_schedule import readable
 from moemesh.train.preflight import untrainable
@@ -29,7 +30,8 @@ class Preparation:
     """A run that nothing speaks against: its configuration, folder and what is found there.
 
     `readable`: the configuration with the run folder's copy in place of a schedule file that is
-    gone; `steps`: of the checkpoints, newest first.
+    gone; `steps`: of the checkpoints, newest first;
+    `disk`: what they need.
     """
 
     config: RunConfig
@@ -37,6 +39,7 @@ class Preparation:
     folder: RunFolder
     changes: tuple[Change, ...]
     steps: tuple[int, ...]
+    disk: DiskNeed
 
 
 def prepare(
@@ -56,12 +59,15 @@ def prepare(
     steps = tuple(checkpoint_steps(path))
     # The newest checkpoint may turn out damaged: then the run goes on from an older one.
     refuse_unrecorded(config, None if steps else 0)
+    finished = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
+    look = disk_need if finished else refuse_full_disk
     return Preparation(
         config=config,
         readable=kept,
         folder=folder,
         changes=tuple(folder.changes(resolved_toml(config), allowed_changes)),
         steps=steps,
+        disk=look(config, folder.checkpoints),
     )
 
 

@@ -8,6 +8,7 @@ from moemesh.data.samples import Samples
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
+from moemesh.train.disk import disk_warning
 from moemesh.train.folder import RunFolder
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preflight_warnings import preflight_warnings
@@ -35,6 +36,8 @@ def train(
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
     for warning in preflight_warnings(config, on_cpu, schedule):
+        console.say(f"note: {warning}", "note")
+    if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.say(f"note: {warning}", "note")
     session = Session.open(
         config=config,

@@ -1,0 +1,72 @@
+"""Room for checkpoints: predicted to the size of real ones, and refused with numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.checkpoint.stored import candidates, open_stored
+from moemesh.config.load import load_run
+from moemesh.train import disk
+from tests.train import runs
+
+
+def overrides(keys: dict[str, Any]) -> list[str]:
+    settings = runs.SMALL | {key.replace("__", "."): value for key, value in keys.items()}
+    return [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in settings.items()
+    ]
+
+
+@pytest.mark.representative("adamw")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({}, id="adamw"),
+        pytest.param({"train__optimizer": "sgd"}, id="sgd"),
+        pytest.param({"train__optimizer": "sgd", "train__momentum": 0.9}, id="momentum"),
+        pytest.param({"train__dtype": "float64"}, id="float64"),
+        pytest.param({"train__dtype": "bfloat16", "train__freeze": "layers.0.*"}, id="frozen"),
+        pytest.param({"lora__rank": 4}, id="lora"),
+    ],
+)
+def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any]) -> None:
+    run = tmp_path / "run"
+    done = runs.moemesh(*runs.arguments(run, **keys | {"train__steps": 1}))
+    assert done.returncode == 0, done.stderr
+    (step,) = candidates(run / "checkpoints")
+    stored = open_stored(run / "checkpoints", step)
+    # Without headers and the routers' biases.
+    sizes = (
+        sum(piece.num_bytes for piece in stored.slices(file) if "selection_bias" not in piece.name)
+        for file in stored.manifest.files
+    )
+    predicted = disk.checkpoint_bytes(load_run([], overrides(keys)).config)
+    assert predicted == sum(sizes)
+
+
+def test_a_full_disk_is_refused_and_a_small_one_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run([], overrides({"train__checkpoints_kept": 3})).config
+    size = disk.checkpoint_bytes(config)
+    present = tmp_path / "step-1"
+    present.mkdir()
+    (present / "rank-00000.safetensors").write_bytes(b"x" * 1000)
+    for free, refused, warned in (
+        (size - 1, True, True),
+        (size, False, True),
+        (4 * size - 1001, False, True),
+        (4 * size - 1000, False, False),
+    ):
+        monkeypatch.setattr(disk, "free_bytes", lambda _, free=free: free)
+        assert (disk.disk_warning(config, tmp_path) is not None) == warned
+        if refused:
+            with pytest.raises(disk.DiskError, match=rf"{size:,} bytes\).*\({free:,} bytes\) are"):
+                disk.refuse_full_disk(config, tmp_path)
+        else:
+            assert disk.refuse_full_disk(config, tmp_path).free == free
