@@ -23,6 +23,22 @@ def train(
             "--allow-change", metavar="KEY", help="On resume, accept another value of this key."
         ),
     ] = None,
+    auto_layout: Annotated[
+        bool,
+        typer.Option(
+            "--auto-layout",
+            help="Where other ranks are there than the plan needs: choose a plan for them.",
+        ),
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            help="With --auto-layout: ranks to start here; by default one for each GPU.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -51,6 +67,19 @@ def train(
     # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
     # that were started already check what they share when they meet.
     resolved = load(config, overrides)
+    if ranks is not None and not auto_layout:
+        raise typer.BadParameter("goes with --auto-layout", param_hint="--ranks")
+    if auto_layout:
+        from moemesh.train.auto_layout import fit_here
+
+        fitted = fit_here(resolved.config, ranks, os.environ)
+        if fitted.overrides():
+            keys = {one.partition("=")[0] for one in fitted.overrides()}
+            given = [one for one in overrides or [] if one.partition("=")[0] not in keys]
+            overrides = [*given, *fitted.overrides()]
+            resolved = load(config, overrides)
+            if fitted.is_told:
+                typer.echo(fitted.text())
     prepared = None
     if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
         from moemesh.train.preparation import prepare

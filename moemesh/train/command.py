@@ -22,6 +22,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
+from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import changes_samples, refuse_other_data
@@ -175,7 +176,7 @@ def _rank(
     stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
-        _check_world_size(config, ranks.world_size)
+        check_world_size(config, ranks.world_size)
         alone = ranks.world_size == 1
         layout = config.plan.layout
         if config.plan.ranks_per_node is None:
@@ -237,15 +238,15 @@ def _fail(error: Exception, rank: int, path: Path) -> int:
     return 1
 
 
-def _check_world_size(config: RunConfig, world_size: int) -> None:
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Raise WorldSizeError, with layouts of as many ranks, unless the plan needs `world_size`."""
     needed = config.plan.world_size
     if world_size == needed:
         return
     plan = config.plan
-    rest = plan.pp * plan.cp * plan.tp
-    nearest = f"plan.dp = {world_size // rest}" if world_size % rest == 0 else "another plan"
+    layouts = "; ".join(nearest_texts(config, world_size)) or "none that can be trained"
     raise WorldSizeError(
         f"{world_size} ranks were started, the plan needs pp*dp*cp*tp = "
-        f"{plan.pp}*{plan.dp}*{plan.cp}*{plan.tp} = {needed}: start {needed} ranks, or set "
-        f"{nearest}"
+        f"{plan.pp}*{plan.dp}*{plan.cp}*{plan.tp} = {needed}: start {needed} ranks, give "
+        f"--auto-layout, or set one of the nearest layouts of {world_size} ranks: {layouts}"
     )

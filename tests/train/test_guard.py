@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.train import replay
 from moemesh.train import session as sessions
+from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
 from moemesh.train.events import Events
+from moemesh.train.examination import Finding
 from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Diverged
 from moemesh.train.optimizer import Optimizer
@@ -60,8 +64,14 @@ class Spoiled(NamedTuple):
     position: int
 
 
+def corpus(folder: Path) -> Path:
+    """Written once: ranks read it at the same time."""
+    file = folder / "corpus.txt"
+    return file if file.exists() else text_file(folder)
+
+
 def config_of(folder: Path, **keys: Any) -> RunConfig:
-    settings = SETTINGS | {"data.path": str(text_file(folder))}
+    settings = SETTINGS | {"data.path": str(corpus(folder))}
     settings |= {key.replace("__", "."): value for key, value in keys.items()}
     given = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -145,6 +155,7 @@ def run_on_rank(
 def run(
     tmp_path: Path, plan: str, bad_step: int = BAD, *, damage: bool = False, **keys: Any
 ) -> list[Spoiled]:
+    corpus(tmp_path)
     keys |= {f"plan__{key}": value for key, value in PLANS[plan].items()}
     layout = Plan(**PLANS[plan]).layout
     return mesh_on_ranks(layout, run_on_rank, tmp_path, keys, bad_step, damage)
@@ -188,12 +199,37 @@ def test_a_run_stops_with_facts(tmp_path: Path, plan: str) -> None:
         assert "lower train.lr" in rank.facts["advice"]
 
 
+def replay_on_rank(mesh: Mesh, folder: Path, overrides: list[str]) -> Finding:
+    return replay.run(Bundle(folder, overrides), mesh)
+
+
 def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path) -> None:
+    """The weights have become so large that every step overflows; a replay does, too, anywhere."""
     keys: dict[str, Any] = {"train__lr": 1e30, "train__steps": 30, "train__max_skips": 3}
-    for rank in run(tmp_path, "synchronous", bad_step=100, **keys):
+    outcomes = run(tmp_path, "synchronous", bad_step=100, **keys)
+    for rank in outcomes:
         assert "no step of the last 3 was finite" in rank.error
         advice = rank.facts["advice"]
         assert "the same command would end here again" in advice and "1e+30" in advice
+    rank = outcomes[0]
+    bundle = Path(rank.facts["bundle"])
+    body = json.loads((bundle / "bundle.json").read_text())
+    ranks = mesh_on_ranks(Plan(dp=2, ep=2).layout, replay_on_rank, bundle, [])
+    for found in (*ranks, replay_on_rank(Mesh.single("cpu"), bundle, list(replay.ALONE))):
+        assert (found.phase, found.name) == (body["found"]["phase"], rank.facts["module"])
+        assert found.microbatch == body["found"]["microbatch"]
+    with pytest.raises(UserError, match="not a replay bundle"):
+        Bundle(tmp_path, [])
+
+
+def test_bundles_are_bounded(tmp_path: Path) -> None:
+    """What would be too large has no weights, and says so when it is replayed."""
+    keys: dict[str, Any] = {"train__lr": 1e30, "train__bundle_gib": 1e-4, "train__max_skips": 2}
+    rank, _ = run(tmp_path, "synchronous", bad_step=100, **keys)
+    bundle = Path(rank.facts["bundle"])
+    assert not (bundle / "weights").exists() and (bundle / "batch.safetensors").exists()
+    with pytest.raises(UserError, match="written without weights"):
+        Bundle(bundle, [])
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

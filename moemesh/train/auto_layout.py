@@ -1,0 +1,193 @@
+"""`moemesh train --auto-layout`: a plan for the ranks that are there, if the plan needs others.
+
+The search of `moemesh plan`, kept to what `moemesh train` carries out, picks the layout; what the
+search does not know (a global batch that no number of replicas divides) falls back to the legal
+plan that is nearest to the old one. Model, data order and global batch stay; a checkpoint of any
+layout is read by any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from moemesh.comm.devices import num_gpus
+from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.plan import DEGREES, Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
+from moemesh.config.trainable import refusals
+from moemesh.planner.layout_sources import plan_of
+from moemesh.planner.search.command import NothingFits, plan_named
+
+#: Machines by which layouts are compared where `train.cluster` names none.
+_CPUS, _GPUS = "laptop_cpu", "dgx_h100"
+#: Plan keys that depend on the degrees: a nearest plan tries their defaults, too.
+_DEPENDENT = (
+    "schedule", "stages_per_rank", "layers_per_stage", "ranks_per_node", "shard_group", "servers",
+    "slices", "spare_slots", "etp", "microbatches",
+)  # fmt: skip
+#: Plan keys that change what is computed, or in which order it is added up.
+_KEPT = ("combine", "payload")
+#: Plan keys that may have no value, which `--set` cannot say of one that has.
+_WITHOUT_VALUE = tuple(name for name, field in Plan.model_fields.items() if field.default is None)
+
+
+class NoLayout(UserError):
+    """No plan of these ranks can be trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A plan for `ranks` ranks. `how`: who chose it."""
+
+    before: Plan
+    plan: Plan
+    ranks: int
+    how: str
+    #: Whether this process is the one to say it.
+    is_told: bool = True
+
+    def overrides(self) -> list[str]:
+        """What turns the old plan into it, as values of ``--set``."""
+        return [f"plan.{name}={format_value(value)}" for name, value in _changes(self).items()]
+
+    def text(self) -> str:
+        """Both plans side by side."""
+        changed = list(dict.fromkeys([*DEGREES, *_changes(self)]))
+        lines = [
+            f"layout   for {self.ranks} ranks in place of {self.before.world_size}: {self.how}"
+        ]
+        for title, plan in (("before", self.before), ("now", self.plan)):
+            said = "  ".join(f"{name}={getattr(plan, name)}" for name in changed)
+            lines.append(f"{title:<9}{said}")
+        return "\n".join(lines)
+
+
+def _changes(fitted: Fitted) -> dict[str, object]:
+    before = dict(fitted.before)
+    return {name: value for name, value in fitted.plan if value != before[name]}
+
+
+def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str]) -> Fitted:
+    """:func:`fit` for the ranks that torchrun or Slurm started, for `ranks` to be started here, or
+    (None) for one on each GPU of this machine. Raises NoLayout where nothing says how many."""
+    joined = {**environment, **ranks_of_slurm(environment)}
+    on_gpus = config.train.device != "cpu" and bool(num_gpus())
+    if "RANK" in joined:
+        world, per_node = int(joined.get("WORLD_SIZE", 1)), int(joined.get("LOCAL_WORLD_SIZE", 0))
+        found = fit(config, world, per_node or None, on_gpus=on_gpus)
+        return replace(found, is_told=int(joined["RANK"]) == 0)
+    if ranks is None and not on_gpus:
+        raise NoLayout("without GPUs nothing says how many ranks shall run here: give --ranks N")
+    return fit(config, ranks or num_gpus(), None, on_gpus=on_gpus)
+
+
+def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: bool) -> Fitted:
+    """The plan to train `config` with on `ranks` ranks; that of `config` where it needs as many.
+
+    Raises NoLayout when there is none.
+    """
+    if config.plan.world_size == ranks:
+        return Fitted(before=config.plan, plan=config.plan, ranks=ranks, how="as it was")
+    if config.plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        raise NoLayout(
+            f"with plan.schedule = {config.plan.schedule} other degrees change what is learned: "
+            f"start {config.plan.world_size} ranks, or choose a plan of {ranks} yourself"
+        )
+    per_node = ranks_per_node if ranks_per_node and not ranks % ranks_per_node else ranks
+    name = config.train.cluster or (_GPUS if on_gpus else _CPUS)
+    machine = load_cluster(name).model_copy(
+        update={"nodes": ranks // per_node, "gpus_per_node": per_node}
+    )
+    if (found := _searched(config, machine)) is not None:
+        how = f"the fastest of the search on {name}"
+        return Fitted(before=config.plan, plan=found, ranks=ranks, how=how)
+    for plan in nearest(config, ranks):
+        how = "the nearest legal plan, for the search found none"
+        return Fitted(before=config.plan, plan=plan, ranks=ranks, how=how)
+    kept = [name for name in _WITHOUT_VALUE if getattr(config.plan, name) is not None]
+    hint = f", or leave out plan.{', plan.'.join(kept)}" if kept else ""
+    raise NoLayout(
+        f"no plan of {ranks} ranks trains this configuration: start another number{hint}"
+    )
+
+
+def _searched(config: RunConfig, machine: Cluster) -> Plan | None:
+    try:
+        planned = plan_named(
+            config.model,
+            machine,
+            config.data.seq_len,
+            config.data.global_batch,
+            trainable=True,  # which the search prices in bfloat16, whatever train.dtype is
+        )
+    except (ConfigError, NothingFits):
+        return None
+    for candidate in planned.candidates:
+        plan = plan_of(candidate.layout)
+        kept = {name: getattr(config.plan, name) for name in _KEPT}
+        if plan.ranks_per_node is None and config.plan.ranks_per_node is not None:
+            kept["ranks_per_node"] = plan.world_size
+        plan = plan.model_copy(update=kept)
+        if is_trained(config, plan):
+            return plan
+    return None
+
+
+def is_trained(config: RunConfig, plan: Plan) -> bool:
+    """Whether `moemesh train` carries out `plan` with all else of `config`."""
+    if any(
+        getattr(plan, name) is None and getattr(config.plan, name) is not None
+        for name in _WITHOUT_VALUE
+    ):
+        return False  # a key cannot be set to no value
+    other = replace(config, plan=plan)
+    return not other.check() and not refusals(other)
+
+
+def nearest_texts(config: RunConfig, ranks: int, count: int = 3) -> list[str]:
+    """The nearest plans as a user would set them."""
+    return [
+        " ".join(Fitted(before=config.plan, plan=plan, ranks=ranks, how="").overrides())
+        for plan in islice(nearest(config, ranks), count)
+    ]
+
+
+def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
+    """Legal plans of `ranks` ranks, those first whose degrees differ least from the old ones."""
+    old = config.plan
+    defaults = {name: type(old).model_fields[name].default for name in _DEPENDENT}
+
+    def distance(degrees: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        olds = (old.pp, old.cp, old.tp, old.ep, old.dp)
+        ratios = [abs(math.log2(a / b)) for a, b in zip(degrees, olds, strict=True)]
+        # Other replicas change least of what a run computes with: a change of dp counts half.
+        return sum(ratios) - ratios[-1] / 2, degrees
+
+    found = [
+        (pp, cp, tp, ep, ranks // (pp * cp * tp))
+        for pp in _divisors(ranks)
+        for cp in _divisors(ranks // pp)
+        for tp in _divisors(ranks // (pp * cp))
+        for ep in _divisors(ranks // pp)
+    ]
+    for pp, cp, tp, ep, dp in sorted(found, key=distance):
+        degrees = {"pp": pp, "cp": cp, "tp": tp, "ep": ep, "dp": dp}
+        for others in ({}, defaults, defaults | {"dispatcher": "all_to_all"}):
+            try:
+                plan = Plan(**{**dict(old), **others, **degrees})
+            except ValueError:
+                continue
+            if is_trained(config, plan):
+                yield plan
+                break
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if not number % size]
