@@ -161,8 +161,15 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
     runs = list((readme_folder / "runs").iterdir())
     found = {path.name for run in runs for path in run.iterdir()}
     said = {name.split("/")[0] for name in listed("Run folder")}
-    # Written by a run that failed, by ampnet, and in a git repository with changes.
-    rare = {"failure.json", "schedule-A-B.txt", "diff.patch"}
+    # Written by a run that failed, by ampnet, in a git repository with changes, and for sinks.
+    rare = {
+        "failure.json",
+        "schedule-A-B.txt",
+        "diff.patch",
+        "metrics.csv",
+        "tensorboard",
+        "wandb-id",
+    }
     assert found - said == set() and said - found == rare
 
 

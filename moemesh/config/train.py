@@ -23,6 +23,7 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 Optimizer = Literal["adamw", "sgd"]
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
+Sink = Literal["csv", "tensorboard", "wandb"]
 OnNonfinite = Literal["skip", "rollback", "stop"]
 OnSpike = Literal["alarm", "skip", "rollback"]
 OnMismatch = Literal["stop", "majority"]
@@ -74,6 +75,8 @@ class TrainConfig(Section):
     rebalance_every: int = 0
     #: Steps between lines of a log; 0: at most one a minute, at least one in 50 steps.
     log_every: int = 0
+    #: Programs that get the rows of metrics besides metrics.jsonl.
+    sinks: Annotated[tuple[Sink, ...], BeforeValidator(as_tuple)] = ()
     #: loads.jsonl sums neighbouring steps: it holds at most twice as many bins; 0: every step.
     load_bins: int = 128
     #: Steps between validations; 0 validates only at the end.

@@ -39,6 +39,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.prediction import predicted_for
 from moemesh.train.row_log import Cut
 from moemesh.train.simulated_timeline import simulated
+from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
 
@@ -62,6 +63,7 @@ class Artifacts:
         self._metrics = folder.row_log("metrics.jsonl", say)
         log = folder.row_log("loads.jsonl", say)
         self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
+        self._sinks: Sinks | None = None
         shape = from_model_config(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
@@ -85,7 +87,9 @@ class Artifacts:
         self.folder.write_json(data_record.FILE, data_record.record(samples))
         plan = self.config.plan
         self.folder.write_text("config.toml", resolved_toml(self.config))
-        derived = {"world_size": plan.world_size, "edp": plan.edp}
+        # Borders of nodes are those of the launcher where the plan does not say.
+        borders = self.mesh.layout.ranks_per_node
+        derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
         self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
         self.go_back(done)
         (self.folder.path / "failure.json").unlink(missing_ok=True)
@@ -98,6 +102,15 @@ class Artifacts:
         for name in ("metrics.jsonl", "loads.jsonl"):
             self._tell(name, self.folder.cut_after(name, done))
         self._loads.resume()
+        if self._sinks is not None:
+            self._sinks.close()
+        self._sinks = Sinks(self.config.train.sinks, self.folder.path, done + 1, self._say)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the sinks, whatever has happened."""
+        self.flush()
+        if self._sinks is not None:
+            self._sinks.close()
 
     def _tell(self, name: str, cut: Cut) -> None:
         """Say what a cut could not keep."""
@@ -144,6 +157,8 @@ class Artifacts:
         if not self._writes:
             return
         self._metrics.append([row.to_json()])
+        if self._sinks is not None:
+            self._sinks.put(row)
         loads = self._layer_loads(row.step, result)
         self._loads.add(loads)
         for layer in loads:

@@ -1,29 +1,34 @@
-"""Console output of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Console output of a run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
-from rich.progress import Progress as RichProgress
+from rich.live import Live
 
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, num_trained
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
+from moemesh.report.watch import View
+from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
 from moemesh.train.events import Events
-from moemesh.train.progress import Progress, duration
+from moemesh.train.progress import Progress
 
 #: Plan keys of the first line of a plan; what else differs from its default fills a second one.
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
+
+#: The panel is drawn at most once in so many seconds.
+_DRAW_SECONDS = 0.5
 
 
 def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.device) -> str:
@@ -94,8 +99,9 @@ class Console:
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
         self._rich = RichConsole(highlight=False)
-        self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
+        self._live: Live | None = None
+        self._view = View("")
+        self._drawn_at = 0.0
         self._progress = Progress(0, 0)
 
     def say(self, text: str, kind: str = "note") -> None:
@@ -116,25 +122,19 @@ class Console:
         if not self._terminal:
             yield
             return
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[state]}"),
-        )
-        bar = RichProgress(*columns, console=self._rich)
-        self._task = bar.add_task("training", total=total, completed=done, state="", left="")
-        self._bar = bar
-        self._safely(bar.start)
+        self._view = View("training", total)
+        live = Live(console=self._rich, auto_refresh=False)
+        self._live = live
+        self._safely(live.start)
         try:
             yield
         finally:
-            self._bar = None
-            self._safely(bar.stop)
+            self._draw(is_due=True)
+            self._live = None
+            self._safely(live.stop)
 
     def step(self, row: MetricsRow, total: int) -> None:
-        """One finished step: moves the bar, or prints a line where one is due."""
+        """One finished step: shown in the panel, or printed as a line where one is due."""
         text = (
             f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}  "
             f"{row.tokens_per_second:,.0f} tokens/s"
@@ -142,9 +142,9 @@ class Console:
         is_due = self._progress.finished(row.step)
         seconds = self._progress.seconds_left
         left = "" if seconds is None or row.step == total else f"{duration(seconds)} left"
-        if self._bar is not None and self._task is not None:
-            bar, task = self._bar, self._task
-            self._safely(lambda: bar.update(task, completed=row.step, state=text, left=left))
+        if self._live is not None:
+            self._view.add_row(row)
+            self._draw()
         elif is_due:
             more = [f"lr {row.lr:.2e}"]
             more += facts(row)
@@ -152,14 +152,22 @@ class Console:
         if row.validation_loss is not None and row.step < total:  # the summary tells the last
             self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
 
+    def _draw(self, *, is_due: bool = False) -> None:
+        """Draw the panel, unless it was drawn a moment ago: drawing takes milliseconds."""
+        live, now = self._live, time.monotonic()
+        if live is None or not (is_due or now - self._drawn_at >= _DRAW_SECONDS):
+            return
+        self._drawn_at = now
+        panel = self._view.panel(self._rich.width)
+        self._safely(lambda: live.update(panel, refresh=True))
+
     def _print(self, text: str) -> None:
         if self._silent:
             return
         if not self._terminal:
             self._safely(lambda: print(text, flush=True))
             return
-        console = self._bar.console if self._bar else self._rich
-        self._safely(lambda: console.print(text, markup=False))
+        self._safely(lambda: self._rich.print(text, markup=False))
 
     def _safely(self, show: Callable[[], object]) -> None:
         """Call `show`; where the console turns out to be gone, be silent from now on."""
@@ -168,7 +176,7 @@ class Console:
         try:
             show()
         except (OSError, ValueError) as error:  # ValueError: a stream that was closed
-            self._silent, self._terminal, self._bar = True, False, None
+            self._silent, self._terminal, self._live = True, False, None
             _point_at_nothing()
             why = f"{type(error).__name__}: {error}"
             self._events.add("console", f"nobody reads the console any more ({why})")

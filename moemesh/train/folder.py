@@ -217,6 +217,7 @@ FREE = frozenset(
         "train.validate_every",
         "train.validation_batches",
         "train.resume",
+        "train.sinks",
         "train.device",
         "train.timeout_seconds",
     }

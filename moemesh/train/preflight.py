@@ -11,6 +11,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
 from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.build import step_problems
+from moemesh.train.sinks import missing_package
 
 
 def untrainable(resolved: Resolved) -> list[Problem]:
@@ -20,8 +21,22 @@ def untrainable(resolved: Resolved) -> list[Problem]:
         *refusals(config),
         *step_problems(config.plan, config.model, config.data.seq_len),
         *_deepep_problems(config),
+        *_sink_problems(config),
     ]
     return [replace(problem, origin=origins.get(problem.key, "")) for problem in found]
+
+
+def _sink_problems(config: RunConfig) -> Iterator[Problem]:
+    """Packages of sinks that are not there."""
+    for name in config.train.sinks:
+        if (package := missing_package(name)) is not None:
+            yield Problem(
+                code="not-available",
+                key="train.sinks",
+                value=list(config.train.sinks),
+                message=f'the sink "{name}" needs the package {package}',
+                fix=f"pip install {package}, or train.sinks without it",
+            )
 
 
 def _deepep_problems(config: RunConfig) -> Iterator[Problem]:

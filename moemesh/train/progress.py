@@ -59,20 +59,3 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Expected seconds to the last step; None before there are two steps to go by."""
         return None if self._mean is None else self._mean * (self._total - self.step)
-
-
-def duration(seconds: float) -> str:
-    """A time for a person: ``8 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
-
-    >>> duration(7.6), duration(200), duration(12_000), duration(187_000)
-    ('8 s', '3 min', '3 h 20 min', '2 d 4 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"

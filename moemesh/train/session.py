@@ -149,7 +149,7 @@ class Session:
             self.checkpoints.abandon()
             raise
         finally:
-            self.artifacts.flush()
+            self.artifacts.close()
 
     def _train(self, steps: Steps) -> int:
         train, step = self.config.train, self.done

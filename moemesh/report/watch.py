@@ -1,0 +1,310 @@
+"""A run as it goes: the state that its files show, read bit by bit, and a panel of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from moemesh.trace.duration import duration
+from moemesh.trace.events import Event
+from moemesh.trace.run import MetricsRow
+
+#: Points of a curve that are kept; of more, neighbours are averaged.
+MOST_POINTS = 512
+_NUM_EVENTS = 6
+_READ_BYTES = 1 << 22
+_BARS = "▁▂▃▄▅▆▇█"
+_ENDS = ("finished", "stopped")
+#: Share of the newest step in the mean time of a step.
+_NEWEST = 0.1
+
+T = TypeVar("T")
+
+
+class Tail:
+    """The lines that are new in a file, each time it is asked; a file that got shorter is read
+    again from the beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def objects(self) -> tuple[bool, list[dict[str, Any]] | None]:
+        """Whether the file was cut back, and the JSON objects of the next lines that are finished,
+        damaged ones left out; None where no further line is there."""
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                is_cut = size < self._offset
+                if is_cut:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read(_READ_BYTES)
+        except OSError:
+            return False, None
+        whole = data.rfind(b"\n") + 1
+        if not whole and len(data) == _READ_BYTES:
+            whole = len(data)  # no row is so long: damage
+        if not whole:
+            return is_cut, None
+        self._offset += whole
+        found: list[dict[str, Any]] = []
+        for line in data[:whole].splitlines():
+            try:
+                row: Any = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                found.append(cast("dict[str, Any]", row))
+        return is_cut, found
+
+
+@dataclass
+class Curve:
+    """Values of a run in bounded room: each point is the mean of `width` of them."""
+
+    points: list[float] = field(default_factory=list[float])
+    width: int = 1
+    _sum: float = 0.0
+    _count: int = 0
+
+    def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self.width:
+            return
+        self.points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.points) >= MOST_POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(a + b) / 2 for a, b in pairs]
+            self.width *= 2
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as bars, at most `width` of them, the lowest at the bottom.
+
+    >>> sparkline([3, 2, 1], 8), sparkline([1, 1], 8), sparkline([], 8)
+    ('█▄▁', '▁▁', '')
+    """
+    count = min(len(values), max(width, 1))
+    if not count:
+        return ""
+    cuts = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[int((mean - low) * scale + 0.5 - 1e-9)] for mean in means)
+
+
+class View:
+    """What there is to see of a run: rows and events are added as they come."""
+
+    def __init__(self, name: str, total: int | None = None) -> None:
+        """`total`: the steps of the run; None: not known."""
+        self.name, self.total = name, total
+        self.row: MetricsRow | None = None
+        self.validation: tuple[int, float] | None = None
+        self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
+        self._losses = Curve()
+        self._seconds: float | None = None
+
+    def add_row(self, row: MetricsRow) -> None:
+        """The next step."""
+        if self._seconds is None or self.row is None or self.row.step == 1:
+            self._seconds = row.seconds  # the first step takes long
+        self._seconds += _NEWEST * (row.seconds - self._seconds)
+        self.row = row
+        self._losses.add(row.loss)
+        if row.validation_loss is not None:
+            self.validation = row.step, row.validation_loss
+
+    def restart(self) -> None:
+        """Rows were cut back: forget those that were added."""
+        self.row, self._seconds, self._losses = None, None, Curve()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Expected seconds of the steps that remain; validation and saving are not in it."""
+        if self.total is None or self.row is None or self._seconds is None:
+            return None
+        return max(self.total - self.row.step, 0) * self._seconds
+
+    def line(self) -> str:
+        """The newest step on one line."""
+        return "" if self.row is None else "  ".join([self._place(), *self._facts()])
+
+    def panel(self, width: int = 80) -> Panel:
+        """All of it, for a terminal of so many columns."""
+        parts: list[Any] = []
+        inner = max(width - 4, 20)
+        if self.row is None:
+            parts.append(Text("no step yet"))
+        else:
+            if self.total:
+                bar = Table.grid()  # a bar by itself ends no line
+                done = min(self.row.step, self.total)
+                bar.add_row(ProgressBar(total=self.total, completed=done, width=inner))
+                parts.append(bar)
+            parts.append(Text(self._place()))
+            parts.append(Text(sparkline(self._losses.points, inner), style="cyan"))
+            table = Table.grid(padding=(0, 2))
+            for fact in self._facts():
+                name, _, value = fact.partition(" ")
+                table.add_row(Text(name, style="dim"), value)
+            parts.append(table)
+        for event in self.events:
+            style = "bold red" if event.kind in ("alarm", "warning") else "dim"
+            text = " ".join(event.text.split())
+            parts.append(
+                Text(f"{event.kind}: {text}", style=style, overflow="ellipsis", no_wrap=True)
+            )
+        return Panel(Group(*parts), title=self.name, title_align="left", width=width)
+
+    def _place(self) -> str:
+        assert self.row is not None
+        of = f"/{self.total}" if self.total else ""
+        left = self.seconds_left
+        more = f"  {duration(left)} left" if left else ""
+        return f"step {self.row.step}{of}  loss {self.row.loss:.4f}{more}"
+
+    def _facts(self) -> Iterator[str]:
+        """What the newest row says, each a word and a value."""
+        row = self.row
+        assert row is not None
+        yield f"tokens/s {row.tokens_per_second:,.0f}"
+        if self.validation is not None:
+            step, loss = self.validation
+            yield f"validation {loss:.4f} (step {step})"
+        if row.mfu is not None:
+            yield f"MFU {row.mfu:.1%}"
+        if row.tflops_per_rank is not None:
+            yield f"TFLOP/s {row.tflops_per_rank:,.4g} a rank"
+        if row.memory_bytes is not None:
+            yield f"memory {row.memory_bytes / 2**30:.2f} GiB"
+        waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
+        shown = [
+            f"{name} {min(seconds / row.seconds, 1):.0%}"
+            for name, seconds in waits.items()
+            if seconds is not None and row.seconds > 0
+        ]
+        if shown:
+            yield "waits " + ", ".join(shown)
+        if row.load_max_over_mean is not None:
+            dropped = f", {row.dropped_share:.1%} dropped" if row.dropped_share else ""
+            yield f"experts fullest {row.load_max_over_mean:.2f} x the mean{dropped}"
+        if row.epoch is not None:
+            yield f"epoch {row.epoch:.2f}"
+
+
+def _parsed(objects: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Each object as a row; those of another form are left out."""
+    for found in objects:
+        try:
+            yield parse(found)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue
+
+
+class Watched:
+    """The folder of a run, looked at again and again; only what is new is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
+        self._last_kind = ""
+        self._has_read_config = False
+        self.view = View(folder.resolve().name)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run has written into the folder."""
+        names = ("metrics.jsonl", "events.jsonl", "plan.json", "lease")
+        return any((self.folder / name).exists() for name in names)
+
+    def look(self) -> list[Event]:
+        """Read on; returns the events that are new."""
+        self._read_total()
+        while True:
+            is_cut, objects = self._metrics.objects()
+            if is_cut:
+                self.view.restart()
+            if objects is None:
+                break
+            for row in _parsed(objects, MetricsRow.from_json):
+                if self.view.row is not None and row.step <= self.view.row.step:
+                    self.view.restart()
+                self.view.add_row(row)
+        events: list[Event] = []
+        while (objects := self._events.objects()[1]) is not None:
+            events += _parsed(objects, Event.from_json)
+        for event in events:
+            self.view.events.append(event)
+            if event.kind in (*_ENDS, "start"):
+                self._last_kind = event.kind
+                self._has_read_config = False  # a run that goes on may have another end
+        self._read_total()
+        return events
+
+    def end(self) -> tuple[bool, str] | None:
+        """Whether the run has ended well, and how; None while it goes on, as far as its files
+        say."""
+        if self._last_kind in _ENDS:
+            how = "has come to its end" if self._last_kind == "finished" else "has been stopped"
+            return True, f"the run {how}"
+        if self._holder() is not False:
+            return None
+        reason = self._failure()
+        return False, f"the run has failed: {reason}" if reason else "the run is no longer at work"
+
+    def _holder(self) -> bool | None:
+        """Whether the process that holds the lease lives; None where that cannot be known."""
+        try:
+            raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
+            body: Any = json.loads(raw)
+            if body.get("held") is False:
+                return False
+            if body["host"] != socket.gethostname():
+                return None if self._failure() is None else False
+            os.kill(int(body["pid"]), 0)
+            return True
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def _failure(self) -> str | None:
+        try:
+            found: Any = json.loads((self.folder / "failure.json").read_text(encoding="utf-8"))
+            return " ".join(str(found["message"]).split())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _read_total(self) -> None:
+        if self._has_read_config:
+            return
+        try:
+            text = (self.folder / "config.toml").read_text(encoding="utf-8")
+            total = tomllib.loads(text)["train"]["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._has_read_config = True
+        self.view.total = total if isinstance(total, int) else None
