@@ -161,6 +161,8 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
     axis of size 1. Not entered in the ledger: control messages are no part of what a plan predicts.
     """
     text = json.dumps(value).encode()
+    if axis.size == 1:
+        return [json.loads(text)]
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
     size = torch.tensor([len(text)], dtype=torch.int64, device=axis.device)
     with axis.ledger.paused():

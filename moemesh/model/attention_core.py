@@ -77,6 +77,12 @@ class Visibility:
         """The same, and no query sees more than the last `window` positions."""
         return self._with_starts(replace(self, window=window))
 
+    def known(self, starts_on_host: Tensor | None) -> Visibility:
+        """The same, with ``starts_BL`` of the host where it has them: else it waits for them."""
+        if starts_on_host is not None:
+            self.__dict__["starts_on_host"] = starts_on_host
+        return self
+
     def _with_starts(self, found: Visibility) -> Visibility:
         if "starts_on_host" in self.__dict__:
             found.__dict__["starts_on_host"] = self.starts_on_host

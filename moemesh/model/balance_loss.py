@@ -31,6 +31,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.router import Routing
 from moemesh.model.seams import ScopeSums, Tokens
+from moemesh.ops.permute import count_ids
 
 
 def auxiliary_loss(
@@ -125,7 +126,7 @@ def scope_sums(
         square_T = routing.logits_TE.logsumexp(1).square()
         if context.valid_T is not None:
             square_T = square_T.masked_fill(~context.valid_T, 0.0)
-        squares_Q = squares_Q.index_add(0, scope_T, square_T)
+        squares_Q = sum_by_scope(square_T[:, None], scope_T, num_scopes).squeeze(1)
     return ScopeSums(
         count(routing.preferred_TK, scope_T, num_scopes, config.num_experts),
         sum_by_scope(probabilities_TE, scope_T, num_scopes),
@@ -135,13 +136,16 @@ def scope_sums(
 
 def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int) -> Tensor:
     """Choices of each expert in each scope, int64 [Q, E]; -1 is no choice."""
-    key_TK = scope_T[:, None] * num_experts + experts_TK
-    counts = torch.bincount(key_TK[experts_TK >= 0], minlength=num_scopes * num_experts)
-    return counts.view(num_scopes, num_experts)
+    key_TK = torch.where(experts_TK < 0, -1, scope_T[:, None] * num_experts + experts_TK)
+    return count_ids(key_TK.flatten(), num_scopes * num_experts).view(num_scopes, num_experts)
 
 
 def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
     """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
+    if probabilities_TE.device.type != "cpu":
+        # index_add would add in another order each time: its additions are atomic there.
+        scopes_Q1 = torch.arange(num_scopes, device=scope_T.device)[:, None]
+        return (scope_T == scopes_Q1).to(probabilities_TE.dtype) @ probabilities_TE
     zeros_QE = probabilities_TE.new_zeros(num_scopes, probabilities_TE.shape[1])
     return zeros_QE.index_add(0, scope_T, probabilities_TE)
 

@@ -14,6 +14,7 @@ from moemesh.config.attention import AttentionConfig
 from moemesh.model.attention_core import Runs, Visibility, document_starts
 from moemesh.model.rope import rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
+from moemesh.ops.host_copy import upload
 
 
 class Ahead(NamedTuple):
@@ -47,7 +48,7 @@ class Batch:
 
     A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``, taken from
     ``whole``; documents are those of the whole sequences. ``slices`` holds the state of the slices
-    before it.
+    before it. ``on_host``: the same batch on the CPU, for counts that the host has to know.
     """
 
     tokens_BS: Tensor
@@ -64,6 +65,18 @@ class Batch:
     length: int | None = None
     slices: SliceState = NO_SLICES
     whole: Batch | None = None
+    on_host: Batch | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """This batch of the CPU on `device`, without a wait; it keeps what the host knows."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: upload(tensor, device)
+            for name, tensor in vars(self).items()
+            if isinstance(tensor, Tensor)
+        }
+        return replace(self, **moved, on_host=self)
 
     def take(self, runs: Runs | None) -> Batch:
         """The positions `runs`, in that order, of all sequences; None: this batch."""
@@ -92,6 +105,7 @@ class Batch:
             runs=runs,
             length=length,
             whole=self,
+            on_host=None if self.on_host is None else self.on_host.take(runs),
         )
 
     def ahead(self, depth: int) -> Ahead:
@@ -136,13 +150,16 @@ class Batch:
 
     def num_routed_sequences(self) -> int:
         """Sequences with at least one token that is not padding."""
-        if self.valid_BS is None:
-            return len(self.tokens_BS)
-        return int(self.valid_BS.any(1).sum())
+        valid_BS = (self.on_host or self).valid_BS
+        return len(self.tokens_BS) if valid_BS is None else int(valid_BS.any(1).sum())
 
     def num_loss_tokens(self) -> int:
-        mask_T = self.loss_mask_T()
+        mask_T = (self.on_host or self).loss_mask_T()
         return self.num_tokens if mask_T is None else int(mask_T.sum())
+
+    def num_tokens_ahead(self, depth: int) -> int:
+        """Tokens that carry loss `depth` tokens ahead of these positions."""
+        return int((self.on_host or self).ahead(depth).loss_BS.sum())
 
 
 def _shifted(x_BS: Tensor, steps: int) -> Tensor:
@@ -192,10 +209,12 @@ def make_context(
     length = seq_len if batch.length is None else batch.length
     runs = (range(length),) if batch.runs is None else batch.runs
     positions_S = position_ids(runs, device)
-    starts_BL = None
+    starts_BL = starts_on_host = None
     rotary = positions_S
     if batch.documents_BS is not None:
         starts_BL = document_starts(batch.documents_BS)
+        if batch.on_host is not None and batch.on_host.documents_BS is not None:
+            starts_on_host = document_starts(batch.on_host.documents_BS)
         rotary = positions_S - starts_BL[:, positions_S]
     # Slices before this one have left their keys, from the first position on.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
@@ -217,7 +236,7 @@ def make_context(
         seq_len=seq_len,
         num_tokens=num_sequences * seq_len,
         length=length,
-        visible=Visibility(runs, keys, starts_BL=starts_BL, length=length),
+        visible=Visibility(runs, keys, starts_BL=starts_BL, length=length).known(starts_on_host),
         cosine=cosine,
         sine=sine,
         sequence_T=sequence_T,

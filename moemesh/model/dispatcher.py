@@ -20,11 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from moemesh.ops.expert_mlp import Deferred, ExpertWeights, expert_mlp
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
 
 
 class ExpertRows(Protocol):
@@ -86,6 +87,10 @@ class Dispatcher(Protocol):
 
     def plan(self, experts_TK: Tensor) -> Any: ...
 
+    def plan_complete(self, experts_TK: Tensor) -> Any:
+        """:meth:`plan` where the caller knows, on the host, that there is no -1."""
+        return self.plan(experts_TK)
+
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Any]: ...
 
     def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]: ...
@@ -96,29 +101,69 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan:
-    """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert."""
+    """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert; ``none_TK``: pairs without
+    an expert, where rows of the map have none."""
 
     tokens: RowMap
     slot_R: Tensor
     counts_L: Tensor
+    none_TK: Tensor | None = None
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here: sort by expert, compute, sum back. Nothing is sent."""
+    """All experts are here: sort by expert, compute, sum back. Nothing is sent.
+
+    The host never waits for an accelerator: pairs without an expert have rows, too, behind all
+    others, which no expert computes and nobody reads.
+    """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
     def plan(self, experts_TK: Tensor) -> LocalPlan:
-        tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
-        return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
+        if experts_TK.device.type == "cpu":
+            tokens, slot_R, counts_L = group_by_expert(experts_TK, self.num_experts)
+            return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=counts_L)
+        found = SortedByExpert(experts_TK, self.num_experts)
+        tokens, slot_R = found.rows_and_rest()
+        return LocalPlan(
+            tokens=tokens, slot_R=slot_R, counts_L=found.counts_E, none_TK=experts_TK < 0
+        )
+
+    def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
+        if experts_TK.device.type == "cpu":
+            return self.plan(experts_TK)
+        found = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
+        tokens, slot_R = found.rows(experts_TK.numel())
+        return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=found.counts_E)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
-        weights_R = pick_weights(weights_TK, plan.slot_R)
+        weights_R = _PickWeights.apply(weights_TK, plan)
         return Pending.ready(Rows(x_TH, plan.tokens, weights_R, plan.counts_L))
 
     def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
         return Pending.ready(unpermute(y_RH, plan.tokens))
+
+
+class _PickWeights(torch.autograd.Function):
+    """The router's weight of each row; its gradient is written to its place, and added to nothing:
+    every pair of a token and a slot has one row at most."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
+        ctx.plan, ctx.shape = plan, weights_TK.shape
+        return weights_TK.reshape(-1).gather(0, plan.slot_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        plan, (num_tokens, num_slots) = ctx.plan, ctx.shape
+        tokens = plan.tokens
+        if len(plan.slot_R) == num_tokens * num_slots and not tokens.has_rest:
+            # Bags in the order of tokens and slots: the inverse of the order of rows.
+            return grad_R.index_select(0, tokens.copies_R).view(ctx.shape), None
+        grad_TK = grad_R.new_zeros(num_tokens * num_slots).scatter_(0, plan.slot_R, grad_R)
+        grad_TK = grad_TK.view(ctx.shape)
+        return grad_TK if plan.none_TK is None else grad_TK.masked_fill_(plan.none_TK, 0.0), None
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:

@@ -13,21 +13,33 @@ class RoutingError(ValueError):
     """A routing that cannot be used: logits that are not finite, or experts that do not exist."""
 
 
-def first_fault(logits_TE: Tensor, token_ids_T: Tensor, valid_T: Tensor | None) -> Tensor:
-    """The first logit that is not finite, as ``token id * E + expert``, else NO_FAULT.
+def first_fault(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+    """The first logit that is not finite, as ``row * E + expert`` of its place here, else NO_FAULT.
 
     An int64 scalar, on the device, without waiting for it. Padding is not looked at.
     """
-    bad_TE = ~torch.isfinite(logits_TE.detach())
-    bad_T = bad_TE.any(1) if valid_T is None else bad_TE.any(1) & valid_T
-    code_T = token_ids_T * logits_TE.shape[1] + bad_TE.to(torch.uint8).argmax(1)
-    code_T = torch.where(bad_T, code_T, NO_FAULT)
-    none = torch.full((1,), NO_FAULT, dtype=torch.int64, device=logits_TE.device)
-    return torch.cat([code_T, none]).min()
+    logits_TE = logits_TE.detach()
+    if not logits_TE.numel():
+        return torch.full((), NO_FAULT, dtype=torch.int64, device=logits_TE.device)
+    nothing_TE = logits_TE - logits_TE  # 0, or NaN where a logit is not finite
+    if valid_T is not None:
+        nothing_TE = nothing_TE.masked_fill(~valid_T[:, None], 0.0)
+    # NaN counts as the largest, the first one first.
+    worst, place = nothing_TE.view(-1).max(0)
+    return torch.where(worst.isnan(), place, NO_FAULT)
+
+
+def of_tokens(fault_L: Tensor, token_ids_T: Tensor, num_experts: int) -> Tensor:
+    """Faults of several layers, with the id of the token in place of its row."""
+    if not len(token_ids_T):
+        return fault_L
+    row_L = (fault_L // num_experts).clamp(max=len(token_ids_T) - 1)
+    code_L = token_ids_T[row_L] * num_experts + fault_L % num_experts
+    return torch.where(fault_L == NO_FAULT, fault_L, code_L)
 
 
 def describe_logit(layer: int, code: int, num_experts: int, seq_len: int) -> str:
-    """A code of :func:`first_fault` in words."""
+    """A code of :func:`of_tokens` in words."""
     token, expert = divmod(code, num_experts)
     sequence, position = divmod(token, max(seq_len, 1))
     where = f"token {token} (sequence {sequence}, position {position})"

@@ -20,6 +20,7 @@ from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
 from moemesh.model.seams import Flow, LocalTokens, Tokens
 from moemesh.ops.linear import linear
+from moemesh.ops.permute import count_ids
 from moemesh.ops.swiglu import SwigluForm
 
 
@@ -30,14 +31,15 @@ def swiglu_form(config: ModelConfig) -> SwigluForm:
 
 class MoEOutput(NamedTuple):
     """``y_TH``; this rank's part of the auxiliary losses summed over their scopes (a scalar), or
-    where all layers have one loss what this layer adds to it (float64 [Q, 2E + 1]); the tokens that
-    this rank's rows sent to each expert, int64 [E]; its choices for which an expert had no room,
-    and its first fault (:mod:`moemesh.model.faults`), int64 scalars."""
+    where all layers have one loss what this layer adds to it (float64 [Q, 2E + 1]), None without
+    such losses; the tokens that this rank's rows sent to each expert, int64 [E]; its choices for
+    which an expert had no room (None where all have), and its first fault
+    (:mod:`moemesh.model.faults`), int64 scalars."""
 
     y_TH: Tensor
-    aux: Tensor
+    aux: Tensor | None
     counts_E: Tensor
-    num_dropped: Tensor
+    num_dropped: Tensor | None
     fault: Tensor
 
 
@@ -45,7 +47,11 @@ class ExpertExchange(Protocol):
     """One forward of the experts through a dispatcher. What dispatch and compute return is the
     exchange's own business: rows and results, or promises of them in several chunks."""
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Any: ...
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
+    ) -> Any:
+        """`is_complete`: no -1 in `experts_TK`."""
+        ...
 
     def compute(self, experts: Experts, rows: Any) -> Any: ...
 
@@ -58,8 +64,11 @@ class PlainExchange:
     def __init__(self, dispatcher: Dispatcher, flow: Flow) -> None:
         self.dispatcher, self.flow = dispatcher, flow
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Rows:
-        self.plan = self.flow.once(self.dispatcher.plan, experts_TK)
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
+    ) -> Rows:
+        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
+        self.plan = self.flow.once(plan, experts_TK)
         return self.dispatcher.dispatch(x_TH, weights_TK, self.plan).wait()
 
     def compute(self, experts: Experts, rows: Rows) -> Tensor:
@@ -103,21 +112,25 @@ class MoE(nn.Module):
 
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)
+        aux = None
         if self.config.has_joint_aux_loss:
             aux = auxiliary_sums(routing, self.config, context, self.router.layer)
-        else:
+        elif self.config.has_aux_loss:
             aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
-        aux = context.flow.cut(aux)
+        aux = None if aux is None else context.flow.cut(aux)
         y_TH = self.apply_experts(x_TH, routing, context)
-        counts_E = torch.bincount(
-            routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
-        )[1:]
+        counts_E = count_ids(routing.experts_TK.flatten(), self.config.num_experts)
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
     def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
         """The layer behind its router: dispatch, compute, combine."""
         exchange = self.runner(self.dispatcher, context.flow)
-        rows = exchange.dispatch(x_TH, routing.weights_TK, self._places(routing.experts_TK))
+        rows = exchange.dispatch(
+            x_TH,
+            routing.weights_TK,
+            self._places(routing.experts_TK),
+            is_complete=routing.is_complete,
+        )
         shared_TH = self._shared(x_TH, context)  # while rows are under way
         results = exchange.compute(self.experts, rows)
         return self._with_shared(exchange.combine(results), shared_TH)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.capacity import within_capacity
-from moemesh.model.faults import NO_FAULT, first_fault
+from moemesh.model.faults import first_fault
 from moemesh.model.seams import PLAIN_FLOW, Flow, LocalTokens, Tokens
 from moemesh.model.selection import (
     capacity_per_sequence,
@@ -45,8 +45,9 @@ class Routing(NamedTuple):
     -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
     ``logits_TE`` fp32; ``preferred_TK`` the plain top-k of the scores, without bias, groups,
     balancing or capacity: what the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
-    ``num_dropped`` choices that found their expert full, and ``fault`` the first logit that is not
-    finite (:mod:`moemesh.model.faults`), both int64 scalars of this rank's tokens.
+    ``num_dropped`` choices that found their expert full (None where none can be), and ``fault`` the
+    first logit that is not finite (:mod:`moemesh.model.faults`), both int64 scalars of this rank's
+    tokens. ``is_complete``: no -1 in ``experts_TK``, as the host knows without looking.
     """
 
     weights_TK: Tensor
@@ -54,8 +55,9 @@ class Routing(NamedTuple):
     probabilities_TE: Tensor
     logits_TE: Tensor
     preferred_TK: Tensor
-    num_dropped: Tensor
+    num_dropped: Tensor | None
     fault: Tensor
+    is_complete: bool = False
 
 
 class Router(nn.Module):
@@ -94,9 +96,6 @@ class Router(nn.Module):
             )
         bias_E, flow = self.selection_bias, context.flow
         routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
-        routing = routing._replace(
-            fault=first_fault(logits_TE, context.token_ids_T, context.valid_T)
-        )
         by_tokens = config.router_selection != "expert_choice" or not context.training
         if config.capacity_factor and by_tokens and given_TK is None:
             routing = limit_to_capacity(routing, config, context, tokens or LocalTokens())
@@ -199,14 +198,23 @@ def route(
             probabilities_TE = gates_TE / gates_TE.sum(1, keepdim=True)
     if valid_T is not None:
         probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
+    is_complete = valid_T is None and chosen_TK is None
+    if is_complete and _is_softmax_of_chosen(config) and logits_TE.device.type != "cpu":
+        # The same function in two operations; on a CPU it would change the bits of old runs.
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(1)
+        if config.router_scale_on == "weights" and config.router_scale != 1.0:
+            weights_TK = weights_TK * config.router_scale
+    else:
+        weights_TK = weigh(scores_TE, experts_TK, config)
     return Routing(
-        weights_TK=weigh(scores_TE, experts_TK, config),
+        weights_TK=weights_TK,
         experts_TK=experts_TK,
         probabilities_TE=probabilities_TE,
         logits_TE=logits_TE,
         preferred_TK=preferred_TK,
-        num_dropped=experts_TK.new_zeros(()),
-        fault=experts_TK.new_full((), NO_FAULT),
+        num_dropped=None,
+        fault=first_fault(logits_TE, valid_T),
+        is_complete=is_complete,
     )
 
 
@@ -248,12 +256,28 @@ def weigh(scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig) -> Tensor:
         if config.router_normalize_min:
             total_T1 = total_T1.clamp(min=config.router_normalize_min)
         else:
-            total_T1 = total_T1 + config.router_normalize_eps
+            total_T1 = _plus(total_T1, config.router_normalize_eps)
         # A token without any expert has no weights to divide; 0 / 0 would poison the gradient.
         weights_TK = weights_TK / total_T1.masked_fill(none_TK.all(1, keepdim=True), 1.0)
-    if config.router_scale_on == "weights":
+    if config.router_scale_on == "weights" and config.router_scale != 1.0:
         weights_TK = weights_TK * config.router_scale
     return weights_TK
+
+
+def _plus(x: Tensor, number: float) -> Tensor:
+    return x + number if number else x
+
+
+def _is_softmax_of_chosen(config: ModelConfig) -> bool:
+    """Whether a token's weights are the softmax of the logits of its experts alone: divided by
+    their sum, the scores of a softmax over all experts are just that."""
+    return (
+        config.router_score == "softmax"
+        and config.router_when == "before"
+        and config.router_normalize
+        and not config.router_normalize_eps
+        and not config.router_normalize_min
+    )
 
 
 def limit_to_capacity(
@@ -275,6 +299,7 @@ def limit_to_capacity(
         weights_TK=weights_TK,
         experts_TK=routing.experts_TK.masked_fill(dropped_TK, -1),
         num_dropped=dropped_TK.sum(),
+        is_complete=False,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import joint_loss, no_sums
 from moemesh.model.batch import Ahead, Batch, Context, make_context
+from moemesh.model.faults import of_tokens
 from moemesh.model.layer import Layer
 from moemesh.model.layers import RMSNorm, VocabularyRows
 from moemesh.model.moe import MoE
@@ -252,8 +253,8 @@ class Loads:
         self.aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         if config.has_joint_aux_loss:
             self.aux = no_sums(config, context) if sums_QX is None else sums_QX
-        empty = torch.zeros(0, config.num_experts + 2, dtype=torch.int64, device=x_TH.device)
-        self._rows = [empty]
+        self._context, self._num_experts = context, config.num_experts
+        self._routed: list[tuple[Tensor, Tensor | None, Tensor]] = []
 
     def run(
         self,
@@ -274,15 +275,22 @@ class Loads:
         x_TH = model.weights.leave(unit, x_TH)
         if routed is not None:
             self.layers.append(index)
-            self.aux = self.aux + routed.aux
-            scalars = torch.stack([routed.num_dropped, routed.fault])
-            self._rows.append(torch.cat([routed.counts_E, scalars])[None])
+            self.aux = self.aux if routed.aux is None else self.aux + routed.aux
+            self._routed.append((routed.counts_E, routed.num_dropped, routed.fault))
         return x_TH
 
     def counts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens of each expert, dropped choices and first fault by layer."""
-        rows_L = torch.cat(self._rows)
-        return rows_L[:, :-2], rows_L[:, -2], rows_L[:, -1]
+        ids_T = self._context.token_ids_T
+        if not self._routed:
+            return ids_T.new_zeros(0, self._num_experts), ids_T.new_zeros(0), ids_T.new_zeros(0)
+        counts, dropped, faults = zip(*self._routed, strict=True)
+        dropped_L = ids_T.new_zeros(len(counts))
+        if any(number is not None for number in dropped):
+            none = ids_T.new_zeros(())
+            dropped_L = torch.stack([none if number is None else number for number in dropped])
+        fault_L = of_tokens(torch.stack(faults), ids_T, self._num_experts)
+        return torch.stack(counts), dropped_L, fault_L
 
 
 def whole(config: ModelConfig) -> Part:

@@ -173,7 +173,12 @@ class WeightGradient:
 
 def of_rows(bias_DO: Tensor, block: Block) -> Tensor:
     """The bias of each row of a block, [B, O], given those of its experts."""
+    size = block.rows.stop - block.rows.start
+    if bias_DO.device.type != "cpu":
+        # Rows behind the last end have no expert (RowMap.has_rest): those of any will do.
+        places_B = torch.arange(size, dtype=torch.int32, device=bias_DO.device)
+        expert_B = torch.searchsorted(block.ends_D, places_B, right=True)
+        return bias_DO.index_select(0, expert_B.clamp(max=len(bias_DO) - 1))
     ends_D = block.ends_D.long()
     counts_D = torch.diff(ends_D, prepend=ends_D.new_zeros(1))
-    size = block.rows.stop - block.rows.start
     return bias_DO.repeat_interleave(counts_D, dim=0, output_size=size)

@@ -333,7 +333,7 @@ class _ExpertMLP(torch.autograd.Function):
             calls.append(gradients)
         return (
             sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
-            torch.cat(grad_weights),
+            grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights),
             None if call.calls is None else grad_RH.new_zeros(()),
             None,
             *found,

@@ -7,6 +7,7 @@ source row (a token goes to K experts), and some source rows may have none.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +19,21 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class RowMap:
     """``source_R``: the source row of each row. The inverse as bags: source row n is copied by rows
-    ``copies_R[starts_N[n] : starts_N[n + 1]]``."""
+    ``copies_R[starts_N[n] : starts_N[n + 1]]``.
+
+    `has_rest`: one more bag, the last, holds rows that nobody computes: there are as many rows as
+    there could be, where the host would have to wait for their number. What they hold is not read.
+    """
 
     source_R: Tensor
     copies_R: Tensor
     starts_N: Tensor
     is_permutation: bool = False
+    has_rest: bool = False
 
     @property
     def num_sources(self) -> int:
-        return len(self.starts_N)
+        return len(self.starts_N) - self.has_rest
 
     @property
     def num_rows(self) -> int:
@@ -36,9 +42,8 @@ class RowMap:
 
 def permutation(order_R: Tensor) -> RowMap:
     """The map of ``rows[r] = source[order[r]]`` where every source row is copied exactly once."""
-    inverse_R = torch.empty_like(order_R)
     places_R = torch.arange(len(order_R), device=order_R.device)
-    inverse_R[order_R] = places_R
+    inverse_R = torch.empty_like(order_R).scatter_(0, order_R, places_R)
     return RowMap(source_R=order_R, copies_R=inverse_R, starts_N=places_R, is_permutation=True)
 
 
@@ -54,43 +59,135 @@ def slice_map(rows: RowMap, start: int, stop: int) -> RowMap:
 
 def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
     """The map of rows that copy ``source_R``; the inverse lists each bag in ascending row order."""
-    counts_N = torch.bincount(source_R, minlength=num_sources)
     return RowMap(
         source_R=source_R,
         copies_R=torch.argsort(source_R, stable=True),
-        starts_N=counts_N.cumsum(0) - counts_N,
+        starts_N=_starts(count_ids(source_R, num_sources)),
     )
 
 
+def count_ids(ids: Tensor, num_ids: int) -> Tensor:
+    """How often each of 0 .. num_ids - 1 is in `ids` (int64, 1 dim; -1 is not counted): int64.
+
+    Without a wait: ``bincount`` makes the host wait for a device, ``histc`` of integers, which a
+    CPU does not have, does not.
+    """
+    if ids.device.type == "cpu":
+        return torch.bincount(ids + 1, minlength=num_ids + 1)[1:]
+    if not num_ids:
+        return ids.new_zeros(0)
+    return torch.histc(ids, bins=num_ids, min=0, max=max(num_ids - 1, 1))
+
+
+def places_of_true(mask_N: Tensor, count: int, *, and_others: bool = False) -> Tensor:
+    """The places of the `count` true values of a mask of one dim, ascending, without a wait;
+    `and_others`: then those of the false ones, `count` in all."""
+    if mask_N.device.type == "cpu" and not and_others:
+        return mask_N.nonzero().squeeze(1)
+    return torch.sort(mask_N.to(torch.uint8), descending=True, stable=True).indices[:count]
+
+
+class SortedByExpert:
+    """The (token, slot) pairs of a routing by expert, before anyone knows how many have one.
+
+    `counts_E`: the pairs of each expert (int64 [num_experts]). Nothing here waits for a device;
+    :meth:`rows` needs the number of pairs that have an expert, from :attr:`counts_E`.
+    """
+
+    def __init__(
+        self,
+        experts_TK: Tensor,
+        num_experts: int,
+        owner_T: Tensor | None = None,
+        num_owners: int = 1,
+        *,
+        is_complete: bool = False,
+    ) -> None:
+        """Inside of an expert pairs ascend by owner (below `num_owners`), then by token.
+        `is_complete`: no pair is without an expert."""
+        self._experts_TK = experts_TK
+        flat_TK = experts_TK.reshape(-1)
+        self.counts_E = count_ids(flat_TK, num_experts)
+        key_TK = flat_TK
+        if owner_T is not None:
+            owner_TK = owner_T[:, None].expand_as(experts_TK).reshape(-1)
+            key_TK = flat_TK * num_owners + owner_TK
+        if not is_complete:  # -1 sorts last: its pairs have no row
+            key_TK = torch.where(flat_TK < 0, num_experts * num_owners, key_TK)
+        #: The pairs by expert, as ``token * K + slot``; those without one at the end.
+        self.order = torch.argsort(key_TK, stable=True)
+
+    def rows(self, num_rows: int) -> tuple[RowMap, Tensor]:
+        """The map rows -> tokens, and the position ``flat_R = token * K + slot`` of each row.
+
+        `num_rows`: all pairs that have an expert."""
+        experts_TK, flat_R = self._experts_TK, self.order[:num_rows]
+        num_tokens, num_slots = experts_TK.shape
+        source_R = flat_R // num_slots
+        if num_rows == experts_TK.numel():
+            starts_T = _multiples(max(num_slots, 1), num_tokens, flat_R.device)
+            rows = RowMap(source_R=source_R, copies_R=_inverse(flat_R), starts_N=starts_T)
+            return rows, flat_R
+        has_row_TK = experts_TK >= 0
+        row_of_flat = torch.empty_like(experts_TK.reshape(-1))
+        row_of_flat.scatter_(0, flat_R, torch.arange(num_rows, device=flat_R.device))
+        copies_R = row_of_flat.index_select(0, places_of_true(has_row_TK.reshape(-1), num_rows))
+        return RowMap(
+            source_R=source_R, copies_R=copies_R, starts_N=_starts(has_row_TK.sum(1))
+        ), flat_R
+
+    def rows_and_rest(self) -> tuple[RowMap, Tensor]:
+        """:meth:`rows` of all pairs, also of those without an expert: the last ones, `has_rest`."""
+        experts_TK, flat_R = self._experts_TK, self.order
+        has_row_TK = experts_TK >= 0
+        # Those with a row in the order of tokens, then the others.
+        order = places_of_true(has_row_TK.reshape(-1), len(flat_R), and_others=True)
+        bags_T = has_row_TK.sum(1)
+        starts_T = torch.cat([bags_T.new_zeros(1), bags_T.cumsum(0)])
+        rows = RowMap(
+            source_R=flat_R // experts_TK.shape[1],
+            copies_R=_inverse(flat_R).index_select(0, order),
+            starts_N=starts_T,
+            has_rest=True,
+        )
+        return rows, flat_R
+
+
+def _inverse(order_R: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    places_R = _multiples(1, len(order_R), order_R.device)
+    return torch.empty_like(order_R).scatter_(0, order_R, places_R)
+
+
+def _multiples(step: int, count: int, device: torch.device) -> Tensor:
+    """0, step, 2 step, ...: `count` numbers that nobody may write."""
+    make = torch.arange if device.type == "cpu" else _multiples_on_device
+    return make(0, step * count, step, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _multiples_on_device(start: int, stop: int, step: int, *, device: torch.device) -> Tensor:
+    # The same in every layer and step: made once.
+    return torch.arange(start, stop, step, device=device)
+
+
+def _starts(sizes_N: Tensor) -> Tensor:
+    """Where bags of these sizes begin."""
+    return sizes_N.cumsum(0) - sizes_N
+
+
 def group_by_expert(
-    experts_TK: Tensor, num_experts: int, owner_T: Tensor | None = None
+    experts_TK: Tensor, num_experts: int, owner_T: Tensor | None = None, num_owners: int = 1
 ) -> tuple[RowMap, Tensor, Tensor]:
     """Sort the (token, slot) pairs by expert, then by owner, stable; expert -1 gets no row.
 
     Returns the map rows -> tokens, the position ``flat_R = token * K + slot`` of each row, and the
-    rows per expert (int64 [num_experts]). One stable sort gives all three.
+    rows per expert (int64 [num_experts]). One stable sort gives all three. The host waits for the
+    number of rows.
     """
-    num_slots = experts_TK.shape[1]
-    flat_TK = experts_TK.reshape(-1)
-    counts_E = torch.bincount(flat_TK + 1, minlength=num_experts + 1)
-    key_TK = flat_TK
-    if owner_T is not None and len(owner_T):
-        num_owners = int(owner_T.max()) + 1
-        owner_TK = owner_T[:, None].expand_as(experts_TK).reshape(-1)
-        key_TK = torch.where(flat_TK < 0, -1, flat_TK * num_owners + owner_TK)
-    flat_R = torch.argsort(key_TK, stable=True)[int(counts_E[0]) :]  # -1 sorts first: no row
-    row_of_flat = torch.full_like(flat_TK, -1)
-    row_of_flat[flat_R] = torch.arange(len(flat_R), device=flat_R.device)
-    bags_T = (experts_TK >= 0).sum(1)
-    return (
-        RowMap(
-            source_R=flat_R // num_slots,
-            copies_R=row_of_flat[row_of_flat >= 0],
-            starts_N=bags_T.cumsum(0) - bags_T,
-        ),
-        flat_R,
-        counts_E[1:],
-    )
+    found = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
+    rows, flat_R = found.rows(int(found.counts_E.sum()))
+    return rows, flat_R, found.counts_E
 
 
 def gather_rows(source_NH: Tensor, rows: RowMap) -> Tensor:
@@ -116,22 +213,19 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
         return rows_RH.index_select(0, rows.copies_R)
     if rows.num_rows == 0:
         return rows_RH.new_zeros(rows.num_sources, rows_RH.shape[1])
-    return F.embedding_bag(rows.copies_R, rows_RH, rows.starts_N, mode="sum")
+    sums = F.embedding_bag(rows.copies_R, rows_RH, rows.starts_N, mode="sum")
+    return sums[:-1] if rows.has_rest else sums
 
 
-def sum_rows_between(rows_RH: Tensor, rows: RowMap, start: int, stop: int) -> Tensor:
-    """:func:`sum_rows` of the source rows `start` to `stop` alone."""
-    starts = rows.starts_N[start:stop]
-    if not len(starts):
-        return rows_RH.new_zeros(0, rows_RH.shape[1])
-    first = int(starts[0])
-    last = int(rows.starts_N[stop]) if stop < rows.num_sources else len(rows.copies_R)
-    copies = rows.copies_R[first:last]
+def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: range) -> Tensor:
+    """:func:`sum_rows` of the `sources` alone, which have the places `copies` in ``copies_R``."""
+    copies_R = rows.copies_R[copies.start : copies.stop]
+    if not sources or not copies:
+        return rows_RH.new_zeros(len(sources), rows_RH.shape[1])
     if rows.is_permutation:
-        return rows_RH.index_select(0, copies)
-    if first == last:
-        return rows_RH.new_zeros(stop - start, rows_RH.shape[1])
-    return F.embedding_bag(copies, rows_RH, starts - first, mode="sum")
+        return rows_RH.index_select(0, copies_R)
+    starts_N = rows.starts_N[sources.start : sources.stop] - copies.start
+    return F.embedding_bag(copies_R, rows_RH, starts_N, mode="sum")
 
 
 class _SumRows(torch.autograd.Function):

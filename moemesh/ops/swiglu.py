@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.ops.fusion import fused
+
 #: A block with fewer numbers than this is left to torch.
 FEWEST_NUMBERS = 1 << 16
 #: One thread of the compiled form is as fast as about three of torch's (docs/results/layer.md).
@@ -89,6 +91,8 @@ def swiglu_backward_torch(
 def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     """``silu(gate) * up * weight`` [B, F], or of another form; weights are fp32 (fp64 in
     float64)."""
+    if h_BG.device.type != "cpu":
+        return _weighted_product(h_BG, weights_B, form)
     if form != PLAIN:
         return form.product(h_BG) * weights_B[:, None].to(h_BG.dtype)
     if not _is_fused(h_BG, weights_B):
@@ -102,6 +106,8 @@ def swiglu_backward(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
+    if h_BG.device.type != "cpu":
+        return _weighted_backward(grad_BF, h_BG, weights_B, form)
     if form != PLAIN:
         scale_B1 = weights_B[:, None].to(h_BG.dtype)
         product_BF, grad_h_BG = form.backward(grad_BF * scale_B1, h_BG)
@@ -114,6 +120,36 @@ def swiglu_backward(
         _array(grad_BF), _array(h_BG), _array(weights_B), _array(grad_h_BG), _array(grad_weights_B)
     )
     return grad_BF, grad_h_BG, grad_weights_B
+
+
+def _on_device(h_BG: Tensor, weights_B: Tensor, form: SwigluForm) -> Tensor:
+    """:func:`swiglu` in few operations; a weight is rounded with the product, not before it."""
+    if form != PLAIN:
+        return form.product(h_BG).mul_(weights_B[:, None])
+    gate_BF, up_BF = h_BG.chunk(2, dim=1)
+    return F.silu(gate_BF).mul_(up_BF).mul_(weights_B[:, None])
+
+
+def _backward_on_device(
+    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`swiglu_backward` in few operations; `grad_BF` stays as it is."""
+    if form != PLAIN:
+        product_BF, grad_h_BG = form.backward(grad_BF * weights_B[:, None].to(h_BG.dtype), h_BG)
+        grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
+        return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
+    gate_BF, up_BF = h_BG.chunk(2, dim=1)
+    silu_BF = F.silu(gate_BF)
+    product_BF = silu_BF * up_BF
+    grad_weights_B = (grad_BF * product_BF).sum(1, dtype=weights_B.dtype)
+    weighted_BF = grad_BF * weights_B[:, None].to(h_BG.dtype)
+    grad_up_BF = silu_BF.mul_(weighted_BF)
+    grad_gate_BF = torch.ops.aten.silu_backward(weighted_BF.mul_(up_BF), gate_BF)
+    grad_h_BG = torch.cat([grad_gate_BF, grad_up_BF], dim=1)
+    return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
+
+
+_weighted_product, _weighted_backward = fused(_on_device), fused(_backward_on_device)
 
 
 def load(dtype: torch.dtype) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
@@ -21,26 +20,22 @@ def own_batches(
     differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
     """
 
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(mesh.device)
-
     dp = mesh["dp"]
     found: list[Batch] = []
     own = shard_range(len(ids), dp.size, dp.index)
     for index in range(num_parts):
         part = shard_range(len(own), num_parts, index)
         rows = slice(own.start + part.start, own.start + part.stop)
-        tokens, targets = (on_device(array) for array in samples.batch(ids[rows]))
+        tokens, targets = map(torch.from_numpy, samples.batch(ids[rows]))
         documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
-        found.append(
-            Batch(
-                tokens_BS=tokens,
-                targets_BS=targets,
-                sequences_B=torch.arange(rows.start, rows.stop, device=mesh.device),
-                loss_mask_BS=None if learned is None else on_device(learned),
-                documents_BS=None if documents is None else on_device(documents[:, :-1]),
-                seed=seed,
-                step=step,
-            )
+        batch = Batch(
+            tokens_BS=tokens,
+            targets_BS=targets,
+            sequences_B=torch.arange(rows.start, rows.stop),
+            loss_mask_BS=None if learned is None else torch.from_numpy(learned),
+            documents_BS=None if documents is None else torch.from_numpy(documents[:, :-1]),
+            seed=seed,
+            step=step,
         )
+        found.append(batch.to(mesh.device))
     return found

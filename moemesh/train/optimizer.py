@@ -117,9 +117,12 @@ class Optimizer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """Copy the masters into the parameters that are not their own master, and publish."""
-        for name, parameter in self._parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        rounded = [name for name, own in self._parameters.items() if self.masters[name] is not own]
+        if rounded:
+            torch._foreach_copy_(
+                [self._parameters[name] for name in rounded],
+                [self.masters[name] for name in rounded],
+            )
         if self._publish is not None:
             self._publish()
 
@@ -181,7 +184,8 @@ class Optimizer:
                 own = self._torch.state[self.masters[name]]
                 own[kind] = tensor
                 if self._kind == "adamw":
-                    own["step"] = torch.tensor(float(num_updates))
+                    # Where the fused kernel of an accelerator reads it; on the CPU it would refuse.
+                    own["step"] = torch.tensor(float(num_updates), device=self.masters[name].device)
         self.num_updates = num_updates if state else 0
         self.round_masters()
 

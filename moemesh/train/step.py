@@ -25,8 +25,9 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
+from moemesh.ops.host_copy import HostCopy, constant, upload
 from moemesh.parallel.expert.replicas import take_rank_tokens
-from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
+from moemesh.parallel.norm import GradientNorm, clip_gradients, norm_of, summed_squares
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
@@ -132,18 +133,22 @@ def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> S
         scopes = [sum(scopes)]
     elif scope == "microbatch":
         scopes = [sum(map(bool, scopes))]
+    mesh = parallel.mesh
     counts = torch.tensor(
         [
             sum(batch.num_loss_tokens() for batch in microbatches),
-            *(sum(int(b.ahead(depth).loss_BS.sum()) for b in microbatches) for depth in depths),
+            *(sum(batch.num_tokens_ahead(depth) for batch in microbatches) for depth in depths),
             *scopes,
-        ],
-        device=parallel.mesh.device,
+        ]
     )
-    if parallel.mesh["cp"].index:
-        # Ranks of cp are given the same sequences: the first of them counts.
+    # With tensors on the CPU, ranks that differ in dp and cp sum; else all ranks do, on the CPU:
+    # the host knows the counts, and would wait until its device has done the step before.
+    axis = mesh["dp_cp"] if mesh.device.type == "cpu" else mesh.control
+    others = [] if mesh.device.type == "cpu" else ["tp", "pp"]
+    if any(mesh[name].index for name in ["cp", *others]):
+        # These ranks are given the same sequences: the first of them counts.
         counts.zero_()
-    all_reduce_(counts, parallel.mesh["dp_cp"], caller="step.counts", phase="forward")
+    all_reduce_(counts, axis, caller="step.counts", phase="forward")
     num_tokens, *rest = counts.tolist()
     ahead, scopes = rest[: len(depths)], rest[len(depths) :]
     # A global scope exists when any rank has a token in that microbatch.
@@ -193,10 +198,12 @@ class StepSums:
 
     def objective(self, part: Part, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; what it reports is added to the sums."""
-        if own := [self._places[layer] for layer in output.moe_layers]:
-            self.counts_LE[own] += output.counts_LE
-            self.dropped_L[own] += output.dropped_L
-            self.fault_L[own] = torch.minimum(self.fault_L[own], output.fault_L)
+        if output.moe_layers:
+            places = [self._places[layer] for layer in output.moe_layers]
+            own = constant(places, self._mesh.device)
+            self.counts_LE.index_add_(0, own, output.counts_LE)
+            self.dropped_L.index_add_(0, own, output.dropped_L)
+            self.fault_L.scatter_reduce_(0, own, output.fault_L, "amin")
         if self.rank_LP is not None:
             self.rank_LP += take_rank_tokens(self._model, self._mesh)
         self.losses[1] += output.aux.detach()
@@ -252,12 +259,19 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        norm = gradient_norm(
+        squares = summed_squares(
             reducer.gradients, parallel.trained, reducer.owned, mesh, others=sums.losses
         )
+        # All that the host has to know of the step, in one copy: it waits once.
+        total = squares.sum(0, keepdim=True)
+        copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()
+    own, losses, loads = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
+    norm = norm_of(own)
     if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    return step_result(counts=counts, losses=sums.losses, loads=sums.loads, norm=norm)
+    return step_result(
+        counts=counts, losses=losses, loads=unpack_loads(loads, sums.loads), norm=norm
+    )
 
 
 def update(
@@ -282,7 +296,7 @@ def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
         name = f"layers.{layer}.feed_forward.router.selection_bias"
         if moe.router.selection_bias is not None and parallel.tuning.trains(name):
             counts_E = counts_LE[places[layer]]
-            moe.router.update_selection_bias(counts_E.to(parallel.mesh.device))
+            moe.router.update_selection_bias(upload(counts_E, parallel.mesh.device))
 
 
 def evaluate(parallel: ParallelModel, batches: Sequence[Batch]) -> float:

@@ -9,6 +9,7 @@ from moemesh.model.faults import (
     check_experts,
     describe_logit,
     first_fault,
+    of_tokens,
 )
 from moemesh.model.router import stable_top_k
 
@@ -17,13 +18,13 @@ from moemesh.model.router import stable_top_k
 def test_the_first_bad_logit_is_named(bad: float) -> None:
     logits_TE = torch.randn(6, 4)
     ids_T = torch.arange(6) + 14  # sequence 2 of 7 tokens, from its start
-    assert int(first_fault(logits_TE, ids_T, None)) == NO_FAULT
+    assert int(first_fault(logits_TE, None)) == NO_FAULT
     logits_TE[4, 1] = logits_TE[2, 3] = logits_TE[0, 0] = bad
     valid_T = torch.tensor([False, True, True, True, True, True])
-    code = int(first_fault(logits_TE, ids_T, valid_T))
+    code = int(of_tokens(first_fault(logits_TE, valid_T)[None], ids_T, 4))
     text = describe_logit(5, code, 4, 7)
     assert text.startswith("layer 5, token 16 (sequence 2, position 2), expert 3:")
-    assert int(first_fault(logits_TE[:0], ids_T[:0], None)) == NO_FAULT
+    assert int(first_fault(logits_TE[:0], None)) == NO_FAULT
 
 
 def test_nan_logits_still_choose_experts_that_exist() -> None:

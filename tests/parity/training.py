@@ -81,7 +81,7 @@ def microbatches(
     config: ModelConfig, plan: Plan, shape: Shape, step: int, mesh: Mesh
 ) -> list[Batch]:
     """The sequences of one data-parallel rank in one step, cut into the plan's microbatches."""
-    dp, device = mesh["dp"].index, mesh.device
+    dp = mesh["dp"].index
     generator = torch.Generator().manual_seed(1000 + step)
     size = (shape.global_batch, shape.seq_len + 1)
     tokens = torch.randint(config.vocab_size, size, generator=generator)
@@ -94,12 +94,12 @@ def microbatches(
         rows = slice(own.start + part.start, own.start + part.stop)
         found.append(
             Batch(
-                tokens_BS=tokens[rows, :-1].to(device),
-                targets_BS=tokens[rows, 1:].to(device),
-                sequences_B=torch.arange(shape.global_batch, device=device)[rows],
-                valid_BS=valid[rows].to(device) if shape.padding else None,
-                documents_BS=begins[rows].cumsum(1).to(device) if shape.packed else None,
-            )
+                tokens_BS=tokens[rows, :-1],
+                targets_BS=tokens[rows, 1:],
+                sequences_B=torch.arange(shape.global_batch)[rows],
+                valid_BS=valid[rows] if shape.padding else None,
+                documents_BS=begins[rows].cumsum(1) if shape.packed else None,
+            ).to(mesh.device)
         )
     return found
 

@@ -27,11 +27,14 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
-    group_by_expert,
+    SortedByExpert,
+    count_ids,
     map_from_sources,
+    places_of_true,
     unpermute,
 )
 
@@ -82,26 +85,35 @@ class AllGatherDispatcher(Dispatcher):
         self.first = ep.index * self.num_local
 
     def plan(self, experts_TK: Tensor) -> AllGatherPlan:
-        own = torch.tensor([len(experts_TK)], device=experts_TK.device)
-        sizes: list[int] = collectives.all_gather(own, self.group, caller="moe.counts").tolist()
+        own = constant([len(experts_TK)], experts_TK.device)
+        sizes: list[int] = HostCopy(
+            collectives.all_gather(own, self.group, caller="moe.counts")
+        ).tolist()
         experts_AK = collectives.all_gather(experts_TK, self.group, sizes, caller="moe.counts")
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
-        tokens_A, slot_R, counts_L = group_by_expert(local_AK, self.num_local)
+        found = SortedByExpert(local_AK, self.num_local)
         # Which group tokens have an expert on which rank of the group. Padding has none.
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=own.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
+        # Tokens of each rank that visit each other one: [rank of the token, rank of the expert].
+        visits = torch.stack([block.sum(0) for block in visits_AG.split(sizes)])
+        copied = HostCopy(torch.cat([found.counts_E.sum(0, keepdim=True), visits.flatten()]))
+        num_rows, *flat = copied.tolist()
+        count = self.group.size
+        visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
+        tokens_A, slot_R = found.rows(num_rows)
         back, results = None, tokens_A
-        if self._uneven_sends_less(visits_AG):
-            back = self._way_back(visits_AG, sizes)
+        if self._uneven_sends_less(sum(flat), visits_AG.numel()):
+            back = self._way_back(visits_AG, visits_GG, sizes)
             place_A = visits_AG[:, self.group.index].cumsum(0) - 1
             results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
         return AllGatherPlan(
             sizes=sizes,
             tokens_A=tokens_A,
             slot_R=slot_R,
-            counts_L=counts_L,
+            counts_L=found.counts_E,
             results=results,
             back=back,
         )
@@ -110,30 +122,30 @@ class AllGatherDispatcher(Dispatcher):
         counts_L = plan.counts_L
         places = torch.arange(max(self.num_local, self.group.size), device=counts_L.device)
         owner_A = torch.repeat_interleave(
-            places[: self.group.size], torch.tensor(plan.sizes, device=counts_L.device)
+            places[: self.group.size],
+            constant(plan.sizes, counts_L.device),
+            output_size=sum(plan.sizes),
         )
-        expert_R = torch.repeat_interleave(places[: self.num_local], counts_L)
-        return torch.bincount(
-            expert_R * self.group.size + owner_A[plan.tokens_A.source_R],
-            minlength=self.num_local * self.group.size,
-        ).view(self.num_local, self.group.size)
+        expert_R = torch.repeat_interleave(
+            places[: self.num_local], counts_L, output_size=plan.tokens_A.num_rows
+        )
+        key_R = expert_R * self.group.size + owner_A[plan.tokens_A.source_R]
+        counts = count_ids(key_R, self.num_local * self.group.size)
+        return counts.view(self.num_local, self.group.size)
 
-    def _uneven_sends_less(self, visits_AG: Tensor) -> bool:
+    def _uneven_sends_less(self, num_visits: int, most: int) -> bool:
         """Decided from what every rank of the group knows, so all decide alike."""
-        if self.form != "fewest_bytes":
-            return self.form == "uneven"
-        return int(visits_AG.sum()) < visits_AG.numel()
+        return num_visits < most if self.form == "fewest_bytes" else self.form == "uneven"
 
-    def _way_back(self, visits_AG: Tensor, sizes: list[int]) -> Return:
+    def _way_back(self, visits_AG: Tensor, visits_GG: list[list[int]], sizes: list[int]) -> Return:
         index = self.group.index
-        start = sum(sizes[:index])
-        own_TG = visits_AG[start : start + sizes[index]]
-        sources, tokens = own_TG.t().nonzero(as_tuple=True)  # by source rank, then by token
-        sent = [int(block.sum()) for block in visits_AG[:, index].split(sizes)]
+        start, size = sum(sizes[:index]), sizes[index]
+        own_GT = visits_AG[start : start + size].t()  # by source rank, then by token
+        places = places_of_true(own_GT.reshape(-1), sum(visits_GG[index]))
         return Return(
-            input_splits=sent,
-            output_splits=torch.bincount(sources, minlength=self.group.size).tolist(),
-            tokens=map_from_sources(tokens, sizes[index]),
+            input_splits=[visits[index] for visits in visits_GG],
+            output_splits=visits_GG[index],
+            tokens=map_from_sources(places % max(size, 1), size),
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Pending[Rows]:

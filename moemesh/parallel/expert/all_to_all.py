@@ -24,8 +24,9 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, permutation, unpermute
+from moemesh.ops.permute import RowMap, SortedByExpert, permutation, unpermute
 from moemesh.parallel.expert.hop import Hop
 
 
@@ -38,6 +39,8 @@ class AllToAllPlan:
     lane_rows: list[int]
     by_expert: RowMap
     counts_LO: Tensor
+    #: ``counts_L``, as the host knows it.
+    rows_L: list[int]
 
     @property
     def counts_L(self) -> Tensor:
@@ -61,24 +64,31 @@ class AllToAllDispatcher(Dispatcher):
 
     def plan(self, experts_TK: Tensor) -> AllToAllPlan:
         # Experts are contiguous per rank: sorted by expert is sorted by destination.
-        tokens, slot_S, counts_E = group_by_expert(experts_TK, self.num_experts)
-        sent = counts_E.view(self.ep.size, self.num_local)
+        found = SortedByExpert(experts_TK, self.num_experts)
+        sent = found.counts_E.view(self.ep.size, self.num_local)
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
         # [etp, ep, L]: what each lane receives from each source for each local expert.
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
+        # The only numbers that the host has to know. It waits for them alone, not for the rest.
+        counts_L = lanes.sum((0, 1))
+        copied = HostCopy(torch.cat([sent.sum(1), received.sum(1), lanes.sum((1, 2)), counts_L]))
         # Inside an expert, rows ascend by owner (= ep * ETP + etp), hence by token id.
         places = (torch.arange(size, device=lanes.device) for size in lanes.shape)
         lane, source, expert = torch.meshgrid(*places, indexing="ij")
         key = (expert * self.ep.size + source) * self.etp.size + lane
-        key_N = torch.repeat_interleave(key.flatten(), lanes.flatten())
-        splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         counts_LO = lanes.permute(2, 1, 0).reshape(self.num_local, -1)
+        numbers, size = copied.tolist(), self.ep.size
+        splits, lane_rows = (numbers[:size], numbers[size : 2 * size]), numbers[2 * size :]
+        lane_rows, rows_L = lane_rows[: self.etp.size], lane_rows[self.etp.size :]
+        tokens, slot_S = found.rows(sum(splits[0]))
+        key_N = torch.repeat_interleave(key.flatten(), lanes.flatten(), output_size=sum(lane_rows))
         return AllToAllPlan(
             hop=Hop(axis=self.ep, rows=tokens, input_splits=splits[0], output_splits=splits[1]),
             slot_S=slot_S,
-            lane_rows=lanes.sum((1, 2)).tolist(),
+            lane_rows=lane_rows,
             by_expert=permutation(torch.argsort(key_N, stable=True)),
             counts_LO=counts_LO,
+            rows_L=rows_L,
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Pending[Rows]:

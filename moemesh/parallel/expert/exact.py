@@ -29,11 +29,12 @@ from moemesh.comm.mesh import Axis
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_mlp import Deferred, ExpertWeights
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
+    SortedByExpert,
     gather_rows,
-    group_by_expert,
     identity,
     map_from_sources,
     permutation,
@@ -139,17 +140,20 @@ def plan_return(experts_TK: Tensor, counts_LO: Tensor, ep: Axis, etp: Axis) -> R
     owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
     expert = torch.arange(num_local, device=counts_LO.device)[:, None]
     place = (owner % etp.size * ep.size + owner // etp.size) * num_local + expert
-    place_R = torch.repeat_interleave(place.flatten(), counts_LO.flatten())
+    found = SortedByExpert(experts_TK, num_local * ep.size)
+    sent_P = found.counts_E.view(ep.size, num_local).sum(1)
+    numbers: list[int] = HostCopy(torch.cat([counts_LO.sum(0), sent_P])).tolist()
+    rows_O, sent = numbers[:num_owners], numbers[num_owners:]
+    place_R = torch.repeat_interleave(place.flatten(), counts_LO.flatten(), output_size=sum(rows_O))
     order_R = torch.argsort(place_R, stable=True)
-    per_owner = counts_LO.sum(0).view(ep.size, etp.size)
-    own, _, own_counts_E = group_by_expert(experts_TK, num_local * ep.size)
+    own, _ = found.rows(sum(sent))
     return ReturnPath(
         ep=ep,
         etp=etp,
         by_owner=permutation(torch.argsort(order_R)),
-        lane_rows=per_owner.sum(0).tolist(),
-        input_splits=per_owner[:, etp.index].tolist(),
-        output_splits=own_counts_E.view(ep.size, num_local).sum(1).tolist(),
+        lane_rows=[sum(rows_O[lane :: etp.size]) for lane in range(etp.size)],
+        input_splits=rows_O[etp.index :: etp.size],
+        output_splits=sent,
         # Bags in ascending row order are bags in ascending expert id.
         tokens=map_from_sources(own.source_R, len(experts_TK)),
     )

@@ -27,8 +27,9 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, exchange_start
 from moemesh.comm.worker_thread import WorkerThread
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, unpermute
+from moemesh.ops.permute import RowMap, SortedByExpert, count_ids, unpermute
 from moemesh.parallel.expert.relay import CombinePath, DispatchPath, Relay, plan_relay
 
 
@@ -42,6 +43,8 @@ class HierarchicalPlan:
     slot_R: Tensor
     counts_L: Tensor
     owner_N: Tensor
+    #: Rows at the experts of tokens that did not cross between nodes.
+    num_near: int
 
 
 class HierarchicalDispatcher(Dispatcher):
@@ -72,28 +75,38 @@ class HierarchicalDispatcher(Dispatcher):
             self.worker,
             caller="moe.counts",
         )
-        own = torch.tensor([len(rows)], device=rows.device)
-        lane_rows = collectives.all_gather(own, self.etp, caller="moe.counts").tolist()
+        lane_rows = [len(rows)]
+        if self.etp.size > 1:
+            own = rows.new_full((1,), len(rows), dtype=torch.int64)
+            lane_rows = HostCopy(
+                collectives.all_gather(own, self.etp, caller="moe.counts")
+            ).tolist()
         rows = collectives.all_gather(rows, self.etp, lane_rows, caller="moe.counts").long()
         experts_NK, owner_N = rows[:, :-1], rows[:, -1]
-        by_expert, slot_R, counts_L = group_by_expert(experts_NK, self.num_local, owner_N)
+        num_owners = self.ep.size * self.etp.size
+        found = SortedByExpert(experts_NK, self.num_local, owner_N, num_owners)
+        # Pairs in all rows, and in those of tokens of this node, which come first.
+        near = (experts_NK[: sum(relay.own.received)] >= 0).sum()
+        num_rows, num_near = HostCopy(torch.stack([found.counts_E.sum(), near])).tolist()
+        by_expert, slot_R = found.rows(num_rows)
         return HierarchicalPlan(
             relay=relay,
             lane_rows=lane_rows,
             by_expert=by_expert,
             slot_R=slot_R,
-            counts_L=counts_L,
+            counts_L=found.counts_E,
             owner_N=owner_N,
+            num_near=num_near,
         )
 
     def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:
         num_owners = self.ep.size * self.etp.size
         expert = torch.arange(self.num_local, device=plan.owner_N.device)
-        expert_R = torch.repeat_interleave(expert, plan.counts_L)
-        return torch.bincount(
-            expert_R * num_owners + plan.owner_N[plan.by_expert.source_R],
-            minlength=self.num_local * num_owners,
-        ).view(self.num_local, num_owners)
+        expert_R = torch.repeat_interleave(
+            expert, plan.counts_L, output_size=plan.by_expert.num_rows
+        )
+        key_R = expert_R * num_owners + plan.owner_N[plan.by_expert.source_R]
+        return count_ids(key_R, self.num_local * num_owners).view(self.num_local, num_owners)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan) -> Pending[Rows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
@@ -124,6 +137,6 @@ class HierarchicalDispatcher(Dispatcher):
             by_expert = None
         return exchange_start(
             y_RH,
-            CombinePath(relay, caller, by_expert=by_expert),
+            CombinePath(relay, caller, by_expert=by_expert, num_near=plan.num_near),
             DispatchPath(relay, caller, by_expert=by_expert),
         )

@@ -37,6 +37,7 @@ from moemesh.model.batch import Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.initialization import normal_slice
 from moemesh.model.moe import MoE
+from moemesh.ops.permute import count_ids
 from moemesh.parallel.expert.build import most_rows
 from moemesh.parallel.expert.layer_group import Connection, axes_of
 from moemesh.parallel.expert.layer_options import RoutingOptions, check_choice, model_config
@@ -378,16 +379,15 @@ class _Block(MoE):
             * scale
             for other in ("z_loss_coefficient", "aux_loss_coefficient")
         )
-        counts_E = torch.bincount(
-            routing.experts_TK.flatten() + 1, minlength=self.config.num_experts + 1
-        )[1:]
+        counts_E = count_ids(routing.experts_TK.flatten(), self.config.num_experts)
+        num_dropped = routing.num_dropped
         y_TH = self.apply_experts(x_TH, routing, context)
         return y_TH, Auxiliary(
             loss=balance_loss + z_loss,
             balance_loss=balance_loss,
             z_loss=z_loss,
             counts=counts_E,
-            num_dropped=routing.num_dropped,
+            num_dropped=counts_E.new_zeros(()) if num_dropped is None else num_dropped,
             finite=routing.fault == NO_FAULT,
         )
 

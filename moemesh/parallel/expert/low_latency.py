@@ -40,10 +40,12 @@ from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
-    group_by_expert,
+    SortedByExpert,
+    count_ids,
     map_from_sources,
     unpermute,
 )
@@ -113,18 +115,22 @@ class LowLatencyDispatcher(Dispatcher):
 
     def plan(self, experts_TK: Tensor) -> SlotPlan | AllToAllPlan:
         self.num_plans += 1
-        tokens, slot_S, counts_E = group_by_expert(experts_TK, self.num_experts)
-        sent_P = counts_E.view(self.ep.size, self.num_local).sum(1)
-        expert_S = experts_TK.reshape(-1).gather(0, slot_S)
+        found = SortedByExpert(experts_TK, self.num_experts)
+        sent_P = found.counts_E.view(self.ep.size, self.num_local).sum(1)
+        # Of all pairs, those without an expert (-1) at the end.
+        expert_S = experts_TK.reshape(-1).gather(0, found.order)
         place_S = self._places(expert_S, sent_P)
         local_B = self._fill(place_S, expert_S % self.num_local, -1)
         header_PC = local_B.view(self.ep.size, self.num_slots).to(torch.int32)
         overflow = (sent_P > self.num_slots).any().to(torch.int32).expand(self.ep.size, 1)
-        lanes, fallback, num_rows = self._exchange(torch.cat([header_PC, overflow], dim=1))
+        lanes, fallback, num_rows, num_sent = self._exchange(
+            torch.cat([header_PC, overflow], dim=1), found.counts_E
+        )
         if fallback:
             self.num_fallbacks += 1
             return self.two_phase.plan(experts_TK)
         by_expert, counts_LO = self._order(lanes, num_rows)
+        (tokens, slot_S), place_S = found.rows(num_sent), place_S[:num_sent]
         num_tokens = len(experts_TK)
         hop = Hop(
             axis=self.ep,
@@ -145,27 +151,31 @@ class LowLatencyDispatcher(Dispatcher):
         )
 
     def _places(self, expert_S: Tensor, sent_P: Tensor) -> Tensor:
-        """The slot of each sent row; rows beyond the C-th for their rank get the place behind all
-        slots (the plan that they belong to is thrown away)."""
+        """The slot of each pair; those beyond the C-th for their rank (the plan that they belong to
+        is thrown away), and those without an expert, get the place behind all slots."""
         rank_S = expert_S // self.num_local
         start_P = sent_P.cumsum(0) - sent_P
-        index_S = torch.arange(len(rank_S), device=rank_S.device) - start_P.gather(0, rank_S)
+        index_S = torch.arange(len(rank_S), device=rank_S.device) - start_P.gather(
+            0, rank_S.clamp(min=0)
+        )
         place_S = rank_S * self.num_slots + index_S
-        return torch.where(index_S < self.num_slots, place_S, self.ep.size * self.num_slots)
+        fits_S = (index_S < self.num_slots) & (expert_S >= 0)
+        return torch.where(fits_S, place_S, self.ep.size * self.num_slots)
 
     def _fill(self, place_S: Tensor, value_S: Tensor, empty: int) -> Tensor:
         """One value per slot [B]: that of its row, or `empty`."""
         slots = value_S.new_full((self.ep.size * self.num_slots + 1,), empty)
         return slots.scatter(0, place_S, value_S)[:-1]
 
-    def _exchange(self, header: Tensor) -> tuple[Tensor, bool, int]:
+    def _exchange(self, header: Tensor, counts_E: Tensor) -> tuple[Tensor, bool, int, int]:
         """Headers [P, C + 1] out -> local experts [etp, P, C] in, whether any rank of the ep*etp
-        group overflows, and the rows to come. The only look at data from the host."""
+        group overflows, the rows to come, and those to go. The only look at data from the host."""
         header = collectives.all_to_all(header, self.ep, caller="moe.headers")
         lanes = collectives.all_gather(header[None], self.etp, caller="moe.headers").long()
         local = lanes[:, :, :-1]
-        overflow, num_rows = torch.stack([lanes[:, :, -1].sum(), (local >= 0).sum()]).tolist()
-        return local, overflow > 0, num_rows
+        numbers = torch.stack([lanes[:, :, -1].sum(), (local >= 0).sum(), counts_E.sum()])
+        overflow, num_rows, num_sent = HostCopy(numbers).tolist()
+        return local, overflow > 0, num_rows, num_sent
 
     def _order(self, lanes: Tensor, num_rows: int) -> tuple[RowMap, Tensor]:
         """Rows by expert, then owner (= ep * ETP + etp), then token; rows per expert and owner."""
@@ -175,7 +185,7 @@ class LowLatencyDispatcher(Dispatcher):
         source = torch.arange(num_sources, device=lanes.device)[:, None]
         key = torch.where(lanes < 0, -1, lanes * num_owners + source * num_lanes + lane).flatten()
         filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
-        counts = torch.bincount(key + 1, minlength=self.num_local * num_owners + 1)[1:]
+        counts = count_ids(key, self.num_local * num_owners)
         return map_from_sources(filled_R, len(key)), counts.view(self.num_local, num_owners)
 
     def dispatch(

@@ -35,15 +35,14 @@ class OverlappedExchange:
         self.num_chunks, self.defers = num_chunks, defers
 
     def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
     ) -> list[Pending[ExpertRows]]:
         """Start the first chunk. All plans come first, so that their small exchanges do not wait
         behind rows."""
         self.sizes = shard_sizes(len(x_TH), self.num_chunks)
         xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
-        self.plans = [
-            self.flow.once(self.dispatcher.plan, chunk) for chunk in experts_TK.split(self.sizes)
-        ]
+        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
+        self.plans = [self.flow.once(plan, chunk) for chunk in experts_TK.split(self.sizes)]
         first = self.flow.start(self.dispatcher.dispatch, xs[0], weights[0], self.plans[0])
         self._waiting = [
             (self.flow.cut(x), self.flow.cut(weight))

@@ -27,8 +27,16 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec
 from moemesh.comm.transfers import Work, exchange_start
 from moemesh.comm.worker_thread import WorkerThread
+from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, gather_rows, map_from_sources, sum_rows, sum_rows_between
+from moemesh.ops.permute import (
+    RowMap,
+    gather_rows,
+    map_from_sources,
+    places_of_true,
+    sum_rows,
+    sum_rows_between,
+)
 from moemesh.trace import wire
 
 #: Rows no longer than this (a token's weights) take next to no time on a link.
@@ -137,8 +145,12 @@ class DispatchPath:
 class CombinePath:
     """N, or with `by_expert` R, summed -> T; the transpose of :class:`DispatchPath`."""
 
-    def __init__(self, relay: Relay, caller: str, *, by_expert: RowMap | None = None) -> None:
+    def __init__(
+        self, relay: Relay, caller: str, *, by_expert: RowMap | None = None, num_near: int = 0
+    ) -> None:
+        """`num_near`: how many of the R rows are of tokens of this node."""
         self.relay, self.caller, self.by_expert = relay, caller, by_expert
+        self.num_near = num_near
 
     def start(self, y: Tensor, phase: str) -> None:
         relay, y = self.relay, y.contiguous()
@@ -148,7 +160,7 @@ class CombinePath:
         tag = relay.worker.tag()
         self._crossing: Pending[Work | None] = Pending.ready(None)
         if relay.rail.size > 1:
-            far = self._summed(y, near, near + sum(relay.onward.received))
+            far = self._summed(y, range(near, near + sum(relay.onward.received)), is_far=True)
             came = y.new_empty(relay.forwarded.num_rows, y.shape[1])
             inside = exchange_start(far, came, relay.node, *relay.onward.back(), tag=tag)
 
@@ -159,15 +171,17 @@ class CombinePath:
                 return exchange_start(away, into, relay.rail, *relay.across.back(), tag=tag)
 
             self._crossing = relay.worker.submit(carry_on, y.device)
-        own = self._summed(y, 0, near)
+        own = self._summed(y, range(near), is_far=False)
         into = back_SH[:num_own]
         self._staying = exchange_start(own, into, relay.node, *relay.own.back(), tag=tag)
 
-    def _summed(self, y: Tensor, start: int, stop: int) -> Tensor:
-        """Received rows `start` to `stop`."""
+    def _summed(self, y: Tensor, received: range, *, is_far: bool) -> Tensor:
+        """The rows `received`: of tokens that crossed (`is_far`), or of the others."""
         if self.by_expert is None:
-            return y[start:stop]
-        return sum_rows_between(y, self.by_expert, start, stop)
+            return y[received.start : received.stop]
+        border, end = self.num_near, self.by_expert.num_rows
+        copies = range(border, end) if is_far else range(border)
+        return sum_rows_between(y, self.by_expert, received, copies)
 
     def finish(self) -> Tensor:
         _wait(self._crossing.wait())
@@ -201,9 +215,9 @@ def plan_relay(
     owner_T1 = experts_TK.new_full((len(experts_TK), 1), owner)
     ids = torch.cat([experts_TK, owner_T1], dim=1).to(torch.int32)
     visits_TR = _visits(ids, num_local * node.size, rail.size)
-    _, tokens = visits_TR.t().nonzero(as_tuple=True)  # by node, then by token
     sent_R = visits_TR.sum(0)
-    across = _splits(sent_R, collectives.exchange_counts(sent_R, rail, caller=caller))
+    (across,) = _splits((sent_R, collectives.exchange_counts(sent_R, rail, caller=caller)))
+    tokens = _rows_by_part(visits_TR, sum(across.sent))[1]  # by node, then by token
     ids_M = collectives.all_to_all(ids[tokens], rail, *across, caller=caller)
     ids_M = _local(ids_M, rail.index, num_local * node.size)
     # Tokens of this rank are a block among them.
@@ -211,15 +225,16 @@ def plan_relay(
     is_own_M = torch.zeros(len(ids_M), dtype=torch.bool, device=ids_M.device)
     is_own_M[first : first + num_staying] = True
     visits_MN = _visits(ids_M, num_local, node.size)
-    parts = [
-        (visits_MN & mask[:, None]).t().nonzero(as_tuple=True) for mask in (is_own_M, ~is_own_M)
-    ]
-    sent_N2 = torch.stack([torch.bincount(rank, minlength=node.size) for rank, _ in parts], dim=1)
+    visits = [visits_MN & mask[:, None] for mask in (is_own_M, ~is_own_M)]
+    sent_N2 = torch.stack([part.sum(0) for part in visits], dim=1)
     # Two counts travel as one number.
     packed_N = sent_N2.to(torch.int32).view(torch.int64)[:, 0]
     packed_N = collectives.exchange_counts(packed_N, node, caller=caller)
     received_N2 = packed_N[:, None].view(torch.int32).to(torch.int64)
-    ids_N = _send_ids(ids_M, parts, sent_N2, received_N2, node, caller)
+    own, onward = _splits(*zip(sent_N2.t(), received_N2.t(), strict=True))
+    counts = sum(own.sent), sum(onward.sent)
+    parts = [_rows_by_part(part, count) for part, count in zip(visits, counts, strict=True)]
+    ids_N = _send_ids(ids_M, parts, own, onward, node, caller)
     stay = sum(across.sent[: rail.index])
     staying, away = tokens[stay : stay + num_staying], across.sent.copy()
     away[rail.index] = 0
@@ -231,10 +246,10 @@ def plan_relay(
         rail=rail,
         node=node,
         sent=map_from_sources(torch.cat([staying[parts[0][1] - first], tokens]), len(experts_TK)),
-        own=_splits(sent_N2[:, 0], received_N2[:, 0]),
+        own=own,
         across=Splits(away, came),
         forwarded=map_from_sources(rows_M - (rows_M > first) * num_staying, sum(came)),
-        onward=_splits(sent_N2[:, 1], received_N2[:, 1]),
+        onward=onward,
         num_staying=num_staying,
         worker=worker,
     )
@@ -244,8 +259,8 @@ def plan_relay(
 def _send_ids(
     ids_M: Tensor,
     parts: list[tuple[Tensor, ...]],
-    sent_N2: Tensor,
-    received_N2: Tensor,
+    own: Splits,
+    onward: Splits,
     node: Axis,
     caller: str,
 ) -> Tensor:
@@ -253,11 +268,15 @@ def _send_ids(
     (own_rank, own_M), (onward_rank, onward_M) = parts
     order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
     rows_M = torch.cat([own_M, onward_M])[order]
-    splits = _splits(sent_N2.sum(1), received_N2.sum(1))
+    splits = Splits(
+        [a + b for a, b in zip(own.sent, onward.sent, strict=True)],
+        [a + b for a, b in zip(own.received, onward.received, strict=True)],
+    )
     received = collectives.all_to_all(ids_M[rows_M], node, *splits, caller=caller)
-    part = torch.arange(2, device=ids_M.device).repeat(node.size)
-    part_N = torch.repeat_interleave(part, received_N2.flatten())
-    return received[torch.argsort(part_N, stable=True)]
+    # From each rank the rows of its node's tokens, then the others.
+    sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
+    blocks = received.split(sizes)
+    return torch.cat([*blocks[::2], *blocks[1::2]])
 
 
 def _visits(ids: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
@@ -275,5 +294,14 @@ def _local(ids: Tensor, index: int, experts_per_part: int) -> Tensor:
     return torch.cat([local, ids[:, -1:]], dim=1)
 
 
-def _splits(sent: Tensor, received: Tensor) -> Splits:
-    return Splits(*torch.stack([sent, received]).tolist())
+def _rows_by_part(visits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Part and row of the `count` visits [rows, parts], by part, then by row."""
+    places = places_of_true(visits.t().reshape(-1), count)
+    num_rows = max(len(visits), 1)
+    return places // num_rows, places % num_rows
+
+
+def _splits(*pairs: tuple[Tensor, Tensor]) -> list[Splits]:
+    """From what is sent and received, in one copy to the host."""
+    numbers = HostCopy(torch.stack([torch.stack(pair) for pair in pairs])).tolist()
+    return [Splits(*pair) for pair in numbers]

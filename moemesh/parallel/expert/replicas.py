@@ -43,8 +43,9 @@ from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
 from moemesh.ops.expert_mlp import Deferred, ExpertWeights
+from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, group_by_expert, slice_map
+from moemesh.ops.permute import RowMap, SortedByExpert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 
 Ints = NDArray[np.int64]
@@ -150,10 +151,11 @@ class ReplicaDispatcher(Dispatcher):
         self.planning_seconds = 0.0
 
     def plan(self, experts_TK: Tensor) -> ReplicaPlan:
-        own = group_by_expert(experts_TK, self.num_experts)
-        counts_OE = collectives.all_gather(own[2][None], self.group, caller="moe.counts")
+        own = SortedByExpert(experts_TK, self.num_experts)
+        counts_OE = collectives.all_gather(own.counts_E[None], self.group, caller="moe.counts")
+        counted = HostCopy(counts_OE).tensor()
         start = time.perf_counter()
-        table = counts_OE.cpu().numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
+        table = counted.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
         with self._loops():
             quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
             place_S = own_places(
@@ -162,10 +164,11 @@ class ReplicaDispatcher(Dispatcher):
         self.rank_tokens += quotas.rank_tokens
         place_S = _rank_major(quotas, self.num_local)[place_S]
         places_TK = torch.full_like(experts_TK, -1)
-        places_TK.view(-1)[own[1]] = torch.from_numpy(place_S).to(experts_TK.device)
+        places_S = upload(torch.from_numpy(place_S), experts_TK.device)
+        places_TK.view(-1).scatter_(0, own.order[: len(place_S)], places_S)
         self.planning_seconds += time.perf_counter() - start
         inner = self.inner.plan(places_TK)
-        num_home = int(inner.counts_L[: self.num_local].sum())
+        num_home = sum(inner.rows_L[: self.num_local])
         by_expert = inner.by_expert
         sent, sent_splits, received_splits = self._fetches(quotas)
         return ReplicaPlan(

@@ -1,0 +1,57 @@
+"""Numbers between a device and the host: copies that wait late, or not at all.
+
+A read such as ``tolist()`` makes the host wait until the device has done all that was queued, also
+what was queued behind the number. Here the copy goes to pinned memory at once, and the host waits
+for it alone, as late as it can: what was queued meanwhile keeps the device busy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, without a wait for what is queued there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def constant(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 numbers that are the same in every step, on `device`; nobody may write them."""
+    make = torch.tensor if device.type == "cpu" else _uploaded
+    return make(tuple(numbers), dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _uploaded(numbers: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return upload(torch.tensor(numbers, dtype=dtype), device)
+
+
+class HostCopy:
+    """A copy of a tensor that is under way to the host; on a CPU the tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.device.type != "cpu":
+            # torch takes pinned memory for an asynchronous copy to the host.
+            self._tensor = tensor.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tensor(self) -> Tensor:
+        """The copy, on the CPU; waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._tensor
+
+    def tolist(self) -> Any:
+        """The numbers, as :meth:`torch.Tensor.tolist` gives them; waits for them."""
+        return self.tensor().tolist()

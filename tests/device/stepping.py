@@ -1,0 +1,111 @@
+"""Whole training steps and single layers on the simulated device, on ranks of gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from moemesh.bench.simulated_device import SimulatedDevice
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import Layout
+from moemesh.config.plan import Plan
+from moemesh.config.train import TrainConfig
+from moemesh.model.experts import Experts
+from moemesh.parallel.parallelize import parallelize
+from moemesh.schedule.build import build_step
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.step import gradients_of_step, update
+from tests.parallel.dispatching import NUM_EXPERTS, NUM_SLOTS, make
+from tests.parity.training import Shape, microbatches, model_of
+
+HIDDEN, WIDTH, TOKENS = 32, 16, 16
+
+
+class Counted(NamedTuple):
+    """Of one rank: waits by region with the lines that caused them, kernels by region, and losses
+    of the steps."""
+
+    waits: dict[str, Counter[str]]
+    kernels: dict[str, int]
+    losses: list[float]
+
+
+def counted(device: SimulatedDevice, losses: list[float]) -> Counted:
+    regions = {name: totals for name, totals in device.regions.items() if name}
+    waits = {
+        name: Counter(f"{wait.why}, {wait.line}" for wait in totals.waited)
+        for name, totals in regions.items()
+    }
+    return Counted(waits, {name: totals.kernels for name, totals in regions.items()}, losses)
+
+
+def steps_on_rank(
+    rank: int, model_keys: dict[str, Any], plan_keys: dict[str, Any], shape: Shape, steps: int
+) -> Counted:
+    """`steps` steps; the regions are "gradients" and "update" of the last one."""
+    config, plan = model_of(model_keys), Plan(**plan_keys)
+    train = TrainConfig(dtype="bfloat16", optimizer="adamw", lr=1e-3, clip=1.0)
+    with SimulatedDevice() as device:
+        world = plan.layout.world_size
+        on_one = Mesh.single("cuda:0") if world == 1 else None
+        mesh = on_one or Mesh.create(plan.layout, "cuda:0")
+        tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
+        parallel = parallelize(
+            config,
+            plan,
+            mesh,
+            seed=0,
+            dtype=torch.bfloat16,
+            tokens_per_rank=tokens,
+            schedule=build_step(plan, config, shape.seq_len),
+        )
+        optimizer = Optimizer.of(parallel, train)
+        losses: list[float] = []
+        for step in range(1, steps + 1):
+            batches = microbatches(config, plan, shape, step, mesh)
+            suffix = "" if step == steps else " before"
+            with device.region(f"gradients{suffix}"):
+                result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
+            with device.region(f"update{suffix}"):
+                update(parallel, optimizer, result, lr=train.lr, clip=1e-3)
+            losses.append(result.loss)
+        return counted(device, losses)
+
+
+def dispatch_on_rank(rank: int, name: str, num_ranks: int, empty_rank: int = -1) -> Counted:
+    """One forward and backward of a dispatcher with experts; some pairs have no expert."""
+    with SimulatedDevice() as device:
+        nodes = 2 if name.startswith("hierarchical") else 0
+        layout = Layout(dp=num_ranks, ep=num_ranks, ranks_per_node=nodes)
+        mesh = Mesh.create(layout, "cuda:0")
+        dispatcher = make(name, mesh)
+        if hasattr(dispatcher, "num_slots"):
+            dispatcher.num_slots = TOKENS * NUM_SLOTS
+        generator = torch.Generator().manual_seed(rank)
+        count = 0 if rank == empty_rank else TOKENS
+        experts_TK = torch.rand(count, NUM_EXPERTS, generator=generator).argsort(1)[:, :NUM_SLOTS]
+        experts_TK = experts_TK.masked_fill(torch.arange(count)[:, None] == 3, -1)
+        weights_TK = torch.rand(count, NUM_SLOTS, generator=generator)
+        weights_TK = weights_TK.masked_fill(experts_TK < 0, 0.0)
+        x_TH = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+        experts = Experts(NUM_EXPERTS // num_ranks, HIDDEN, WIDTH)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+        experts = experts.bfloat16().to("cuda")
+        x_TH, weights_TK = x_TH.to("cuda"), weights_TK.to("cuda")
+        x_TH.requires_grad_()
+        weights_TK.requires_grad_()
+        experts_TK = experts_TK.to("cuda")
+        with device.region("forward"):
+            plan = dispatcher.plan(experts_TK)
+            rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
+            y_TH = dispatcher.combine(experts(rows), plan).wait()
+        upstream_TH = torch.ones_like(y_TH)
+        with device.region("backward"):
+            y_TH.backward(upstream_TH)
+        assert x_TH.grad is not None and weights_TK.grad is not None
+        numbers = x_TH.grad.float().sum() + weights_TK.grad.sum()
+        return counted(device, [float(y_TH.float().sum()), float(numbers)])
