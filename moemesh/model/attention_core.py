@@ -157,7 +157,8 @@ def attention(
         scale = query_BNSD.shape[-1] ** -0.5
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
-    if visible.is_whole and sinks_N is None:
+    # The fused kernels of CUDA refuse a batch of 0, which a rank without sequences has.
+    if visible.is_whole and sinks_N is None and query_BNSD.numel():
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD, value_BMCD, is_causal=True, scale=scale, enable_gqa=True
         )
