@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def plan(
     anywhere: bool = False,
     trainable: bool = False,
     headroom: str | float | None = None,
+    settings: Sequence[str] = (),
 ) -> list[Answer]:
     """Returns the `top` best layouts, fastest first; options as of ``moemesh plan``.
 
@@ -68,6 +69,7 @@ def plan(
         anywhere=anywhere,
         trainable=trainable,
         headroom=headroom,
+        settings=settings,
     )
     return [
         _answer(

@@ -184,7 +184,9 @@ def _traffic(planned: Planned, best: Candidate) -> Table | None:
 
 
 def _priced(planned: Planned, best: Candidate) -> Estimate:
-    plan = None if untrained(best.layout, planned.model) else plan_of(best.layout)
+    # Of weights that do not train the closed forms know, a plan says nothing.
+    is_exact = planned.model.run is None and not untrained(best.layout, planned.model)
+    plan = plan_of(best.layout) if is_exact else None
     return estimate(planned.model, best.layout, planned.cluster, plan)
 
 

@@ -145,6 +145,14 @@ def plan(
             metavar="PLAN", help='Why not this one: "tp=8,ep=64,data=zero3". May be repeated.'
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="What trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
     ] = None,
@@ -175,6 +183,7 @@ def plan(
         tokens=tokens,
         headroom=headroom,
         why=why or (),
+        settings=settings or (),
     )
     words = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
     asked = shlex.join(map(str, [*words, "--global-batch", global_batch]))

@@ -34,6 +34,7 @@ from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
 from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
+from moemesh.planner.tuned import trained_shares
 from moemesh.trace.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -311,7 +312,8 @@ def estimate_run(
     if train.optimizer == "sgd" and layout.optimizer_bytes:
         moments = layout.gradient_bytes * (2 - (train.momentum > 0))
         layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
-    found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=layout.text)
+    text, layout = layout.text, layout.changed(**trained_shares(config))
+    found = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
     return found if config.tuning.is_full else _of_what_trains(found, config)
 
 
@@ -365,7 +367,9 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
     trained = num_trained(config.tuning, config.model, plan)
     note = (
         f"{trained:,} parameters train: weights, gradients, optimizer and traffic are those of "
-        "this choice, activations and seconds those of training everything"
+        "this choice, activations "
+        + ("" if layout.adapters else "and seconds ")
+        + "those of training everything"
     )
     instead = None if peak["fits"] else found.instead
     return replace(

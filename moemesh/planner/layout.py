@@ -41,6 +41,9 @@ RECOMPUTED: dict[str, frozenset[str]] = {
     "full": frozenset({"full"}),
 }
 
+#: Fields that say what trains; keys of other sections than [plan] do so for a run.
+TRAINED = ("trained_dense", "trained_experts", "adapters")
+
 #: What `plan.data` calls the stages of ZeRO.
 DATA: tuple[DataStrategy, ...] = ("replicate", "zero1", "zero2", "zero3")
 
@@ -130,6 +133,11 @@ class PlannedLayout:
     #: Bytes of an accumulated gradient, and of Adam's two moments and fp32 master together.
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
+    #: Numbers that train for each of the model's own, of dense weights and of experts; where
+    #: `adapters` alone do, they are beside the model's and no weight gradient is computed of these.
+    trained_dense: float = 1.0
+    trained_experts: float = 1.0
+    adapters: bool = False
     ranks_per_node: int = 0
     #: Most loaded over mean expert rank: multiplies routed rows on the worst rank.
     imbalance: float = 1.0
@@ -176,6 +184,10 @@ class PlannedLayout:
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
             yield plan_problem(self, "stages", "layers_per_stage", message, "")
+        for name in ("trained_dense", "trained_experts"):
+            if getattr(self, name) < 0:
+                message = "a share of the weights is at least 0"
+                yield plan_problem(self, "out-of-range", name, message, f"{name} = 0.0")
         if self.imbalance < 1:
             message = "the most loaded rank has at least the mean load"
             yield plan_problem(self, "out-of-range", "imbalance", message, "imbalance = 1.0")

@@ -13,9 +13,8 @@ from moemesh.config.plan import DEGREES, Plan, ScheduleName
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
-from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import refusals
-from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout, Precision, widths
+from moemesh.planner.layout import DATA, RECOMPUTED, TRAINED, PlannedLayout, Precision, widths
 from moemesh.planner.shapes.load import Model
 from moemesh.schedule.build import step_problems
 
@@ -106,14 +105,18 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
     if model.config is None:
         return [Problem(code="not-available", key="model", message=model.why_not)]
     plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch
+    of_what_trains = model.run or RunConfig()
     config = RunConfig(
         model=model.config,
         plan=plan,
         data=DataConfig(seq_len=seq_len, global_batch=batch),
-        train=TrainConfig(dtype="bfloat16"),
+        train=of_what_trains.train.model_copy(update={"dtype": "bfloat16"}),
+        lora=of_what_trains.lora,
     )
     again = from_plan(plan, seq_len=seq_len, global_batch=batch).changed(
-        ranks_per_node=layout.ranks_per_node, layers_per_stage=layout.layers_per_stage
+        ranks_per_node=layout.ranks_per_node,
+        layers_per_stage=layout.layers_per_stage,
+        **{name: getattr(layout, name) for name in TRAINED},
     )
     unsaid = [
         plan_problem(layout, "not-available", item.name, "no key of [plan] says this", "")

@@ -183,6 +183,7 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     n_dense, n_expert = layout.dense_shards, layout.expert_shards
+    trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
     cut_w = (n_dense, n_expert) if layout.zero >= 3 else (1, 1)
     cut_g = (n_dense, n_expert) if layout.zero >= 2 else (1, 1)
@@ -191,10 +192,10 @@ def rank_memory(shape: ModelShape, layout: PlannedLayout, rank: int) -> RankMemo
         cut_o = (layout.dense_servers, layout.expert_servers)
     return RankMemory(
         rank=rank,
-        dense_weights=versions * dense / cut_w[0],
-        expert_weights=versions * expert / cut_w[1],
-        gradients=layout.gradient_bytes * (dense / cut_g[0] + expert / cut_g[1]),
-        optimizer=layout.optimizer_bytes * (dense / cut_o[0] + expert / cut_o[1]),
+        dense_weights=versions * (dense + layout.adapters * trained[0]) / cut_w[0],
+        expert_weights=versions * (expert + layout.adapters * trained[1]) / cut_w[1],
+        gradients=layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
+        optimizer=layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
         activations=_activations(shape, layout, content, rank),
         logits=_logits(shape, layout, content),
         buffers=_buffers(shape, layout, content),

@@ -155,7 +155,9 @@ def _rank_peak(
             working = maximum(working, work + allocation.working_layers * whole + scores)
         kept.append(one)
     last_kind = list(content.kinds)[-1] if content.kinds else None
-    working = working + allocation.layer_gradient_bytes * _largest_matrix(shape, last_kind, layout)
+    if not layout.adapters:
+        matrix = _largest_matrix(shape, last_kind, layout)
+        working = working + allocation.layer_gradient_bytes * matrix
     logits = _logit_bytes(shape, layout, allocation) if content.has_head else 0.0
     if layout.zero >= 3 and "full" in layout.recompute:
         # The loss is over before the first layer runs backward.
@@ -240,5 +242,5 @@ def _logit_bytes(shape: ModelShape, layout: PlannedLayout, allocation: Allocatio
     logits = layout.tokens * shape.vocab_size
     found = allocation.logit_bytes * logits / layout.tp
     found = found + where(layout.tp > 1, allocation.gathered_logit_bytes * logits, 0.0)
-    head = shape.vocab_size * shape.hidden_size / layout.tp
+    head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
     return found + allocation.head_gradient_bytes * head

@@ -25,6 +25,7 @@ from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_both, load_model
 from moemesh.planner.speed import Speed, read_tokens
+from moemesh.planner.tuned import read_tuned
 from moemesh.trace.memory import format_bytes
 
 #: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
@@ -129,12 +130,14 @@ def plan_named(
     headroom: str | float | None = None,
     why: Sequence[str] = (),
     tokens: str | float | None = None,
+    settings: Sequence[str] = (),
 ) -> Planned:
     """Search for the best layouts. Raises ConfigError with every problem found.
 
     `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
     keeps to what ``moemesh train`` carries out, `headroom` is memory of each device to leave free
-    ("10%", "6GiB"), `why` are layouts to be judged ("tp=8,ep=64"), `tokens` those of a training.
+    ("10%", "6GiB"), `why` are layouts to be judged ("tp=8,ep=64"), `tokens` those of a training,
+    `settings` say what trains ("lora.rank=8").
     """
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
@@ -164,7 +167,14 @@ def plan_named(
         )
     if problems or known is None or machine is None:
         raise ConfigError(problems)
+    tuned = None
+    if settings:
+        if known.config is None:
+            raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
+        tuned = read_tuned(_model_words(known), settings)
+        known = known._replace(settings=tuned.settings, run=tuned.config)
     space = Space(
+        trained={} if tuned is None else tuned.layout,
         num_devices=machine.num_devices,
         node_size=machine.gpus_per_node,
         seq_len=seq_len,
@@ -256,17 +266,21 @@ def train_command(layout: PlannedLayout, model: Model) -> str:
     without :func:`not_trained` only."""
     assert model.config is not None, "only a model with a configuration is trained"
     plan, defaults = plan_of(layout), Plan()
+    words = [*_model_words(model), *_set("plan", plan, defaults)]
+    words += [f"data.{key}={getattr(layout, key)}" for key in ("seq_len", "global_batch")]
+    words += ["train.dtype=bfloat16", *model.settings]
+    return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
+
+
+def _model_words(model: Model) -> list[str]:
+    """The settings that say the model to `moemesh train`."""
     name = model.shape.name
     if model.path is not None:
-        words = [f"model.path={model.path}"]
-    elif name in preset_names() and load_model(name).config == model.config:
-        words = [f"model.preset={name}"]
-    else:
-        words = _set("model", model.config, ModelConfig())
-    words += _set("plan", plan, defaults)
-    words += [f"data.{key}={getattr(layout, key)}" for key in ("seq_len", "global_batch")]
-    words.append("train.dtype=bfloat16")
-    return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
+        return [f"model.path={model.path}"]
+    if name in preset_names() and load_model(name).config == model.config:
+        return [f"model.preset={name}"]
+    assert model.config is not None, "only a model with a configuration is trained"
+    return _set("model", model.config, ModelConfig())
 
 
 def _set(section: str, values: Section, defaults: Section) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.section import divisors
-from moemesh.planner.layout import RECOMPUTED, PlannedLayout
+from moemesh.planner.layout import RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.peak_memory import peak_memory
 from moemesh.planner.search.advice import difference, what_would_fit
 from moemesh.planner.search.search import Found
@@ -69,6 +69,7 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Neare
         seq_len=layout.seq_len,
         global_batch=layout.global_batch,
         precision=layout.precision,
+        trained={name: getattr(layout, name) for name in TRAINED},
     )
     try:
         found = Found(shape, cluster, space)

@@ -65,6 +65,8 @@ class Space:
     fixed: Mapping[str, int] = field(default_factory=dict[str, int])
     #: Only what `moemesh train` carries out.
     trainable: bool = False
+    #: What trains, as fields of a layout.
+    trained: Mapping[str, float | bool] = field(default_factory=dict[str, "float | bool"])
 
     def allows(self, **values: int) -> bool:
         """Whether none of the values is fixed at another one."""
@@ -122,6 +124,7 @@ class Family:
             global_batch=space.global_batch,
             precision=space.precision,
             ranks_per_node=min(space.node_size, space.num_devices),
+            **space.trained,  # pyright: ignore[reportArgumentType]
         )
 
     def rows(self, space: Space) -> PlannedLayout:

@@ -14,6 +14,7 @@ from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
+from moemesh.config.run import RunConfig
 from moemesh.config.sources import Leaf, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.config.toml import unreadable
@@ -33,6 +34,9 @@ class Model(NamedTuple):
     shape: ModelShape
     config: ModelConfig | None
     path: str | None = None
+    #: ``--set`` words of what trains besides the model, and the run that they make.
+    settings: tuple[str, ...] = ()
+    run: RunConfig | None = None
     why_not: str = "`moemesh train` has the models of its presets and of [model] tables only"
 
 

@@ -88,7 +88,11 @@ class Pricing:
 
 def software_of(layout: PlannedLayout) -> Software:
     """How `moemesh train` runs a layout."""
-    return Software(fsdp=layout.zero >= 2, deduplicated=layout.dispatcher == "hierarchical")
+    return Software(
+        fsdp=layout.zero >= 2,
+        deduplicated=layout.dispatcher == "hierarchical",
+        adapters=layout.adapters,
+    )
 
 
 def pricing(cluster: Cluster) -> Pricing:

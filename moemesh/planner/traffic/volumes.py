@@ -314,20 +314,34 @@ class _Volumes:
             self._enter("tp", "all_reduce", "backward", "gradients", 1, size, layout.tp)
         dense, experts = dense_share(weights, layout), expert_share(weights, layout)
         buckets = self.layers if layout.bucket_per_layer else 1
-        self._sums("dp_cp", dense, layout.dense_replicas, layout.dense_shards, buckets)
+        self._sums(
+            "dp_cp",
+            dense,
+            layout.trained_dense,
+            layout.dense_replicas,
+            layout.dense_shards,
+            buckets,
+        )
         expert_buckets = self.moe if layout.bucket_per_layer else 1
-        self._sums("edp", experts, layout.edp, layout.expert_shards, expert_buckets)
+        self._sums(
+            "edp", experts, layout.trained_experts, layout.edp, layout.expert_shards, expert_buckets
+        )
         ends = self.content.has_embedding != self.content.has_head
         if self.shape.tied_embeddings and layout.pp > 1 and ends:
             table = self.shape.vocab_size * self.shape.hidden_size / layout.tp
             size = table * layout.gradient_bytes
             self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
-    def _sums(self, axis: str, psi: float, replicas: int, shards: int, buckets: int) -> None:
+    def _sums(
+        self, axis: str, psi: float, share: float, replicas: int, shards: int, buckets: int
+    ) -> None:
+        """Gradients and weights of `psi` parameters of a rank, of which `share` train."""
         layout = self.layout
-        if not psi or replicas == 1:
+        if not psi or replicas == 1 or (not share and layout.zero < 3):
             return
-        gradient, weight = layout.gradient_bytes * psi, layout.element_bytes * psi
+        gradient, weight = layout.gradient_bytes * psi * share, layout.element_bytes * psi
+        if layout.zero < 3:
+            weight *= share
         # ZeRO-2 keeps no place where gradients of several microbatches could add up unreduced.
         is_often = layout.reduce_every_microbatch or layout.zero == 2
         times = layout.microbatches if is_often else 1
@@ -355,6 +369,8 @@ class _Volumes:
         else:
             size = weight / buckets
             self._enter(axis, "all_gather", "optimizer", "weights", buckets, size, shards)
+        if not gradient:
+            return
         count, size = buckets * times, gradient / buckets
         self._enter(axis, "reduce_scatter", "backward", "gradients", count, size, shards)
         if shards < replicas:
