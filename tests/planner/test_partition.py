@@ -17,6 +17,8 @@ from moemesh.planner.stages.division import StageError
 from moemesh.planner.stages.partition import compare, partition
 from tests.test_cli import run as run_command
 
+pytestmark = pytest.mark.usefixtures("large_machine")
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -29,6 +29,8 @@ from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_model
 from moemesh.planner.stage_cut import Stages
 
+pytestmark = pytest.mark.usefixtures("large_machine")
+
 MODELS = ("tiny", "llama3-8b", "qwen3-30b-a3b", "mixtral-8x7b")
 CLUSTERS = ("dgx_h100", "dgx_a100", "gb200_nvl72", "laptop_cpu", "hgx_b300", "dgx_h200")
 #: (model, cluster, nodes, sequence length, batch, answers that are looked at).
