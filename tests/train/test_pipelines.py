@@ -12,7 +12,7 @@ import pytest
 from moemesh.schedule.files import load
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline
-from tests.config.test_mistakes import run
+from tests.test_cli import run
 from tests.parallel.pipelining import SYNCHRONOUS
 from tests.train import runs
 
