@@ -12,8 +12,8 @@ import pytest
 from moemesh.schedule.files import load
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline
-from tests.test_cli import run
 from tests.parallel.pipelining import SYNCHRONOUS
+from tests.test_cli import run
 from tests.train import runs
 
 DEEP: dict[str, Any] = {"model__num_layers": 8, "plan__microbatches": 8, "data__global_batch": 8}
