@@ -159,8 +159,10 @@ def test_train_passes_on_what_it_was_told(
 ) -> None:
     calls: list[object] = []
 
-    def command(*given: object, prepared: Preparation, stop_after: int | None) -> int:
-        calls.append((*given, stop_after))
+    def command(
+        *given: object, prepared: Preparation, stop_after: int | None, takeover: bool
+    ) -> int:
+        calls.append((*given, stop_after, takeover))
         assert prepared.folder.path == (given[2] or Path("runs/tiny"))
         return 3
 
@@ -173,7 +175,12 @@ def test_train_passes_on_what_it_was_told(
     given += ["--stop-after", "2"]
     assert run(capsys, monkeypatch, "train", *given)[0] == 3
     assert run(capsys, monkeypatch, "train")[0] == 3
-    assert calls == [(path, ["train.steps=3"], out, ["train.lr"], 2), (None, [], None, [], None)]
+    assert run(capsys, monkeypatch, "train", "--takeover")[0] == 3
+    assert calls == [
+        (path, ["train.steps=3"], out, ["train.lr"], 2, False),
+        (None, [], None, [], None, False),
+        (None, [], None, [], None, True),
+    ]
 
 
 def test_bench_passes_on_what_it_was_told(

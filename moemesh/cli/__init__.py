@@ -5,7 +5,7 @@ from moemesh.cli import train, insight, launching, weights, esft, data  # noqa: 
 from moemesh.cli import configuration, checkpoints, replaying  # noqa: F401
 from moemesh.cli import planning, layout, dispatch, clusters  # noqa: F401
 from moemesh.cli import partition, pipelines, balancing, benches  # noqa: F401
-from moemesh.cli import repro, watching  # noqa: F401
+from moemesh.cli import repro, watching, drill  # noqa: F401
 from moemesh.cli.application import USER_ERROR, main
 
 __all__ = ["USER_ERROR", "main"]

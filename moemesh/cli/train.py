@@ -55,6 +55,10 @@ def train(
             help="Save and end behind this step; the same command without it goes on.",
         ),
     ] = None,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take the folder from a run that is at work in it."),
+    ] = False,
 ) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
@@ -97,6 +101,12 @@ def train(
     from moemesh.train import command
 
     code = command.train(
-        config, overrides or [], out, allow_change or [], prepared=prepared, stop_after=stop_after
+        config,
+        overrides or [],
+        out,
+        allow_change or [],
+        prepared=prepared,
+        stop_after=stop_after,
+        takeover=takeover,
     )
     raise typer.Exit(code)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.comm.transfers import record
+from moemesh.comm.transfers import pair_of, record
+from moemesh.comm.watched_work import watched
 from moemesh.trace import wire
 
 #: gloo's tags are 31 bits; numbers start again when they are used up.
@@ -53,18 +54,20 @@ class Channels:
         if own.size == 1 or not pairs:
             return cls(own, {}, tagged=True)
         backend = "gloo" if on_host else dist.get_backend(own.group)
-        tagged = backend == "gloo"
+        tagged, timeout = backend == "gloo", mesh.timeout
         found: dict[tuple[int, int], ProcessGroup] = {}
         # Groups are made by all ranks in one order, whether or not they are members.
         for ranks in mesh.layout.groups(axis):
             if tagged:
-                group = dist.new_group(list(ranks), backend=backend, group_desc="channels")
+                group = dist.new_group(
+                    list(ranks), backend=backend, timeout=timeout, group_desc="channels"
+                )
                 if ranks == own.ranks:
                     found = dict.fromkeys(pairs, group)
                 continue
             for source, destination in pairs:
                 members = [ranks[source], ranks[destination]]
-                group = dist.new_group(members, group_desc=f"channel {members}")
+                group = dist.new_group(members, timeout=timeout, group_desc=f"channel {members}")
                 if ranks == own.ranks and own.index in (source, destination):
                     found[source, destination] = group
         return cls(own, found, tagged=tagged)
@@ -72,7 +75,12 @@ class Channels:
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
         """Start the next message to index `destination`; keep `x` (contiguous) as it is until the
         returned work has been waited for."""
-        record(self.axis, "send_receive", phase, caller, wire.send(x.numel() * x.element_size()))
+        ranks, own = self.axis.ranks, self.axis.index
+        moved, pair = (
+            wire.send(x.numel() * x.element_size()),
+            pair_of(ranks[own], ranks[destination]),
+        )
+        ticket = record(self.axis, "send_receive", phase, caller, moved, pair=pair)
         work = dist.isend(
             x,
             self.axis.ranks[destination],
@@ -80,12 +88,13 @@ class Channels:
             tag=self._tag(self._num_sent, destination),
         )
         assert work is not None
-        return work
+        return watched(work, ticket)
 
     def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
         """Start to receive the next message of index `source`; filled after ``wait()``."""
         moved = wire.receive(into.numel() * into.element_size())
-        record(self.axis, "send_receive", phase, caller, moved)
+        pair = pair_of(self.axis.ranks[source], self.axis.ranks[self.axis.index])
+        ticket = record(self.axis, "send_receive", phase, caller, moved, pair=pair)
         work = dist.irecv(
             into,
             self.axis.ranks[source],
@@ -93,7 +102,7 @@ class Channels:
             tag=self._tag(self._num_received, source),
         )
         assert work is not None
-        return work
+        return watched(work, ticket)
 
     def _tag(self, counts: Counter[int], other: int) -> int:
         counts[other] += 1

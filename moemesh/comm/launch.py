@@ -1,15 +1,15 @@
 """Starting ranks on this machine, joining those that torchrun started, and stopping.
 
-The launcher is torch's elastic agent and a rank is ``python -m moemesh`` with the same arguments,
-so that a rank of ours and one of torchrun's run the very same path. This is the only module that
-reads the environment.
+A rank of ours is ``python -m moemesh`` with the arguments of the launcher, so that it runs the very
+same path as one of torchrun's or of srun's; `moemesh.comm.supervisor` starts and watches it. Ranks
+of one machine meet in a file, over no port. This is the only module that reads the environment.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import logging
+import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -17,9 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,19 +26,34 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moemesh.comm.devices import too_few
-from moemesh.comm.interrupts import STOPPING_SOON, InterruptWatch
+from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.comm.supervisor import (
+    FOLDER_VARIABLE,
+    LOCK,
+    STACK_SIGNAL,
+    STORE,
+    WORDS,
+    Ended,
+    Supervisor,
+    python_command,
+    stack_file,
+    write_told,
+)
+from moemesh.comm.verdict import Limits
+from moemesh.config.errors import is_user_error
+from moemesh.trace import progress_words
 
 Device = Literal["auto", "cpu", "cuda"]
 
-_RUN_ID = "moemesh-"
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: What Python runs as a rank where the caller does not say.
+ENTRY = ("-m", "moemesh")
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _TAIL_LINES = 30
+_PATIENCE_SECONDS = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +71,9 @@ def joined() -> bool:
     """Whether this process was started as a rank, by torchrun, by srun or by :func:`launch`."""
     if "RANK" not in os.environ:
         os.environ.update(ranks_of_slurm(os.environ))
-    return all(name in os.environ for name in _NEEDED)
+    if any(name not in os.environ for name in _NEEDED):
+        return False
+    return FOLDER_VARIABLE in os.environ or all(name in os.environ for name in _MEETING)
 
 
 def num_joined() -> int:
@@ -96,7 +112,20 @@ def check_device(device: Device, num_ranks: int) -> None:
 
 def launched() -> bool:
     """Whether this process is a rank that :func:`launch` started."""
-    return joined() and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID)
+    return joined() and FOLDER_VARIABLE in os.environ
+
+
+def attach() -> None:
+    """Let the launcher see where this rank is, its exceptions and its stacks; all of it ends with
+    the launcher. :func:`start` does it for those who have not. Nothing for ranks of others."""
+    if not launched() or progress_words.is_attached():
+        return
+    folder, rank = _launcher(), own_rank()
+    sys.excepthook = _report_and_print
+    _die_with_the_launcher(folder)
+    # Kept open: the handler writes into it.
+    faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
+    progress_words.attach(folder / WORDS, rank)
 
 
 def start(device: Device, timeout_seconds: float) -> Ranks:
@@ -120,56 +149,68 @@ def start(device: Device, timeout_seconds: float) -> Ranks:
     )
     if not joined():
         return ranks
-    sys.excepthook = _report_and_print
-    if launched():
-        _die_with_the_launcher()
-        if chosen.type == "cpu":
-            keep_freed_memory()
+    attach()
+    if launched() and chosen.type == "cpu":
+        keep_freed_memory()
     if ranks_per_node == world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # After a restart the store still holds the addresses of the dead ranks: one prefix an attempt.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    waiting = progress_words.entered("rendezvous", "world", "start", range(world_size), 0)
+    progress_words.waiting(waiting)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"moemesh/attempt{attempt}", store),
+        store=_store(rank, world_size, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
+    progress_words.left()
     return ranks
 
 
-def stop() -> None:
-    """Leave the process group, if there is one."""
+def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Where ranks find one another: a file of the launcher, or the port that others have named."""
+    if launched():
+        store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
+        store.set_timeout(timeout)
+        return store
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    # After a restart the store still holds the addresses of the dead ranks: one prefix an attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"moemesh/attempt{attempt}", store)
+
+
+def stop(code: int = 0) -> None:
+    """Leave the process group, if there is one: this rank's work is done, and it will end with exit
+    code `code`. A rank that ends without this call has failed."""
+    progress_words.finished(code)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def report_failure(error: BaseException) -> None:
+def report_failure(error: BaseException, *, is_final: bool = False) -> None:
     """Tell the launcher why this rank is about to fail, so that it can name the first cause.
 
     Exceptions that end the process are told by themselves; call this before a ``sys.exit`` of your
-    own.
+    own. `is_final`: the same would happen again in a run that goes on. An attribute ``facts`` of
+    the exception, a mapping, goes into the report.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file or os.path.exists(file):
+    if not launched():
         return
-    now = time.time()
+    facts: Mapping[str, Any] = getattr(error, "facts", None) or {}
     told = {
-        "message": f"{type(error).__name__}: {error}",
-        "timestamp": int(now),
-        "at": now,
+        "kind": type(error).__name__,
+        "message": str(error),
+        "at": time.monotonic(),
         "trace": "".join(traceback.format_exception(error)),
+        "facts": dict(facts),
+        "is_final": is_final or is_user_error(error),
     }
-    # By a rename: the launcher may look while this is written.
-    temporary = Path(f"{file}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(told))
-    os.replace(temporary, file)
+    write_told(_launcher(), own_rank(), told)
+    progress_words.failed()
 
 
 def keep_freed_memory() -> bool:
@@ -192,124 +233,97 @@ def launch(
     *,
     log_folder: Path | None = None,
     grace_seconds: int = 120,
-    entry: Sequence[str] = ("-m", "moemesh"),
-    on_kill: Callable[[int, str], None] | None = None,
+    entry: Sequence[str] | None = None,
     answer: str = STOPPING_SOON,
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
 
-    Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in
-    `log_folder` (None: shown only when that rank fails). When a rank fails the others are stopped,
-    and one message on stderr names the first that failed and why; the exit code is that rank's own
-    (128 + signal if one killed it). The tracebacks of the others stay in the logs. A rank that was
-    killed could tell nobody: ``on_kill(rank, message)`` is called for the first one.
-
-    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT to this process is passed on to every rank, once:
-    ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as well. They
-    have `grace_seconds` to save and leave before they are killed; the exit code is 128 + signal. A
-    second Ctrl-C kills them at once; `answer` is said at the first.
+    As :func:`run_ranks`, and the failure is told on stderr. `log_folder` None: the output of ranks
+    other than 0 is shown only when that rank fails.
     """
-    _silence_the_agent()
-    handlers = {number: signal.getsignal(number) for number in _FORWARDED}
-    with tempfile.TemporaryDirectory(prefix="moemesh-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
-        logs.mkdir(parents=True, exist_ok=True)
-        (logs / "rank-0.err").unlink(
-            missing_ok=True
-        )  # of an earlier run: ours is written at the end
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=f"{_RUN_ID}{uuid.uuid4().hex}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=_Logs(logs, str(Path(scratch) / "agent")),
-            shutdown_timeout=grace_seconds,
+        ended = run_ranks(
+            num_ranks,
+            arguments,
+            logs=logs,
+            grace_seconds=grace_seconds,
+            entry=entry,
+            answer=answer,
         )
-        try:
-            with InterruptWatch(answer):
-                elastic_launch(config, sys.executable)(*entry, *arguments)
-        except ChildFailedError as error:
-            _write_untold(error.failures, logs)
-            rank, failure = _first_cause(error.failures)
-            message = _describe(rank, failure, logs, log_folder is not None)
-            if failure.exitcode < 0 and on_kill is not None:
-                on_kill(rank, message.splitlines()[0].removeprefix("moemesh: "))
-            print(message, file=sys.stderr)
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except SignalException as error:
-            print(f"moemesh: stopped by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval.value
-        except KeyboardInterrupt:
-            print("moemesh: stopped by SIGINT before the ranks were running", file=sys.stderr)
-            return 128 + signal.SIGINT
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return 0
+        if ended.verdict is not None:
+            print(describe(ended, logs, logs_stay=log_folder is not None), file=sys.stderr)
+        return ended.code
 
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+def run_ranks(
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    logs: Path,
+    limits: Limits | None = None,
+    grace_seconds: int = 120,
+    entry: Sequence[str] | None = None,
+    answer: str = STOPPING_SOON,
+    still_ours: Callable[[], bool] = lambda: True,
+) -> Ended:
+    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended.
 
+    Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
+    When a rank fails the others are ended, and the verdict names the first that failed and why; the
+    exit code is that rank's own (128 + signal if one killed it, else 1). Tracebacks stay in `logs`.
 
-class _Logs(DefaultLogsSpecs):
-    """Rank 0 to the console, every other rank to two files of its own."""
-
-    def __init__(self, folder: Path, scratch: str) -> None:
-        super().__init__(log_dir=scratch)
-        self._folder = folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        others = [rank for rank in envs if rank > 0]
-        return replace(
-            super().reify(envs),
-            stdouts={0: "", **{rank: str(self._folder / f"rank-{rank}.out") for rank in others}},
-            stderrs={0: "", **{rank: str(self._folder / f"rank-{rank}.err") for rank in others}},
-        )
-
-
-def _first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that the others followed from.
-
-    A crash or a kill first (it cannot tell, its peers see their connections close), then what ranks
-    told in order of time, then silent exits, last the ranks that the agent itself stopped.
+    The first SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to this process is passed on to every
+    rank, once: ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as
+    well. They have `grace_seconds` to save and leave before they are killed, and none where nothing
+    has been trained yet; the exit code is 128 + signal (SIGUSR1: that of SIGTERM). A second Ctrl-C
+    kills them at once; `answer` is said at the first. `still_ours` is asked once a second.
     """
+    logs.mkdir(parents=True, exist_ok=True)
+    # Of an earlier run: these are written at the end, or only where there is something to write.
+    for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
+        file.unlink(missing_ok=True)
+    ended = Supervisor(
+        python_command(entry or ENTRY, arguments),
+        num_ranks,
+        logs=logs,
+        limits=limits or Limits(patience=_PATIENCE_SECONDS),
+        grace_seconds=grace_seconds,
+        answer=answer,
+        still_ours=still_ours,
+    ).run()
+    if 0 in ended.traces:  # rank 0 has no log of its own
+        (logs / "rank-0.err").write_text(ended.traces[0])
+    if ended.stopped_by is not None:
+        before = " before training began" if ended.is_cut and not ended.was_training else ""
+        print(f"moemesh: stopped by {ended.stopped_by.name}{before}", file=sys.stderr)
+    return ended
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float, int]:
-        rank, failure = item
-        if failure.exitcode < 0:
-            return (3 if failure.exitcode == -signal.SIGTERM else 0), 0.0, rank
-        at = failure.error_file_data.get("at")
-        return (2, 0.0, rank) if at is None else (1, float(at), rank)
 
-    return min(failures.items(), key=order)
+def describe(ended: Ended, logs: Path, *, logs_stay: bool) -> str:
+    """The failure of a run for a person: the cause, where the rank was, and its last words."""
+    verdict = ended.verdict
+    assert verdict is not None
+    lines = [f"moemesh: {verdict.message}"]
+    word = verdict.seen.word
+    if verdict.kind in ("killed", "exited", "stopped", "hung", "busy") and word is not None:
+        lines.append(f"it was in {word.place()}")
+    stack = ended.stacks.get(verdict.rank)
+    errors = logs / f"rank-{verdict.rank}.err"
+    if stack is not None and verdict.kind in ("hung", "busy"):
+        where = f" (all of it in {logs / f'rank-{verdict.rank}.stacks'})" if logs_stay else ""
+        lines += [f"its stack{where}:", *main_stack(stack)]
+    elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):
+        words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        where = f" (all of it in {errors})" if logs_stay else ""
+        lines += [f"its last words{where}:", *words] if words else []
+    return "\n".join(lines)
 
 
-def _write_untold(failures: dict[int, ProcessFailure], logs: Path) -> None:
-    """Traces of ranks that have no log of their own: rank 0 leaves it to us to print its own."""
-    for rank, failure in failures.items():
-        errors = logs / f"rank-{rank}.err"
-        if rank == 0 and "trace" in failure.error_file_data:
-            errors.write_text(failure.error_file_data["trace"])
-
-
-def _describe(rank: int, failure: ProcessFailure, logs: Path, logs_stay: bool) -> str:
-    if failure.exitcode < 0:
-        found = f"moemesh: rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
-    else:
-        found = f"moemesh: rank {rank} failed with exit code {failure.exitcode}"
-    if "at" in failure.error_file_data:
-        found += f": {failure.error_file_data['message']}"
-    errors = logs / f"rank-{rank}.err"
-    if not errors.exists():
-        return found
-    lines = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    where = f" (all of it in {errors})" if logs_stay else ""
-    return "\n".join([found, *([f"its last words{where}:", *lines] if lines else [])])
+def main_stack(stack: str) -> list[str]:
+    """The lines of the main thread, innermost first, of what faulthandler wrote."""
+    *_, last = stack.split("\n\n")
+    return [line for line in last.splitlines() if line.startswith("  ")][:_TAIL_LINES]
 
 
 def _num_devices() -> int:
@@ -352,17 +366,23 @@ def _report_and_print(
         sys.__excepthook__(kind, error, trace)
 
 
-def _die_with_the_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies without having been able to stop us."""
-    if not sys.platform.startswith("linux"):
+def _launcher() -> Path:
+    """The folder in which ranks of ours meet."""
+    return Path(os.environ[FOLDER_VARIABLE])
+
+
+def _die_with_the_launcher(folder: Path) -> None:
+    """Have Linux kill this rank when the launcher dies without having been able to: a rank that
+    lived on would write into a folder that the next run believes to have for itself."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    # It may have died before: then its lock is free.
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-
-
-def _silence_the_agent() -> None:
-    """torch's agent logs and draws boxes about failures; we say it once, in one message."""
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logger = logging.getLogger(name)
-        logger.propagate = False
-        logger.addHandler(logging.NullHandler())
+    finally:
+        os.close(handle)
+    os._exit(128 + signal.SIGKILL)

@@ -182,6 +182,12 @@ class Mesh:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long an operation of this mesh may take; None without a process group."""
+        world = self["world"]
+        return None if world.group is None else _timeout(world.group, world.device)
+
     def __getitem__(self, name: str) -> Axis:
         """The axis `name`, one of `moemesh.config.layout.AXES`."""
         return self._axes[name]

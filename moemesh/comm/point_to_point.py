@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm.mesh import Axis
-from moemesh.comm.transfers import record
+from moemesh.comm.transfers import pair_of, record
+from moemesh.comm.watched_work import watched
 from moemesh.trace import wire
+from moemesh.trace.progress_words import Ticket
 
 
 def send(
@@ -37,10 +39,11 @@ def start_send(
 ) -> dist.Work:
     """As :func:`send`, but returns at once: keep `x` (contiguous) unchanged until ``wait()``."""
     _check(x, axis, destination_index)
-    record(axis, "send_receive", phase, caller, wire.send(_num_bytes(x)))
+    pair = pair_of(axis.ranks[axis.index], axis.ranks[destination_index])
+    ticket = record(axis, "send_receive", phase, caller, wire.send(_num_bytes(x)), pair=pair)
     work = dist.isend(x, axis.ranks[destination_index], group=axis.group, tag=tag)
     assert work is not None
-    return work
+    return watched(work, ticket)
 
 
 def start_receive(
@@ -48,10 +51,11 @@ def start_receive(
 ) -> dist.Work:
     """As :func:`receive`, but returns at once: `into` is filled after ``wait()``."""
     _check(into, axis, source_index)
-    record(axis, "send_receive", phase, caller, wire.receive(_num_bytes(into)))
+    pair = pair_of(axis.ranks[source_index], axis.ranks[axis.index])
+    ticket = record(axis, "send_receive", phase, caller, wire.receive(_num_bytes(into)), pair=pair)
     work = dist.irecv(into, axis.ranks[source_index], group=axis.group, tag=tag)
     assert work is not None
-    return work
+    return watched(work, ticket)
 
 
 def exchange(
@@ -68,15 +72,21 @@ def exchange(
     Wait for every work returned. The only safe way on NCCL when two ranks send to each other.
     """
     operations: list[dist.P2POp] = []
+    tickets: list[Ticket | None] = []
+    own = axis.ranks[axis.index]
     for tensor, index in sends:
         _check(tensor, axis, index)
-        record(axis, "send_receive", phase, caller, wire.send(_num_bytes(tensor)))
+        pair, moved = pair_of(own, axis.ranks[index]), wire.send(_num_bytes(tensor))
+        tickets.append(record(axis, "send_receive", phase, caller, moved, pair=pair))
         operations.append(dist.P2POp(dist.isend, tensor, axis.ranks[index], axis.group, tag))
     for tensor, index in receives:
         _check(tensor, axis, index)
-        record(axis, "send_receive", phase, caller, wire.receive(_num_bytes(tensor)))
+        pair, moved = pair_of(axis.ranks[index], own), wire.receive(_num_bytes(tensor))
+        tickets.append(record(axis, "send_receive", phase, caller, moved, pair=pair))
         operations.append(dist.P2POp(dist.irecv, tensor, axis.ranks[index], axis.group, tag))
-    return dist.batch_isend_irecv(operations) if operations else []
+    works = dist.batch_isend_irecv(operations) if operations else []
+    # NCCL answers with one work for all of them.
+    return [watched(work, ticket) for work, ticket in zip(works, tickets, strict=False)]
 
 
 def _check(x: Tensor, axis: Axis, index: int) -> None:

@@ -20,7 +20,7 @@ What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -29,9 +29,11 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Axis
 from moemesh.comm.messages import FIRST_FREE_TAG, exchange_by_messages, gather_by_messages
+from moemesh.comm.watched_work import watched
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.exact_gemm import tree_sum
-from moemesh.trace import wire
+from moemesh.trace import progress_words, wire
+from moemesh.trace.progress_words import Ticket
 from moemesh.trace.wire import WireBytes
 
 # torch 2.13 renamed both and warns about the old names.
@@ -85,21 +87,21 @@ def all_gather_start(
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes say {blocks[axis.index]}")
     row_bytes = _row_bytes(x)
     moved = wire.all_gather([rows * row_bytes for rows in blocks], axis.index)
-    record(axis, "all_gather", phase, caller, moved)
+    ticket = record(axis, "all_gather", phase, caller, moved)
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:]) if into is None else into
     if not _is_nccl(axis) and sum(blocks) * row_bytes > _FEW_BYTES:
         messages = gather_by_messages(_raw(x), _raw(gathered), axis, blocks)
-        return partial(_after, messages, lambda: gathered)
+        return partial(_after, ticket, messages, lambda: gathered)
     if _is_nccl(axis) and len(set(blocks)) == 1:
         work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
-        return partial(_after, work, lambda: gathered)
+        return partial(_after, ticket, work, lambda: gathered)
     repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
     own = [blocks[axis.index]] * axis.size
     work = dist.all_to_all_single(
         _raw(gathered), repeated, list(blocks), own, group=axis.group, async_op=True
     )
-    return partial(_after, work, lambda: gathered)
+    return partial(_after, ticket, work, lambda: gathered)
 
 
 def reduce_scatter(
@@ -129,13 +131,13 @@ def reduce_scatter_start(
         raise ValueError(f"{caller}: {x.shape[0]} rows, but sizes {blocks} add up to {sum(blocks)}")
     row_bytes = _row_bytes(x)
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
-    record(axis, "reduce_scatter", phase, caller, moved)
+    ticket = record(axis, "reduce_scatter", phase, caller, moved)
     x, own = x.contiguous(), blocks[axis.index]
     work: Work | None
     if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
         reduced = x.new_empty(own, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
-        return partial(_after, work, lambda: reduced)
+        return partial(_after, ticket, work, lambda: reduced)
     parts = x.new_empty(axis.size, own, *x.shape[1:])
     rows = parts.view(-1, *x.shape[1:]) if own else x.new_empty(0, *x.shape[1:])
     splits = list(blocks), [own] * axis.size
@@ -144,13 +146,15 @@ def reduce_scatter_start(
     else:
         work = exchange_by_messages(x, rows, axis, *splits)
     if in_tree:
-        return partial(_after, work, lambda: tree_sum(list(parts)))
-    return partial(_after, work, lambda: _sum_in_rank_order(parts))
+        return partial(_after, ticket, work, lambda: tree_sum(list(parts)))
+    return partial(_after, ticket, work, lambda: _sum_in_rank_order(parts))
 
 
-def _after(work: Work | None, result: Callable[[], Tensor]) -> Tensor:
+def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
     assert work is not None
+    progress_words.waiting(ticket)
     work.wait()
+    progress_words.left()
     return result()
 
 
@@ -179,13 +183,17 @@ def all_reduce_(
     if axis.size == 1:
         return None
     moved = wire.all_reduce(tensor.numel(), tensor.element_size(), axis.size, axis.index)
-    record(axis, "all_reduce", phase, caller, moved)
-    if tensor.is_contiguous():
-        return dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=async_op)
-    assert not async_op, "an asynchronous all_reduce_ needs a contiguous tensor"
+    ticket = record(axis, "all_reduce", phase, caller, moved)
+    if async_op:
+        assert tensor.is_contiguous(), "an asynchronous all_reduce_ needs a contiguous tensor"
+        work = dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)
+        return watched(work, ticket)
     dense = tensor.contiguous()
+    progress_words.waiting(ticket)
     dist.all_reduce(dense, _OPS[op], group=axis.group)
-    tensor.copy_(dense)
+    progress_words.left()
+    if dense is not tensor:
+        tensor.copy_(dense)
     return None
 
 
@@ -245,18 +253,18 @@ def all_to_all_start(
     moved = wire.all_to_all(
         [rows * row_bytes for rows in inputs], [rows * row_bytes for rows in outputs], axis.index
     )
-    record(axis, "all_to_all", phase, caller, moved)
+    ticket = record(axis, "all_to_all", phase, caller, moved)
     received, x = x.new_empty(sum(outputs), *x.shape[1:]), x.contiguous()
     is_small = row_bytes <= _SHORT_ROW_BYTES
     if input_splits is None:
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
     if not _is_nccl(axis) and not is_small:
         messages = exchange_by_messages(_raw(x), _raw(received), axis, inputs, outputs)
-        return partial(_after, messages, lambda: received)
+        return partial(_after, ticket, messages, lambda: received)
     work = dist.all_to_all_single(
         _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
     )
-    return partial(_after, work, lambda: received)
+    return partial(_after, ticket, work, lambda: received)
 
 
 def exchange_start(
@@ -289,16 +297,41 @@ def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: s
         return x
     num_bytes = x.numel() * x.element_size()
     moved = wire.broadcast(num_bytes, axis.size, axis.index, source_index)
-    record(axis, "broadcast", phase, caller, moved)
+    ticket = record(axis, "broadcast", phase, caller, moved)
     is_source = axis.index == source_index
     copy = x.clone(memory_format=torch.contiguous_format) if is_source else _empty_like(x)
+    progress_words.waiting(ticket)
     dist.broadcast(_raw(copy), src=axis.ranks[source_index], group=axis.group)
+    progress_words.left()
     return copy
 
 
-def record(axis: Axis, op: str, phase: str, caller: str, moved: WireBytes) -> None:
-    """Enter one operation in the ledger of `axis`."""
+def record(
+    axis: Axis,
+    op: str,
+    phase: str,
+    caller: str,
+    moved: WireBytes,
+    *,
+    pair: tuple[int, int] | None = None,
+) -> Ticket | None:
+    """Enter one operation in the ledger of `axis` and in this rank's progress word.
+
+    Returns what :func:`moemesh.trace.progress_words.waiting` wants. `pair`: of a message, from
+    :func:`pair_of`.
+    """
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())
+    if pair is not None:
+        return progress_words.entered(
+            op, axis.name, caller, pair, moved.payload_bytes, separator=">"
+        )
+    return progress_words.entered(op, axis.name, caller, axis.ranks, moved.payload_bytes)
+
+
+@cache
+def pair_of(source: int, destination: int) -> tuple[int, int]:
+    """Two ranks of the world between which messages travel; one object for each pair."""
+    return source, destination
 
 
 def equal_blocks(num_rows: int, axis: Axis) -> list[int]:

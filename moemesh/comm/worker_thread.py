@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from moemesh.ops.pending import Pending
+from moemesh.trace.progress_words import in_background
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class WorkerThread:
 
     @torch.no_grad()
     def _run(self) -> None:
+        in_background()
         while True:
             task, future, is_long = self._tasks.get()
             try:

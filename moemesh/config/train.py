@@ -98,6 +98,9 @@ class TrainConfig(Section):
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: OnMismatch = "stop"
     resume: Resume = "auto"
+    #: How often ranks that died are started again, from the newest checkpoint, without any progress
+    #: between; 0: never.
+    restarts: int = 2
     device: Device = "auto"
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
     cluster: str | None = None
@@ -128,6 +131,7 @@ class TrainConfig(Section):
         "bundle_gib": NOT_NEGATIVE,
         "spike_sigma": NOT_NEGATIVE,
         "vote_every": COUNT,
+        "restarts": COUNT,
         # The upper end keeps the launcher's timedelta from overflowing: ten years are enough.
         "timeout_seconds": Range(0.0, 315_360_000, open_low=True),
     }

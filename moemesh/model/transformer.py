@@ -32,6 +32,7 @@ from moemesh.model.seams import (
     Vocabulary,
     Weights,
 )
+from moemesh.trace.progress_words import at_layer
 
 
 class Part(NamedTuple):
@@ -266,6 +267,7 @@ class Loads:
     ) -> Tensor:
         """The stream behind layer `index` of `model`; `known_TH`: embeddings of the tokens that an
         extra prediction layer knows."""
+        at_layer(index)
         layer, unit = model.layers[str(index)], f"layers.{index}"
         x_TH = model.weights.enter(unit, model.begin_graph(unit, x_TH))
         if known_TH is not None:

@@ -32,6 +32,7 @@ from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.alarms import LoadAlarms
+from moemesh.train.failure import keep_failure
 from moemesh.train.folder import RunFolder
 from moemesh.train.load_log import LoadLog
 from moemesh.train.memory_kinds import measure_saved
@@ -92,7 +93,7 @@ class Artifacts:
         derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
         self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
         self.go_back(done)
-        (self.folder.path / "failure.json").unlink(missing_ok=True)
+        keep_failure(self.folder.path)
 
     def go_back(self, done: int) -> None:
         """Cut the rows of steps back to step `done`."""
@@ -156,6 +157,7 @@ class Artifacts:
             self._validation = row.validation_loss
         if not self._writes:
             return
+        self.folder.check_lease()
         self._metrics.append([row.to_json()])
         if self._sinks is not None:
             self._sinks.put(row)

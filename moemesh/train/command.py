@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,14 +15,14 @@ import torch
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
-from moemesh.comm.interrupts import STOPPING
 from moemesh.comm.mesh import Mesh
-from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.errors import ConfigError, UserError, is_user_error
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
+from moemesh.trace import progress_words
 from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
@@ -29,12 +30,13 @@ from moemesh.train.data_record import changes_samples, refuse_other_data
 from moemesh.train.disk import refuse_full_disk
 from moemesh.train.esft import keep_table
 from moemesh.train.events import Events
-from moemesh.train.failure import describe, where_to_look, write_failure, write_kill
+from moemesh.train.failure import details, go_on, write_failure
 from moemesh.train.folder import DATA_CHANGE, RunFolder, RunFolderError
 from moemesh.train.kept_schedule import readable, settle
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.preparation import Preparation, folder_of, prepare
+from moemesh.train.restarts import train_supervised
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
 
@@ -52,15 +54,18 @@ def train(
     in_this_process: bool = True,
     prepared: Preparation | None = None,
     stop_after: int | None = None,
+    takeover: bool = False,
 ) -> int:
     """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
     process itself; `prepared`: what was checked already, before torch was imported; `stop_after`: a
-    step behind which it is saved and ends, with exit code 0.
+    step behind which it is saved and ends, with exit code 0; `takeover`: also in a folder in which
+    a run is at work.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
     already), and as a rank of torchrun (rank 0 locks it).
     """
+    launch.attach()
     resolved = load_run([config_file] if config_file else [], overrides)
     config = resolved.config
     path = folder_of(config_file, config, out)
@@ -70,7 +75,7 @@ def train(
             raise ConfigError(problems)
         if launch.launched():
             return _rank(config, RunFolder.open(path), path, stop_after=stop_after)
-        return _rank(config, None, path, allowed_changes, stop_after=stop_after)
+        return _rank(config, None, path, allowed_changes, stop_after=stop_after, takeover=takeover)
     if prepared is None:
         prepared = prepare(resolved, config_file, out, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
@@ -82,7 +87,7 @@ def train(
     if config.model_path is not None:
         open_weights(config)
     open_adapters(config)
-    folder = _open_folder(config, path, allowed_changes, samples)
+    folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
     try:
         if config.plan.world_size == 1 and in_this_process:
             launch.keep_freed_memory()
@@ -95,16 +100,7 @@ def train(
             arguments += ["--allow-change", key]
         if stop_after is not None:
             arguments += ["--stop-after", str(stop_after)]
-        code = launch.launch(
-            config.plan.world_size,
-            arguments,
-            log_folder=path / "logs",
-            on_kill=lambda rank, message: write_kill(path, rank, message),
-            answer=STOPPING,
-        )
-        if (path / "failure.json").exists():
-            print(where_to_look(path), file=sys.stderr)
-        return code
+        return train_supervised(config, folder, arguments)
     finally:
         folder.release()
 
@@ -147,11 +143,16 @@ def _say(text: str) -> None:
 
 
 def _open_folder(
-    config: RunConfig, path: Path, allowed_changes: Sequence[str], samples: Samples
+    config: RunConfig,
+    path: Path,
+    allowed_changes: Sequence[str],
+    samples: Samples,
+    *,
+    takeover: bool = False,
 ) -> RunFolder:
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
     folder = RunFolder.open(path, config.train.resume)
-    folder.lock()
+    folder.lock(takeover=takeover)
     changes = folder.changes(resolved_toml(config), allowed_changes)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
@@ -171,9 +172,11 @@ def _rank(
     samples: Samples | None = None,
     *,
     stop_after: int | None = None,
+    takeover: bool = False,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
     stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
+    progress_words.phase(progress_words.SETUP)
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
         check_world_size(config, ranks.world_size)
@@ -185,7 +188,9 @@ def _rank(
         samples = samples or open_samples(config, path)
         config = with_steps(config, samples)
         if folder is None:
-            folder = _open_together(mesh, config, path, allowed_changes, samples)
+            folder = _open_together(mesh, config, path, allowed_changes, samples, takeover=takeover)
+        if folder.epoch is None:
+            folder.join()
         code = train_rank(
             config=config,
             mesh=mesh,
@@ -200,24 +205,30 @@ def _rank(
         )
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)
-        launch.stop()
+        launch.stop(code)
         return code
     except UserError as error:
-        if not isinstance(error, CheckpointError):
+        if not isinstance(error, CheckpointError) and not launch.launched():
             raise
-        return _fail(error, rank, path)
+        return _fail(error, rank, path, folder)
     except Exception as error:
-        return _fail(error, rank, path)
+        return _fail(error, rank, path, folder)
 
 
 def _open_together(
-    mesh: Mesh, config: RunConfig, path: Path, allowed_changes: Sequence[str], samples: Samples
+    mesh: Mesh,
+    config: RunConfig,
+    path: Path,
+    allowed_changes: Sequence[str],
+    samples: Samples,
+    *,
+    takeover: bool,
 ) -> RunFolder:
     """Rank 0 opens and locks the folder; what it refuses, every rank refuses."""
     folder, problem = None, None
     if mesh.rank == 0:
         try:
-            folder = _open_folder(config, path, allowed_changes, samples)
+            folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
             refuse_full_disk(config, folder.checkpoints)
         except UserError as error:
             problem = str(error)
@@ -228,13 +239,24 @@ def _open_together(
     return folder or RunFolder.open(path)
 
 
-def _fail(error: Exception, rank: int, path: Path) -> int:
-    """A run that broke: failure.json, one message, exit code 1."""
-    launch.report_failure(error)
+def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
+    """A run that broke: one message and failure.json; returns the exit code. The launcher does both
+    for its ranks, since it knows which of them failed first."""
+    is_final = is_user_error(error) or getattr(error, "is_final", False)
+    launch.report_failure(error, is_final=is_final)
+    if launch.launched():
+        if rank > 0:
+            traceback.print_exception(error)
+        return 1 if isinstance(error, CheckpointError) or not is_user_error(error) else 2
+    advice = str((getattr(error, "facts", None) or {}).get("advice", ""))
+    if not advice and not is_final:
+        advice = go_on(path, ["moemesh", *sys.argv[1:]])
+    advice = advice or "checkpoints are untouched; the same command would fail again"
     if path.is_dir():
-        write_failure(path, error, rank)
-    if rank > 0 or not launch.launched():  # a launcher prints the first cause itself
-        print(describe(error, rank, path), file=sys.stderr, flush=True)
+        epoch = folder.epoch if folder is not None else None
+        write_failure(path, error, rank, advice=advice, epoch=epoch)
+    text = f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"
+    print(f"{text}\n{details(path)}\n{advice}", file=sys.stderr, flush=True)
     return 1
 
 

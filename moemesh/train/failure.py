@@ -1,60 +1,239 @@
-"""Failure reports: failure.json and the message for the user."""
+"""Failure reports: ``failure.json``, the message for the user, and whether to start again."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import signal
+import socket
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moemesh.comm.supervisor import Ended
+from moemesh.comm.verdict import Verdict
+from moemesh.trace.progress_words import Collective, Word, own_word
 
-def write_failure(folder: Path, error: BaseException, rank: int) -> None:
-    """Write ``failure.json``; of several failing ranks the first one stays."""
-    frames = traceback.format_exception(error)[-8:]
-    facts = getattr(error, "facts", {})
-    temporary = _write(folder, rank, type(error).__name__, str(error), frames, facts)
-    with suppress(FileExistsError, OSError):
-        os.link(temporary, folder / "failure.json")
+FILE, EARLIER = "failure.json", "failures"
+#: Of the layout of the file.
+SCHEMA = 1
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_FRAMES = 8
+#: Kinds of failures that no exception named.
+_KINDS = {
+    "killed": "Killed",
+    "exited": "Exited",
+    "stopped": "Stopped",
+    "hung": "Hung",
+    "busy": "Busy",
+    "lost-contact": "LostContact",
+}
+_ADVICE = {
+    "Killed": "look into the kernel's log (dmesg) for an out-of-memory kill, and into the "
+    "scheduler's",
+    "Exited": "look for a call of exit in code of your own, and into the logs of the rank",
+    "Stopped": "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
+    "Hung": "logs/rank-*.stacks say where every rank was",
+    "Busy": "logs/rank-*.stacks say where every rank was",
+    "LostContact": "look at the network, and at the hosts of the other ranks",
+}
+
+
+def write_failure(
+    folder: Path, error: BaseException, rank: int, *, advice: str = "", epoch: int | None = None
+) -> None:
+    """Write ``failure.json`` of an exception of this process, which no supervisor sees; of several
+    failing ranks the first one stays."""
+    frames = traceback.format_exception(error)[-_FRAMES:]
+    content = {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "frames": frames,
+        **_head(rank, epoch, os.getpid()),
+        **_where(own_word()),
+        "exit_code": 1,
+        "advice": advice,
+        **_facts(getattr(error, "facts", None)),
+    }
+    _link(folder, content)
+
+
+def write_hang(folder: Path, verdict: Verdict, *, epoch: int | None, advice: str) -> None:
+    """Write ``failure.json`` of a hang that ranks found among themselves; the first one stays."""
+    _link(folder, _of_verdict(verdict, epoch, advice))
+
+
+def write_verdict(
+    folder: Path, ended: Ended, *, epoch: int | None, action: str, advice: str
+) -> None:
+    """Write ``failure.json`` of ranks that were supervised, with the last place of every rank.
+
+    `action`: what the library did about it; `advice`: what the user should do.
+    """
+    verdict = ended.verdict
+    assert verdict is not None
+    content = _of_verdict(verdict, epoch, advice) | {"action": action}
+    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
+    if told is not None:
+        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
+    elif stack is not None:
+        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     with suppress(OSError):
-        temporary.unlink()
+        os.replace(_temporary(folder, content), folder / FILE)
 
 
-def write_kill(folder: Path, rank: int, message: str) -> None:
-    """Write ``failure.json`` for a rank that was killed. It replaces the report of another rank,
-    which has only lost contact with this one."""
+def keep_failure(folder: Path) -> None:
+    """Put the report of an earlier failure aside, as ``failures/<epoch>/failure.json``."""
+    file = folder / FILE
+    with suppress(OSError, ValueError):
+        if not file.exists():
+            return
+        try:
+            epoch = int(json.loads(file.read_text(encoding="utf-8"))["epoch"])
+        except (ValueError, KeyError, TypeError):
+            epoch = 0
+        place = folder / EARLIER / str(epoch)
+        place.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place / FILE)
+
+
+def kind_of(verdict: Verdict) -> str:
+    """The kind of a failure in ``failure.json``: a class of exceptions, or a word of its own."""
+    told = verdict.seen.told
+    if verdict.kind == "exception" and told is not None:
+        return told.kind
+    return _KINDS[verdict.kind]
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest committed checkpoint; None where there is none."""
     with suppress(OSError):
-        os.replace(_write(folder, rank, "Killed", message, []), folder / "failure.json")
+        found = (_STEP.fullmatch(name) for name in os.listdir(folder / "checkpoints"))
+        return max((int(match[1]) for match in found if match), default=None)
+    return None
 
 
-def _write(
-    folder: Path,
-    rank: int,
-    kind: str,
-    message: str,
-    frames: list[str],
-    facts: Mapping[str, Any] | None = None,
-) -> Path:
-    content: dict[str, Any] = {"rank": rank, "kind": kind, "message": message}
-    content |= {**(facts or {}), "frames": frames}
-    temporary = folder / f".failure-{rank}-{os.getpid()}.tmp"
-    # The message on the console must come out even where nothing can be written any more.
-    with suppress(OSError):
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def advice_on(verdict: Verdict, folder: Path, command: Sequence[str]) -> str:
+    """What the user should do: the last lines of the message."""
+    told = verdict.seen.told
+    if told is not None and (advice := told.facts.get("advice")):
+        return str(advice)
+    if told is not None and told.is_final:
+        return (
+            f"the same command would fail again: {_first_line(told.message)}\n"
+            "checkpoints are untouched; change the configuration first"
+        )
+    hint = _ADVICE.get(kind_of(verdict))
+    return "\n".join([*([hint] if hint else []), go_on(folder, command)])
+
+
+def go_on(folder: Path, command: Sequence[str]) -> str:
+    """How the run goes on, in one line that ends with the command."""
+    shown, step = shlex.join(command), newest_step(folder)
+    if step is None:
+        return f"no checkpoint was written yet; the same command starts again: {shown}"
+    return f"checkpoints are untouched; the same command goes on from step {step}: {shown}"
+
+
+def same_failure(one: Verdict, other: Verdict) -> bool:
+    """Whether an exception or an exit came again at the same place: a third would, too."""
+    if one.kind not in ("exception", "exited") or kind_of(one) != kind_of(other):
+        return False
+    places = [
+        (v.rank, v.seen.word.step if v.seen.word is not None else None, v.seen.exit_code)
+        for v in (one, other)
+    ]
+    return places[0] == places[1]
+
+
+def details(folder: Path) -> str:
+    """Where the report is."""
+    return f"details in {folder / FILE}"
+
+
+def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, Any]:
+    seen = verdict.seen
+    word, code = seen.word, seen.exit_code
+    content = {
+        "kind": kind_of(verdict),
+        "message": verdict.message,
+        "frames": [],
+        **_head(verdict.rank, epoch, word.pid if word is not None else None),
+        **_where(word),
+        "exit_code": verdict.exit_code,
+        "advice": advice,
+    }
+    if code is not None and code < 0:
+        content["signal"] = signal.Signals(-code).name
+    if seen.told is not None:
+        content |= {"message": seen.told.message, "exception": seen.told.kind}
+    if verdict.collective is not None:
+        content["collective"] = _collective(verdict.collective) | {
+            "entered": list(verdict.entered),
+            "missing": list(verdict.missing),
+        }
+    return content
+
+
+def _head(rank: int, epoch: int | None, pid: int | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": pid,
+        "epoch": epoch,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _where(word: Word | None) -> dict[str, Any]:
+    if word is None:
+        return {}
+    found: dict[str, Any] = {"step": word.step, "phase": word.phase}
+    if word.microbatch >= 0:
+        found["microbatch"] = word.microbatch
+    if word.layer >= 0:
+        found["layer"] = word.layer
+    if word.inside and word.collective is not None:
+        found["collective"] = _collective(word.collective)
+    return found
+
+
+def _collective(collective: Collective) -> dict[str, Any]:
+    return {
+        "operation": collective.op,
+        "group": collective.axis,
+        "ranks": list(collective.members),
+        "number": collective.number,
+        "caller": collective.caller,
+        "bytes": collective.num_bytes,
+    }
+
+
+def _facts(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(facts) if isinstance(facts, Mapping) else {}
+
+
+def _temporary(folder: Path, content: dict[str, Any]) -> Path:
+    temporary = folder / f".failure-{content['rank']}-{os.getpid()}.tmp"
+    text = json.dumps(content, indent=1, default=str)
+    temporary.write_text(text + "\n", encoding="utf-8")
     return temporary
 
 
-def describe(error: BaseException, rank: int, folder: Path) -> str:
-    """One message: what failed, where, and what is safe."""
-    return f"moemesh: rank {rank} failed: {type(error).__name__}: {error}\n{where_to_look(folder)}"
+def _link(folder: Path, content: dict[str, Any]) -> None:
+    # The message on the console must come out even where nothing can be written any more.
+    with suppress(OSError):
+        temporary = _temporary(folder, content)
+        with suppress(FileExistsError, OSError):
+            os.link(temporary, folder / FILE)
+        temporary.unlink()
 
 
-def where_to_look(folder: Path) -> str:
-    """The last line of every message about a failure: the report's own advice, if it has one."""
-    advice = "checkpoints are untouched, the same command goes on from the newest"
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / "failure.json").read_text(encoding="utf-8"))
-        advice = str(found.get("advice", advice))
-    return f"details in {folder / 'failure.json'}; {advice}"
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""

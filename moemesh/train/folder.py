@@ -5,40 +5,35 @@
     metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.row_log)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
-    lease                          locked while a run is at work: its host, pid and start
+    lease                          locked while a run is at work (moemesh.train.lease)
+    failures/EPOCH/failure.json    of earlier failures
 
 One process, rank 0, opens and writes it.
 """
 
 from __future__ import annotations
 
-import datetime
-import fcntl
 import json
 import os
 import re
-import socket
 import tomllib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moemesh.config.errors import UserError
 from moemesh.config.renames import SCHEMA_KEY
 from moemesh.config.schema import SECTIONS, all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.toml import format_value
+from moemesh.train.lease import FILE as LEASE
+from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_epoch
 from moemesh.train.row_log import Cut, RowLog, cut_after
 
-LEASE, CHECKPOINTS, LOGS, CONFIG = "lease", "checkpoints", "logs", "config.toml"
+CHECKPOINTS, LOGS, CONFIG = "checkpoints", "logs", "config.toml"
 #: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
 MARKS = (LEASE, "plan.json", "metrics.jsonl")
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-
-
-class RunFolderError(UserError):
-    """The folder cannot be used as asked; the message says why and what to do."""
 
 
 class RunFolder:
@@ -46,7 +41,9 @@ class RunFolder:
 
     def __init__(self, path: Path, *, has_run: bool) -> None:
         self.path, self.has_run = path, has_run
-        self._lease: int | None = None
+        self._lease: Lease | None = None
+        #: Of the start of the run that may write here now; None where that is not known.
+        self.epoch: int | None = None
 
     @staticmethod
     def open(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
@@ -121,46 +118,42 @@ class RunFolder:
         """Where the checkpoint store keeps its steps."""
         return self.path / CHECKPOINTS
 
-    def lock(self) -> None:
-        """Takes the lease, or raises RunFolderError saying who holds it.
+    def lock(self, *, takeover: bool = False) -> None:
+        """Takes the lease, or raises RunFolderError saying who holds it; `takeover` as of
+        :meth:`Lease.take`.
 
         The lock dies with the process (and with children forked while it is held), so a crashed run
         never blocks the next one.
         """
         assert self._lease is None, "locked already"
-        file = self.path / LEASE
-        try:
-            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise RunFolderError(f"{file}: cannot be opened ({error.strerror})") from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(os.pread(handle, 4096, 0))
-            os.close(handle)
-            raise RunFolderError(
-                f"{self.path} is in use by another run ({holder}): wait for it, stop it, or choose "
-                "another folder"
-            ) from error
-        except OSError as error:
-            os.close(handle)
-            raise RunFolderError(
-                f"{file}: cannot be locked ({error.strerror}): choose a folder on a file system "
-                "that knows file locks"
-            ) from error
-        body = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(body).encode(), 0)
-        self._lease = handle
+        self._lease = Lease.take(self.path, takeover=takeover)
+        self.epoch = self._lease.epoch
+
+    def join(self) -> None:
+        """Write under the lease of another process of this run, which holds it now."""
+        self.epoch = read_epoch(self.path)
+
+    def raise_epoch(self) -> None:
+        """The same run starts its ranks anew."""
+        assert self._lease is not None
+        self._lease.raise_epoch()
+        self.epoch = self._lease.epoch
+
+    def is_ours(self) -> bool:
+        """Whether no other run has taken the folder over."""
+        return self.epoch is None or read_epoch(self.path) in (self.epoch, None)
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost where another run has taken the folder over."""
+        if not self.is_ours():
+            raise LeaseLost(
+                f"another run has taken over {self.path}: this one stops and writes nothing more"
+            )
 
     def release(self) -> None:
         """Gives the lease back; nothing happens when it is not held."""
         if self._lease is not None:
-            os.close(self._lease)
+            self._lease.release()
             self._lease = None
 
     def write_text(self, name: str, text: str) -> Path:
@@ -216,6 +209,7 @@ FREE = frozenset(
         "train.log_every",
         "train.validate_every",
         "train.validation_batches",
+        "train.restarts",
         "train.resume",
         "train.sinks",
         "train.device",
@@ -377,12 +371,3 @@ def _names(path: Path) -> set[str]:
 def _has_checkpoint(path: Path) -> bool:
     folder = path / CHECKPOINTS
     return folder.is_dir() and any(STEP.fullmatch(name) for name in os.listdir(folder))
-
-
-def _holder(body: bytes) -> str:
-    """Who holds a lease, in words."""
-    try:
-        content = json.loads(body)
-        return f"pid {content['pid']} on {content['host']}, since {content['started']}"
-    except (ValueError, KeyError, TypeError):
-        return "its lease does not say whose"

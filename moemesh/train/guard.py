@@ -26,6 +26,9 @@ from moemesh.train.step import StepResult
 class Diverged(RuntimeError):
     """Training has broken down; the message says where. `facts`: for failure.json."""
 
+    #: Ranks that started again would meet the same.
+    is_final = True
+
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
         super().__init__(message)
         self.facts = dict(facts)

@@ -16,6 +16,7 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.schedule.action import Schedule
+from moemesh.trace import progress_words
 from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
@@ -156,7 +157,8 @@ class Session:
         saved = step
         while step < train.steps:
             began = step
-            finished = steps.advance(step + 1, self.record)
+            progress_words.at_step(step + 1, self.mesh["pp"].index)
+            finished = steps.advance(step + 1, self._report)
             step = finished.number
             if reason := self.guard.settle(self.examine):
                 step = saved = self.go_back(step, reason)
@@ -181,10 +183,16 @@ class Session:
                 break
         return saved
 
+    def _report(self, step: FinishedStep) -> None:
+        """Take a finished step while the next one is under way."""
+        self.record(step)
+        progress_words.at_step(step.number + 1, self.mesh["pp"].index)
+
     def batches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step` (from 1)."""
+        progress_words.phase(progress_words.DATA)
         train, plan = self.config.train, self.config.plan
-        return own_batches(
+        batches = own_batches(
             self.samples,
             self.mesh,
             self.sample_ids(step),
@@ -192,6 +200,8 @@ class Session:
             seed=train.seed,
             step=step,
         )
+        progress_words.phase(progress_words.STEP)
+        return batches
 
     def sample_ids(self, step: int) -> np.ndarray:
         """The ids of all samples of step `step` (from 1)."""
@@ -262,6 +272,7 @@ class Session:
 
     def validate(self) -> float:
         """Loss on the held-out split: up to `validation_batches` global batches of it."""
+        progress_words.phase(progress_words.VALIDATE)
         size, train = self.config.data.global_batch, self.config.train
         ids = self.samples.validation_ids(train.validation_batches * size)
         batches: list[Batch] = []
@@ -272,6 +283,8 @@ class Session:
 
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
+        progress_words.phase(progress_words.SAVE)
+        self.folder.check_lease()
         self.artifacts.flush()
         state: dict[str, object] = {
             "step": step,
@@ -293,9 +306,17 @@ class Session:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank; all ranks call."""
-        flags = torch.tensor([int(flag)])
-        all_reduce_(flags, self.mesh.control, op="max", caller="stop", phase="control")
-        return bool(flags.item())
+        return bool(self._largest(int(flag)))
+
+    def exit_code(self) -> int:
+        """The exit code of a run that was asked to stop, whichever rank was; all ranks call."""
+        own = self.stop.exit_code if self.stop.requested else 0
+        return self._largest(own) or self.stop.exit_code
+
+    def _largest(self, number: int) -> int:
+        numbers = torch.tensor([number])
+        all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
+        return int(numbers.item())
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.config.train.steps or bool(every and step % every == 0)

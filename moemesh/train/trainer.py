@@ -5,6 +5,7 @@ from __future__ import annotations
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.trace import progress_words
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
@@ -69,6 +70,7 @@ def train(
         console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
     with console.training(done, last):
         saved = session.train(_steps(session))
+    progress_words.phase(progress_words.FINISH)
     session.artifacts.finish()
     if mesh.rank == 0:
         provenance.record_end(folder, saved)
@@ -76,7 +78,7 @@ def train(
     if saved < last:
         text = f"stopped at step {saved}, saved; the same command goes on from there"
         console.say(text, "stopped")
-        return 0 if saved == stop.after else stop.exit_code
+        return 0 if saved == stop.after else session.exit_code()
     console.say(session.artifacts.summary(), "finished")
     return 0
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moemesh.comm import launch
+from moemesh.comm.devices import DeviceError
 from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.mesh import Mesh
 from tests import commands
@@ -22,6 +23,7 @@ import os, resource, signal, sys, time
 import torch
 import torch.distributed as dist
 from moemesh.comm import launch
+from moemesh.comm.devices import DeviceError
 
 what, folder = sys.argv[1:]
 ranks = launch.start("cpu", 60)
@@ -56,7 +58,9 @@ if what in ("interrupt", "orphan"):
     got = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
-    open(f"{folder}/ready-{ranks.rank}", "w").close()
+    with open(f"{folder}/{ranks.rank}.tmp", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{folder}/{ranks.rank}.tmp", f"{folder}/ready-{ranks.rank}")
     while not got:
         time.sleep(0.02)
     time.sleep(0.5)
@@ -145,12 +149,26 @@ def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
         assert (script.parent / f"saved-{rank}").read_text() == number.name
 
 
-def test_ranks_leave_when_their_launcher_is_killed(script):
+def test_ranks_die_with_their_launcher(script):
+    """A rank that lived on would write into a folder that the next run has for itself."""
     process = begin(script, "orphan")
-    wait_for(process, *(script.parent / f"ready-{rank}" for rank in range(2)))
+    ready = [script.parent / f"ready-{rank}" for rank in range(2)]
+    wait_for(process, *ready)
+    pids = [int(path.read_text()) for path in ready]
     process.kill()
     process.communicate()
-    wait_for(None, *(script.parent / f"saved-{rank}" for rank in range(2)), seconds=10)
+    end = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < end, "a rank lives on"
+        time.sleep(0.02)
+    assert not list(script.parent.glob("saved-*"))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_torchrun_restarts_over_gloo(script):
@@ -206,7 +224,7 @@ def test_kept_memory_is_not_faulted_in_again():
 def test_auto_never_takes_the_cpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_num_devices", lambda: 2)
     launch.check_device("auto", 2)
-    with pytest.raises(launch.DeviceError, match="2 found"):
+    with pytest.raises(DeviceError, match="2 found"):
         launch.check_device("auto", 4)
     monkeypatch.setattr(launch, "_num_devices", lambda: 0)
     launch.check_device("auto", 4)

@@ -140,7 +140,10 @@ def test_a_cpu_without_a_cluster_has_no_mfu(tmp_path: Path) -> None:
 
 
 RANK = """
-import signal, sys, time
+import os, signal, sys, time
+from pathlib import Path
+from moemesh.trace import progress_words
+progress_words.attach(Path(os.environ["MOEMESH_LAUNCHER"]) / "words", int(os.environ["RANK"]))
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
 print("ready", flush=True)
 time.sleep(100)

@@ -108,7 +108,7 @@ def test_a_second_run_is_refused_until_the_first_dies(tmp_path: Path) -> None:
         process.wait()
     run.lock()
     body = json.loads((tmp_path / "lease").read_text())
-    assert body["pid"] == os.getpid() and set(body) == {"host", "pid", "started"}
+    assert body["pid"] == os.getpid() and body["held"] and body["epoch"] == 2
     with pytest.raises(RunFolderError, match=f"pid {os.getpid()}"):
         RunFolder.open(tmp_path).lock()
     run.release()
@@ -129,7 +129,7 @@ def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(95, "Operation not supported")
 
     run = RunFolder.open(tmp_path)
-    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    monkeypatch.setattr("moemesh.train.lease.fcntl.flock", refuse)
     with pytest.raises(RunFolderError, match="cannot be locked"):
         run.lock()
     (tmp_path / "lease").unlink()

@@ -192,7 +192,7 @@ def process_of_rank(rank: int, out: Path) -> int:
 def test_a_killed_rank_is_the_one_that_is_named(tmp_path: Path) -> None:
     """The others only lose contact with it."""
     out = tmp_path / "run"
-    process = start(*arguments(out, **TWO_RANKS, train__steps=5000))
+    process = start(*arguments(out, **TWO_RANKS, train__steps=5000, train__restarts=0))
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -37,7 +37,8 @@ from moemesh.ops.permute import (
     sum_rows,
     sum_rows_between,
 )
-from moemesh.trace import wire
+from moemesh.trace import progress_words, wire
+from moemesh.trace.progress_words import Ticket
 
 #: Rows no longer than this (a token's weights) take next to no time on a link.
 _SHORT_ROW_BYTES = 256
@@ -68,8 +69,14 @@ class Relay:
     num_staying: int
     worker: WorkerThread
 
-    def record(self, row_bytes: int, phase: str, caller: str, *, is_combine: bool) -> None:
-        """Enter both hops in the ledger; what stays counts as sent by a rank to itself."""
+    def record(
+        self, row_bytes: int, phase: str, caller: str, *, is_combine: bool
+    ) -> list[Ticket | None]:
+        """Enter both hops in the ledger; what stays counts as sent by a rank to itself.
+
+        Returns what says in the progress word that the rail, or the node, is waited for.
+        """
+        tickets: list[Ticket | None] = []
         across = Splits(list(self.across.sent), list(self.across.received))
         across.sent[self.rail.index] = across.received[self.rail.index] = self.num_staying
         inside = Splits(
@@ -84,7 +91,10 @@ class Relay:
                     [rows * row_bytes for rows in into],
                     axis.index,
                 )
-                transfers.record(axis, "all_to_all", phase, caller, moved)
+                tickets.append(transfers.record(axis, "all_to_all", phase, caller, moved))
+            else:
+                tickets.append(None)
+        return tickets
 
 
 class DispatchPath:
@@ -105,7 +115,7 @@ class DispatchPath:
         self._hidden, self._dtype = x_TH.shape[1], x_TH.dtype
         x_TH = x_TH if self.codec is None else self.codec.encode(x_TH)
         row_bytes = x_TH.shape[1] * x_TH.element_size()
-        relay.record(row_bytes, phase, self.caller, is_combine=False)
+        self._tickets = relay.record(row_bytes, phase, self.caller, is_combine=False)
         source_S, num_own = relay.sent.source_R, sum(relay.own.sent)
         near, far = sum(relay.own.received), sum(relay.onward.received)
         self._rows_NH = rows_NH = x_TH.new_empty(near + far, x_TH.shape[1])
@@ -133,8 +143,12 @@ class DispatchPath:
             self._onward = relay.worker.submit(carry_on, x_TH.device, is_long=is_long)
 
     def finish(self) -> Tensor:
+        rail, node = self._tickets
+        progress_words.waiting(rail)
         _wait(self._onward.wait())
+        progress_words.waiting(node)
         _wait(self._staying)
+        progress_words.left()
         rows_NH = self._rows_NH
         del self._rows_NH, self._onward, self._staying
         if self.codec is not None:
@@ -154,7 +168,8 @@ class CombinePath:
 
     def start(self, y: Tensor, phase: str) -> None:
         relay, y = self.relay, y.contiguous()
-        relay.record(y.shape[1] * y.element_size(), phase, self.caller, is_combine=True)
+        row_bytes = y.shape[1] * y.element_size()
+        self._tickets = relay.record(row_bytes, phase, self.caller, is_combine=True)
         near, num_own = sum(relay.own.received), sum(relay.own.sent)
         self._back_SH = back_SH = y.new_empty(relay.sent.num_rows, y.shape[1])
         tag = relay.worker.tag()
@@ -184,8 +199,12 @@ class CombinePath:
         return sum_rows_between(y, self.by_expert, received, copies)
 
     def finish(self) -> Tensor:
+        rail, node = self._tickets
+        progress_words.waiting(rail)
         _wait(self._crossing.wait())
+        progress_words.waiting(node)
         _wait(self._staying)
+        progress_words.left()
         back_SH = self._back_SH
         del self._back_SH, self._crossing, self._staying
         return sum_rows(back_SH, self.relay.sent)

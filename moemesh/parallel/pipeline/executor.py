@@ -26,6 +26,7 @@ from moemesh.parallel.pipeline.program import Context, Forward, Program, make_co
 from moemesh.parallel.pipeline.virtual import VirtualClock, record
 from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
+from moemesh.trace.progress_words import at_microbatch
 from moemesh.trace.timeline import TimelineRecorder
 
 
@@ -96,6 +97,7 @@ class EntryRunner:
         else:
             for op, inputs in zip(entry, received, strict=True):
                 with self._naming(op):
+                    at_microbatch(self._schedule.sample(op))
                     program.starting(op)
                     self._messenger.send(op, self._run_op(program, op, inputs))
                     program.finished(op)
@@ -156,6 +158,7 @@ class EntryRunner:
     def _take_turns(self, program: SteppedProgram, received: dict[Op, list[Tensor]]) -> None:
         """Run a forward; at each of its pauses, and at its end, a backward goes on."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
+        at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
         program.starting(backward)
         steps = self._backward_steps(program, backward, received[backward])

@@ -1,0 +1,46 @@
+"""The development verb drill: faults in tiny runs."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+import os
+from typing import Annotated
+
+import typer
+
+from moemesh.cli.application import AsJson, app
+
+
+@app.command(hidden=True, short_help="Inject faults into tiny runs and check how they end.")
+def drill(
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each fault.")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="FAULT", help="May be repeated.")
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Only the faults of the tests.")] = False,
+    seed: Annotated[int, typer.Option(help="Of ranks, steps and plans.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Inject each fault into a tiny run of 2 to 4 ranks, and print what came of it as a table:
+    whether verdict and rank were right, and whether the run recovered to the bits of a run without
+    a fault. Exit code 1 where anything was wrong.
+    """
+    import json
+
+    from moemesh.bench import drill as drills
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    known = [name for name, one in drills.FAULTS.items() if one.is_short or not short]
+    if unknown := [name for name in only or [] if name not in drills.FAULTS]:
+        raise typer.BadParameter(f"no fault {unknown[0]!r}: {', '.join(drills.FAULTS)}")
+    rows = drills.run(
+        only or known,
+        trials=trials,
+        seed=seed,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    if as_json:
+        cells = [dict(zip(drills.HEADER, row.cells(), strict=True)) for row in rows]
+        typer.echo(json.dumps({"rows": cells}))
+    else:
+        typer.echo(drills.markdown(rows))
+    if not all(one.is_good for row in rows for one in row.outcomes):
+        raise typer.Exit(1)

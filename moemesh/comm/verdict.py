@@ -1,0 +1,451 @@
+"""Verdicts on a run: from what a supervisor sees of its ranks to what went wrong, and where.
+
+No process is started or asked here: :class:`Judge` takes what was seen at one moment after the
+other, with the time, and says at most once that the run has failed, and why.
+
+| sign | verdict |
+|---|---|
+| a rank ended, or told of an exception | it or another one, by :func:`_weakness` |
+| state T for a while, but not of all ranks | stopped |
+| no rank's progress word changes for longer than a phase may | hung or busy, by :func:`blame` |
+| one rank computes for longer than the others, step after step | slow: a note, not a failure |
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moemesh.trace.progress_words import DATA, STEP, Collective, Word
+
+Kind = Literal["killed", "exited", "exception", "stopped", "hung", "busy", "lost-contact"]
+
+#: Peers of a rank that died fail milliseconds later: signs are collected for so long.
+SETTLE_SECONDS = 0.15
+#: Where only follow-up errors were seen, their cause may still come.
+LATE_SECONDS = 1.5
+#: A rank that has told of an exception leaves within this, or is ended.
+LEAVE_SECONDS = 3.0
+#: A rank in state T for so long was stopped.
+STOPPED_SECONDS = 1.0
+#: One look counts as at most so much: a supervisor that did not run has seen nothing.
+LONGEST_LOOK = 0.5
+#: Words of errors that follow from a peer that is gone.
+_FOLLOW_UP = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a rank told of an exception before it left. ``at``: monotonic seconds of this host.
+
+    ``facts``: more keys for the report. ``is_final``: the same would happen again (a mistake of the
+    user, a training that diverged).
+    """
+
+    kind: str
+    message: str
+    at: float
+    trace: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One rank at one moment. ``exit_code`` None: alive; negative: killed by that signal.
+
+    ``state``: as in ``/proc/PID/stat``, "" where it is not known; ``cpu_seconds``: of all its
+    threads. ``word`` None: it has not come as far as to write one.
+    """
+
+    rank: int
+    exit_code: int | None = None
+    state: str = ""
+    cpu_seconds: float = 0.0
+    word: Word | None = None
+    told: Told | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it left, or is about to, as intended."""
+        return self.word is not None and self.word.done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is a sign of a failure, its own or another rank's."""
+        if self.is_done:
+            return False
+        return self.told is not None or self.exit_code is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it waits, or was waiting when it failed, in an operation of several ranks."""
+        return self.word is not None and self.word.inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds without any progress that are a hang.
+
+    A step may take `floor`, ten times the median of the steps so far, or three times the longest;
+    the first steps and all other phases `patience`.
+    """
+
+    patience: float
+    floor: float = 3.0
+    #: Steps of this process that are first ones.
+    first_steps: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The failure of a run: its kind, the rank at fault and where it was.
+
+    ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that never came.
+    ``waited``: seconds without progress.
+    """
+
+    kind: Kind
+    rank: int
+    message: str
+    seen: Seen
+    collective: Collective | None = None
+    entered: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    waited: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """Of the run: that of the rank, 128 + signal where one killed it, else 1."""
+        code = self.seen.exit_code
+        if code is None or code == 0:
+            return 1
+        return code if code > 0 else 128 - code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blame:
+    """Who holds the others up in ``collective`` (None: nobody waits in one)."""
+
+    rank: int
+    collective: Collective | None
+    entered: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Judge:
+    """Looks at all ranks again and again; see the module."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        #: The signal by which the run was asked to stop: ranks may end by it, at their own pace.
+        self.stopping: int | None = None
+        self._time: float | None = None
+        self._first_sign: float | None = None
+        self._order: dict[int, float] = {}
+        self._stopped: defaultdict[int, float] = defaultdict(float)
+        self._still = 0.0
+        self._changes: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
+        self._steps = _StepTimes()
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether a rank has failed, and the verdict is yet to come."""
+        return self._first_sign is not None
+
+    def look(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
+        """What was seen at `now` (monotonic seconds); the verdict once there is one."""
+        passed = 0.0 if self._time is None else min(now - self._time, LONGEST_LOOK)
+        self._time = now
+        if (verdict := self._deaths(now, seen)) is not None:
+            return verdict
+        if self._first_sign is not None:
+            return None
+        if (verdict := self._stops(passed, seen)) is not None:
+            return verdict
+        return self._hangs(now, passed, seen)
+
+    # Ranks that ended.
+
+    def _deaths(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
+        failed = [one for one in seen if one.has_failed and not self._is_asked(one)]
+        if not failed:
+            return None
+        for one in failed:
+            self._order.setdefault(one.rank, now)
+        if self._first_sign is None:
+            self._first_sign = now
+        since = now - self._first_sign
+        if since < SETTLE_SECONDS:
+            return None
+        cause = min(failed, key=lambda one: (_weakness(one), self._came(one), one.rank))
+        if _weakness(cause) >= 2:
+            if since < LATE_SECONDS and not all(one.has_failed for one in seen):
+                return None
+            silent = self._silent_cause(now, seen)
+            if silent is not None:
+                return silent
+        if cause.exit_code is None and since < LEAVE_SECONDS:
+            return None
+        return self._of_death(cause)
+
+    def _is_asked(self, one: Seen) -> bool:
+        """Whether a rank ended because the run was asked to stop."""
+        if self.stopping is None or one.exit_code is None:
+            return False
+        return one.exit_code in (-self.stopping, 128 + self.stopping, 130, 143)
+
+    def _came(self, one: Seen) -> float:
+        return one.told.at if one.told is not None else self._order[one.rank]
+
+    def _silent_cause(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
+        """A rank that is alive and did not come to where the others failed."""
+        alive = [one for one in seen if not one.has_failed and not one.is_done]
+        for one in alive:
+            if one.state == "T":
+                return self._verdict("stopped", one, seen, 0.0)
+        words = [one.word for one in seen if one.word is not None]
+        stale = [one for one in alive if one.word is not None and now - one.word.moved >= 2.0]
+        outside = [one for one in stale if not one.is_inside]
+        if outside and (found := blame(words)) is not None:
+            for one in outside:
+                if one.rank == found.rank and one.word is not None:
+                    kind = "busy" if one.state == "R" else "hung"
+                    return self._verdict(kind, one, seen, now - one.word.moved)
+        return None
+
+    def _of_death(self, one: Seen) -> Verdict:
+        told, code = one.told, one.exit_code
+        if code is not None and code < 0:
+            message = f"rank {one.rank} was killed by {signal.Signals(-code).name}"
+            return Verdict(kind="killed", rank=one.rank, message=message, seen=one)
+        if told is not None:
+            kind: Kind = "exception"
+            text = told.message.lower()
+            if one.is_inside and any(word in text for word in _FOLLOW_UP):
+                kind = "lost-contact"
+            message = f"rank {one.rank} failed with exit code {code or 1}: {told.kind}"
+            message += f": {told.message}" if told.message else ""
+            return Verdict(
+                kind=kind, rank=one.rank, message=message, seen=one, collective=_collective(one)
+            )
+        if code == 0:
+            message = f"rank {one.rank} left with exit code 0 before the run was over"
+        else:
+            message = f"rank {one.rank} failed with exit code {code}"
+        return Verdict(kind="exited", rank=one.rank, message=message, seen=one)
+
+    # Ranks that are alive.
+
+    def _stops(self, passed: float, seen: Sequence[Seen]) -> Verdict | None:
+        alive = [one for one in seen if one.exit_code is None]
+        stopped = [one for one in alive if one.state == "T"]
+        for one in seen:
+            if one not in stopped:
+                self._stopped.pop(one.rank, None)
+        if len(stopped) == len(alive) and len(alive) > 1:
+            return None  # whoever suspends a whole job means it
+        for one in stopped:
+            self._stopped[one.rank] += passed
+            if self._stopped[one.rank] >= STOPPED_SECONDS:
+                return self._verdict("stopped", one, seen, self._stopped[one.rank])
+        return None
+
+    def _hangs(self, now: float, passed: float, seen: Sequence[Seen]) -> Verdict | None:
+        if self.stopping is not None:
+            return None
+        at_work = [one for one in seen if not one.is_done]
+        words = [one.word for one in at_work if one.word is not None]
+        self._steps.look(now, words)
+        changes = {word.rank: word.changes for word in words}
+        counted = passed * min((self._share(one, passed) for one in at_work), default=0.0)
+        self._cpu = {one.rank: one.cpu_seconds for one in seen}
+        self._still = self._still + counted if changes == self._changes else 0.0
+        self._changes = changes
+        if not at_work or self._still < self._limit(words):
+            return None
+        late = [one for one in at_work if one.word is None]
+        found = None if late else blame(words)
+        if found is None:
+            message = f"rank {late[0].rank} did not start within {self._still:.0f} s"
+            return Verdict(kind="hung", rank=late[0].rank, message=message, seen=late[0])
+        culprit = next(one for one in at_work if one.rank == found.rank)
+        kind: Kind = "busy" if culprit.state == "R" and not culprit.is_inside else "hung"
+        return self._verdict(kind, culprit, seen, self._still)
+
+    def _share(self, one: Seen, passed: float) -> float:
+        """How much of the time since the last look a rank could have moved in: none of what it
+        waited for the disk, or for a core on a machine that is busy with other things."""
+        if one.state in ("D", "T", "t"):
+            return 0.0
+        if one.state == "R" and passed:
+            used = one.cpu_seconds - self._cpu.get(one.rank, one.cpu_seconds)
+            return min(1.0, 2.0 * used / passed)
+        return 1.0
+
+    def _limit(self, words: Sequence[Word]) -> float:
+        if not words or any(word.phase != STEP for word in words):
+            return self.limits.patience
+        if self._steps.num_seen < self.limits.first_steps or self._steps.median is None:
+            return self.limits.patience
+        by_steps = max(10 * self._steps.median, 3 * self._steps.longest)
+        return min(max(self.limits.floor, by_steps), self.limits.patience)
+
+    def _verdict(self, kind: Kind, one: Seen, seen: Sequence[Seen], waited: float) -> Verdict:
+        words = [other.word for other in seen if other.word is not None]
+        found = blame(words)
+        if kind == "stopped":
+            message = f"rank {one.rank} was stopped (SIGSTOP)"
+            waiting = [w for w in words if w.inside and w.collective and w.rank != one.rank]
+            if found is None or found.rank != one.rank:
+                found = next((_wait_for(w, words, one.rank) for w in waiting), None)
+        else:
+            message = f"rank {one.rank} {_doing(one, waited)}"
+        if found is not None and found.collective is not None and found.rank == one.rank:
+            entered = _ranks(found.entered)
+            message += (
+                f": it never entered {found.collective}, in which {entered} "
+                f"wait{'s' if len(found.entered) == 1 else ''}"
+            )
+        return Verdict(
+            kind=kind,
+            rank=one.rank,
+            message=message,
+            seen=one,
+            collective=found.collective if found else None,
+            entered=found.entered if found else (),
+            missing=found.missing if found else (),
+            waited=waited,
+        )
+
+
+class _StepTimes:
+    """Seconds that steps took, as seen from outside."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=100)
+        self._step: int | None = None
+        self._at = 0.0
+        self.num_seen = 0
+        self.longest = 0.0
+        self.median: float | None = None
+
+    def look(self, now: float, words: Sequence[Word]) -> None:
+        """Take the step of the rank that is behind."""
+        step = min((word.step for word in words), default=0)
+        if not step or step == self._step:
+            return
+        if self._step is not None and step > self._step:
+            if self.num_seen:  # the first one may have begun long before
+                seconds = (now - self._at) / (step - self._step)
+                self._times.append(seconds)
+                self.longest = max(self._times)
+                self.median = statistics.median(self._times)
+            self.num_seen += step - self._step
+        self._step, self._at = step, now
+
+
+def blame(words: Sequence[Word]) -> Blame | None:
+    """The rank that the others wait for, from the words of ranks of which none moves.
+
+    From every rank that waits in an operation, on to a member of its group that has not entered it,
+    until one that waits in nothing (it is in user code), or in an operation that all have entered.
+    None where there are no words.
+    """
+    if not words:
+        return None
+    by_rank = {word.rank: word for word in words}
+    found: Counter[int] = Counter()
+    last: dict[int, Word] = {}
+    for word in words:
+        here, path = word, list[int]()
+        while here.inside and here.collective is not None and here.rank not in path:
+            path.append(here.rank)
+            missing = _missing(here.collective, by_rank)
+            if not missing:
+                break
+            last[missing[0]] = here
+            here = by_rank[missing[0]]
+        if word.inside:
+            # A circle of ranks that wait for one another: the one that has come least far.
+            circle = path[path.index(here.rank) :] if here.rank in path else [here.rank]
+            found[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
+    if not found:
+        return _behind(words, by_rank)
+    rank = min(found, key=lambda rank: (-found[rank], by_rank[rank].number, rank))
+    if rank not in last:
+        return Blame(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
+    collective = last[rank].collective
+    assert collective is not None
+    return _blame(rank, collective, by_rank)
+
+
+def _behind(words: Sequence[Word], by_rank: Mapping[int, Word]) -> Blame:
+    """Nobody waits visibly: the rank that has entered the fewest operations of a group."""
+    for word in words:
+        for group, count in word.counts.items():
+            behind = [w for w in words if group in w.counts and w.counts[group] < count]
+            if behind and word.collective is not None and word.collective.group == group:
+                rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
+                return _blame(rank, word.collective, by_rank)
+    first = min(words, key=lambda word: (word.number, word.rank))
+    return Blame(rank=first.rank, collective=None, entered=(), missing=())
+
+
+def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Blame:
+    missing = _missing(collective, by_rank)
+    members = [member for member in collective.members if member in by_rank]
+    entered = tuple(member for member in members if member not in missing)
+    return Blame(rank=rank, collective=collective, entered=entered, missing=missing)
+
+
+def _wait_for(waiting: Word, words: Sequence[Word], rank: int) -> Blame | None:
+    """The operation in which `waiting` waits, where `rank` is one that it may wait for."""
+    collective = waiting.collective
+    if collective is None or rank not in collective.members:
+        return None
+    return _blame(rank, collective, {word.rank: word for word in words})
+
+
+def _missing(collective: Collective, by_rank: Mapping[int, Word]) -> tuple[int, ...]:
+    """Members that have not entered, those in user code first."""
+    missing = [
+        rank
+        for rank in collective.members
+        if rank in by_rank and not by_rank[rank].entered(collective)
+    ]
+    return tuple(sorted(missing, key=lambda rank: (by_rank[rank].inside, rank)))
+
+
+def _weakness(one: Seen) -> int:
+    """0: surely a cause; 1: likely one; 2: may have followed from another rank's end."""
+    if one.exit_code is not None and one.exit_code < 0:
+        return 2 if -one.exit_code == signal.SIGABRT and one.is_inside else 0
+    return 2 if one.is_inside else 1
+
+
+def _collective(one: Seen) -> Collective | None:
+    return one.word.collective if one.word is not None and one.word.inside else None
+
+
+def _doing(one: Seen, waited: float) -> str:
+    """What a rank does that does not move."""
+    word = one.word
+    if word is not None and word.inside:
+        return f"has waited for {waited:.0f} s in {word.collective}"
+    where = {DATA: "while it read data"}.get(word.phase if word else "", "in user code")
+    state = "is busy" if one.state == "R" else "sleeps"
+    return f"{state} {where} for {waited:.0f} s without progress"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1 and 3``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:-1]))
+    return f"ranks {shown} and {ranks[-1]}" if ranks else "no rank"

@@ -1,0 +1,222 @@
+"""The lease of a run folder: who may write there, as a locked file with an epoch and a counter.
+
+The lock of the operating system (flock) decides between processes that see it. Where it does not
+reach, on some file systems that several hosts share, a counter does that the holder raises every
+other second: a holder whose counter stands still for a while is dead. Two clocks are never
+compared. Every start of a run has an epoch of its own; a process of an earlier epoch that wakes up
+finds another one in the file, and writes nothing any more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moemesh.config.errors import UserError
+
+FILE = "lease"
+_HEARTBEAT_SECONDS = 2.0
+#: A counter that stands still for so long is that of a dead holder.
+_OBSERVE_SECONDS = 7.0
+#: A holder whose folder was taken over has so long to leave.
+_TAKEOVER_SECONDS = 30.0
+#: Every body has this size: it is replaced by one write.
+_BYTES = 512
+
+
+class RunFolderError(UserError):
+    """The folder cannot be used as asked; the message says why and what to do."""
+
+
+class LeaseLost(RunFolderError):
+    """Another run has taken over the folder; nothing more may be written there."""
+
+
+class Lease:
+    """A lease that this process holds, until :meth:`release` or its end."""
+
+    def __init__(self, handle: int, file: Path, epoch: int) -> None:
+        """Use :meth:`take`."""
+        self.file, self.epoch = file, epoch
+        self._handle, self._beats = handle, 0
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._write(held=True)
+        self._thread = threading.Thread(target=self._beat, name="moemesh-lease", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def take(folder: Path, *, takeover: bool = False) -> Lease:
+        """Take the lease of `folder`, or raise RunFolderError saying who holds it.
+
+        `takeover`: raise the epoch, wait for the holder to leave, and go on without its consent if
+        it does not.
+        """
+        file = folder / FILE
+        handle = _open(file)
+        try:
+            epoch = _number(_read(handle), "epoch")
+            if not _lock(handle, file):
+                holder = describe_holder(_read(handle))
+                if not takeover:
+                    raise RunFolderError(
+                        f"{folder} is in use by another run ({holder}): wait for it, stop it, "
+                        "choose another folder, or take this one from it with --takeover"
+                    )
+                os.close(handle)
+                return Lease._take_over(file, epoch + 1)
+            body = _read(handle)
+            if not takeover and _is_foreign(body) and _is_beating(handle):
+                raise RunFolderError(
+                    f"{folder} is in use by another run ({describe_holder(body)}), whose counter "
+                    "moves: stop it, choose another folder, or take this one with --takeover"
+                )
+        except BaseException:
+            with suppress(OSError):
+                os.close(handle)
+            raise
+        return Lease(handle, file, _number(_read(handle), "epoch") + 1)
+
+    @staticmethod
+    def _take_over(file: Path, epoch: int) -> Lease:
+        """The holder finds a new epoch, and leaves; one that hangs keeps a file of no name."""
+        _replace_epoch(file, epoch)
+        end = time.monotonic() + _TAKEOVER_SECONDS
+        while time.monotonic() < end:
+            handle = _open(file)
+            if _lock(handle, file):
+                return Lease(handle, file, epoch + 1)
+            os.close(handle)
+            time.sleep(0.2)
+        file.unlink()
+        handle = _open(file)
+        _lock(handle, file)
+        return Lease(handle, file, epoch + 1)
+
+    def raise_epoch(self) -> None:
+        """A new start of the same run: ranks of the one before may write nothing any more."""
+        with self._lock:
+            self.epoch += 1
+            self._write(held=True)
+
+    def is_ours(self) -> bool:
+        """Whether nobody has taken the folder over."""
+        return read_epoch(self.file.parent) in (self.epoch, None)
+
+    def release(self) -> None:
+        """Give it back; nothing happens when that was done already."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        if self.is_ours():
+            self._write(held=False)
+        os.close(self._handle)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_HEARTBEAT_SECONDS):
+            with self._lock, suppress(OSError):
+                if self.is_ours():  # else the new holder's body would be overwritten
+                    self._beats += 1
+                    self._write(held=True)
+
+    def _write(self, *, held: bool) -> None:
+        body = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "boot": _boot_id(),
+            "epoch": self.epoch,
+            "started": self._started,
+            "counter": self._beats,
+            "held": held,
+        }
+        os.pwrite(self._handle, json.dumps(body).encode().ljust(_BYTES), 0)
+
+
+def read_epoch(folder: Path) -> int | None:
+    """The epoch in the lease of `folder`; None where it cannot be read."""
+    try:
+        return int(json.loads((folder / FILE).read_bytes())["epoch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def describe_holder(body: dict[str, Any]) -> str:
+    """Who holds a lease, in words."""
+    try:
+        return f"pid {body['pid']} on {body['host']}, since {body['started']}"
+    except KeyError:
+        return "its lease does not say whose"
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunFolderError(f"{file}: cannot be opened ({error.strerror})") from error
+
+
+def _lock(handle: int, file: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RunFolderError(
+            f"{file}: cannot be locked ({error.strerror}): choose a folder on a file system that "
+            "knows file locks"
+        ) from error
+    return True
+
+
+def _read(handle: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(body: dict[str, Any], key: str) -> int:
+    value = body.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _is_foreign(body: dict[str, Any]) -> bool:
+    """Whether a lease that is not given back is of another host, which this host's lock may not
+    reach. What a process of this host held, it holds no more: its lock is free."""
+    return bool(body.get("held")) and body.get("boot") != _boot_id()
+
+
+def _is_beating(handle: int) -> bool:
+    first, end = _number(_read(handle), "counter"), time.monotonic() + _OBSERVE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        if _number(_read(handle), "counter") != first:
+            return True
+    return False
+
+
+def _replace_epoch(file: Path, epoch: int) -> None:
+    handle = _open(file)
+    try:
+        body = {**_read(handle), "epoch": epoch}
+        os.pwrite(handle, json.dumps(body).encode().ljust(_BYTES), 0)
+    finally:
+        os.close(handle)
+
+
+def _boot_id() -> str:
+    """Of this start of this host; its name where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

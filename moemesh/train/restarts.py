@@ -1,0 +1,112 @@
+"""Ranks of this machine that are started again after a failure, a bounded number of times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moemesh.comm import launch
+from moemesh.comm.interrupts import STOPPING
+from moemesh.comm.supervisor import Ended
+from moemesh.comm.verdict import Limits, Verdict
+from moemesh.config.run import RunConfig
+from moemesh.train.events import Events
+from moemesh.train.failure import (
+    advice_on,
+    details,
+    keep_failure,
+    newest_step,
+    same_failure,
+    write_verdict,
+)
+from moemesh.train.folder import LOGS, RunFolder
+
+#: A step on a GPU may compile a kernel in the middle of a run.
+_FLOOR_SECONDS = {"cpu": 3.0, "cuda": 60.0}
+
+
+class Budget:
+    """How often ranks may still be started again; progress renews it."""
+
+    def __init__(self, restarts: int) -> None:
+        """`restarts`: how many are allowed without any progress between."""
+        self.restarts = self.left = restarts
+        self._from = -1
+        self._before: Verdict | None = None
+
+    def refuses(self, verdict: Verdict, step: int | None) -> str | None:
+        """None if the ranks may be started again after `verdict`, from the checkpoint of `step`
+        (None: from the beginning), which is counted; else why not."""
+        told, before, start = verdict.seen.told, self._before, -1 if step is None else step
+        self._before = verdict
+        if told is not None and told.is_final:
+            return "the same would happen again"
+        if before is not None and start > self._from:
+            self.left = self.restarts
+        elif before is not None and same_failure(before, verdict):
+            return "it came twice at the same place"
+        self._from = start
+        if not self.left:
+            return "no progress between restarts" if self.restarts else "train.restarts is 0"
+        self.left -= 1
+        return None
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """How long the ranks of a run may be without progress."""
+    on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+    floor = _FLOOR_SECONDS["cpu" if on_cpu else "cuda"]
+    return Limits(patience=config.train.timeout_seconds, floor=floor)
+
+
+def train_supervised(
+    config: RunConfig,
+    folder: RunFolder,
+    arguments: Sequence[str],
+    *,
+    run: Callable[..., Ended] = launch.run_ranks,
+) -> int:
+    """Run the ranks of `config` until they have ended well, were asked to stop, or failed for good;
+    returns the exit code. `arguments`: those of ``moemesh`` for every rank."""
+    path, logs = folder.path, folder.path / LOGS
+    budget, events = Budget(config.train.restarts), Events(folder)
+    command = ["moemesh", *arguments]
+    while True:
+        ended = run(
+            config.plan.world_size,
+            arguments,
+            logs=logs,
+            limits=limits_of(config),
+            answer=STOPPING,
+            still_ours=folder.is_ours,
+        )
+        verdict = ended.verdict
+        if verdict is None:
+            return ended.code
+        _say(launch.describe(ended, logs, logs_stay=True))
+        if not folder.is_ours():
+            return ended.code
+        step = newest_step(path)
+        refused = budget.refuses(verdict, step)
+        since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
+        word = verdict.seen.word
+        at = word.step if word is not None else None
+        events.add("failed", verdict.message, at)
+        keep_failure(path)
+        if refused is not None:
+            advice = advice_on(verdict, path, command)
+            action = f"ended the run: {refused}"
+            write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
+            _say(f"{details(path)}; not started again: {refused}\n{advice}")
+            return ended.code
+        text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
+        write_verdict(path, ended, epoch=folder.epoch, action=text, advice="")
+        events.add("restart", text, at)
+        _say(f"moemesh: {text}")
+        folder.raise_epoch()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,371 @@
+"""Verdicts from what a supervisor sees, with a clock of the test: no process is started."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moemesh.comm import verdict
+from moemesh.comm.verdict import Judge, Limits, Seen, Told, Verdict, blame
+from moemesh.trace.progress_words import Collective, Word, members_of
+
+GROUP = "0-3"
+
+
+def collective(number: int, group: str = GROUP, op: str = "all_reduce") -> Collective:
+    members = members_of(group)
+    return Collective(
+        op=op,
+        axis="dp",
+        group=group,
+        members=members,
+        number=number,
+        caller="gradients",
+        num_bytes=8,
+    )
+
+
+def word(rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **more: Any) -> Word:
+    """In user code, or `at` a collective; `counts` default to what that says."""
+    counts = more.pop("counts", {at.group: at.number} if at is not None else {GROUP: 6})
+    values: dict[str, Any] = {
+        "rank": rank,
+        "changes": 100,
+        "pid": 1000 + rank,
+        "step": step,
+        "phase": phase,
+        "microbatch": 0,
+        "layer": 1,
+        "stage": 0,
+        "number": 50,
+        "inside": at is not None,
+        "done": False,
+        "failed": False,
+        "code": 0,
+        "collective": at,
+        "moved": 0.0,
+        "waited": 0.0,
+        "counts": counts,
+    }
+    return Word(**values | more)
+
+
+def seen(rank: int, state: str = "S", **more: Any) -> Seen:
+    return Seen(rank=rank, state=state, **{"word": word(rank), **more})
+
+
+class Clock:
+    """Looks again and again, every 0.03 s."""
+
+    def __init__(self, patience: float = 600.0) -> None:
+        self.judge, self.now = Judge(Limits(patience=patience)), 100.0
+        self.changes = 100
+
+    def look(self, ranks: list[Seen], seconds: float = 0.03) -> Verdict | None:
+        """Look for `seconds`; the verdict if one comes."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.03
+            if (found := self.judge.look(self.now, ranks)) is not None:
+                return found
+        return None
+
+    def train(self, steps: int, seconds: float = 0.1, ranks: int = 4) -> None:
+        """Steps that go well."""
+        for step in range(1, steps + 1):
+            for _ in range(4):
+                self.changes += 1
+                self.now += seconds / 4
+                moving = [
+                    seen(r, word=word(r, step=step, changes=self.changes)) for r in range(ranks)
+                ]
+                assert self.judge.look(self.now, moving) is None
+
+
+def waiting(rank: int, number: int = 7, **more: Any) -> Seen:
+    return seen(rank, word=word(rank, at=collective(number), **more))
+
+
+def told(kind: str, message: str, at: float, **more: Any) -> Told:
+    return Told(kind=kind, message=message, at=at, **more)
+
+
+RESET = "Connection reset by peer"
+
+
+def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
+    clock = Clock()
+    ranks = [waiting(r, failed=True) for r in range(4)]
+    ranks = [
+        Seen(**{**vars(one), "told": told("E", RESET, 99.0 + r)}) for r, one in enumerate(ranks)
+    ]
+    ranks[2] = seen(2, exit_code=-9, word=word(2, at=collective(7)))
+    found = clock.look(ranks, 1.0)
+    assert found is not None and (found.kind, found.rank, found.exit_code) == ("killed", 2, 137)
+    assert clock.now < 100.5 and found.message == "rank 2 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int) -> None:
+    clock = Clock()
+    ranks = [waiting(r, failed=True) for r in range(4)]
+    ranks = [Seen(**{**vars(one), "told": told("E", RESET, 99.0)}) for one in ranks]
+    ranks[1] = seen(1, exit_code=code)
+    found = clock.look(ranks, 1.0)
+    assert found is not None and (found.kind, found.rank) == ("exited", 1)
+    assert found.exit_code == (code or 1) and str(code) in found.message
+
+
+def test_a_clean_end_is_none() -> None:
+    clock = Clock()
+    clock.train(3)
+    for left in range(1, 5):  # one after the other, as they do
+        ranks = [seen(r, word=word(r, phase="finish", done=True)) for r in range(4)]
+        for r in range(left):
+            ranks[r] = seen(r, state="", exit_code=0, word=word(r, done=True))
+        assert clock.look(ranks, 2.0) is None and not clock.judge.is_deciding
+
+
+def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
+    clock = Clock()
+    ranks = [
+        Seen(rank=0, exit_code=1, word=word(0, at=collective(7)), told=told("E", RESET, 99.1)),
+        Seen(rank=1, exit_code=1, word=word(1), told=told("KeyError", "'x'", 99.9)),
+        Seen(rank=2, exit_code=1, word=word(2), told=told("ValueError", "bad", 99.5)),
+    ]
+    found = clock.look(ranks, 1.0)
+    assert found is not None and (found.kind, found.rank) == ("exception", 2)
+    assert "ValueError: bad" in found.message
+
+
+def test_a_rank_that_never_joined_is_found_at_once() -> None:
+    clock = Clock()
+    at = collective(1, op="rendezvous")
+    ranks = [seen(r, word=word(r, step=0, phase="setup", at=at)) for r in range(4)]
+    ranks[3] = Seen(rank=3, exit_code=1)
+    found = clock.look(ranks, 1.0)
+    assert found is not None and (found.kind, found.rank) == ("exited", 3)
+
+
+def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
+    clock = Clock()
+    clock.now = 200.0
+    ranks = [
+        Seen(
+            rank=r, exit_code=1, word=word(r, at=collective(7)), told=told("E", "Timed out", 200.0)
+        )
+        for r in range(3)
+    ]
+    ranks.append(seen(3, state="R", word=word(3, moved=100.0)))
+    found = clock.look(ranks, 4.0)
+    assert found is not None and (found.kind, found.rank) == ("busy", 3)
+    assert "never entered all_reduce #7 of dp" in found.message
+
+
+def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
+    clock = Clock()
+    ranks = [
+        Seen(rank=r, exit_code=1, word=word(r, at=collective(7)), told=told("E", RESET, 99.0))
+        for r in range(2)
+    ]
+    found = clock.look(ranks, 4.0)
+    assert found is not None and found.kind == "lost-contact"
+
+
+def test_a_stopped_rank() -> None:
+    clock = Clock()
+    clock.train(5)
+    ranks = [waiting(r) for r in range(4)]
+    ranks[1] = seen(1, state="T")
+    found = clock.look(ranks, 5.0)
+    assert found is not None and (found.kind, found.rank) == ("stopped", 1)
+    assert found.collective is not None and found.entered == (0, 2, 3) and found.missing == (1,)
+
+
+def test_a_job_that_was_suspended_whole_is_left_alone() -> None:
+    clock = Clock()
+    clock.train(5)
+    assert clock.look([seen(r, state="T") for r in range(4)], 600.0) is None
+
+
+def test_a_supervisor_that_slept_has_seen_nothing() -> None:
+    clock = Clock()
+    clock.train(5)
+    ranks = [waiting(r) for r in range(4)]
+    assert clock.look(ranks) is None
+    clock.now += 3600.0
+    assert clock.judge.look(clock.now, ranks) is None
+
+
+@pytest.mark.parametrize(("state", "kind"), [("R", "busy"), ("S", "hung")])
+def test_who_did_not_enter_is_named_with_those_who_did(state: str, kind: str) -> None:
+    clock = Clock()
+    clock.train(20)
+    start = clock.now
+    for n in range(1000):
+        ranks = [waiting(r) for r in range(4)]
+        ranks[2] = seen(2, state=state, cpu_seconds=0.03 * n)
+        if (found := clock.look(ranks, 0.03)) is not None:
+            break
+    else:
+        raise AssertionError("no verdict")
+    assert (found.kind, found.rank, found.entered, found.missing) == (kind, 2, (0, 1, 3), (2,))
+    assert "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 3 wait" in (
+        found.message
+    )
+    assert clock.now - start == pytest.approx(3.0, abs=0.3)
+
+
+def test_a_rank_that_gets_no_core_is_not_busy() -> None:
+    """On a machine that does other things: ready to run, and no CPU time."""
+    clock = Clock()
+    clock.train(20)
+    ranks = [waiting(r) for r in range(4)]
+    ranks[2] = seen(2, state="R", cpu_seconds=5.0)
+    assert clock.look(ranks, 300.0) is None
+    ranks[2] = seen(2, state="D", cpu_seconds=5.0)
+    assert clock.look(ranks, 300.0) is None
+
+
+def test_steps_have_the_time_that_they_took_before() -> None:
+    clock = Clock()
+    clock.train(20, seconds=2.0)
+    ranks = [waiting(r) for r in range(4)]
+    ranks[0] = seen(0)
+    start = clock.now
+    assert clock.look(ranks, 60.0) is not None
+    assert clock.now - start == pytest.approx(20.0, abs=0.5)
+
+
+@pytest.mark.parametrize("phase", ["setup", "data", "validate", "save", "finish"])
+def test_other_phases_have_the_patience_of_the_run(phase: str) -> None:
+    clock = Clock(patience=30.0)
+    clock.train(20)
+    ranks = [waiting(r, phase=phase) for r in range(4)]
+    ranks[1] = seen(1, word=word(1, phase=phase))
+    start = clock.now
+    found = clock.look(ranks, 100.0)
+    assert found is not None and found.rank == 1
+    assert clock.now - start == pytest.approx(30.0, abs=0.5)
+
+
+def test_the_first_steps_have_the_patience_of_the_run() -> None:
+    clock = Clock(patience=30.0)
+    clock.train(2)
+    ranks = [waiting(r, step=2) for r in range(4)]
+    ranks[1] = seen(1, word=word(1, step=2))
+    start = clock.now
+    assert clock.look(ranks, 100.0) is not None
+    assert clock.now - start == pytest.approx(30.0, abs=0.5)
+
+
+def test_a_rank_that_does_not_start() -> None:
+    clock = Clock(patience=30.0)
+    ranks = [seen(0, word=word(0, step=0, phase="setup")), Seen(rank=1, state="S")]
+    found = clock.look(ranks, 100.0)
+    assert found is not None and (found.kind, found.rank) == ("hung", 1)
+    assert "did not start" in found.message
+
+
+def test_no_verdict_on_ranks_that_leave_as_they_were_asked_to() -> None:
+    clock = Clock()
+    clock.judge.stopping = 15
+    ranks = [Seen(rank=0, exit_code=-15, word=word(0)), seen(1, exit_code=143, word=word(1))]
+    assert clock.look(ranks, 5.0) is None
+    ranks[1] = Seen(rank=1, exit_code=1, word=word(1), told=told("OSError", "disk", 99.0))
+    found = clock.look(ranks, 5.0)
+    assert found is not None and found.rank == 1
+
+
+# Who holds the others up.
+
+
+def test_chains_end_at_the_rank_in_user_code() -> None:
+    """3 waits for a message of 2, which waits in a group of 0, which computes."""
+    counts = {"0,2": 4, "2>3": 8}
+    words = [
+        word(0, counts={"0,2": 4}),
+        word(2, at=collective(5, "0,2"), counts={"0,2": 5, "2>3": 8}),
+        word(3, at=collective(9, "2>3", "send_receive"), counts={"2>3": 9}),
+    ]
+    found = blame(words)
+    assert found is not None and found.rank == 0 and counts
+    assert found.collective is not None and found.collective.group == "0,2"
+    assert (found.entered, found.missing) == ((2,), (0,))
+
+
+def test_a_circle_names_the_rank_that_came_least_far() -> None:
+    """0 and 1 wait for each other, in operations of two groups: one of them left one out."""
+    words = [
+        word(0, at=collective(5, "0-1"), counts={"0-1": 5, "0-3": 2}, number=40),
+        word(1, at=collective(3, "0-3"), counts={"0-1": 4, "0-3": 3}, number=39),
+        word(2, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+        word(3, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+    ]
+    found = blame(words)
+    assert found is not None and found.rank == 1
+
+
+def test_who_waits_nowhere_is_compared_by_counts() -> None:
+    """On a GPU the host does not wait in collectives: it has started them and gone on."""
+    words = [word(r, counts={GROUP: 9}, collective=collective(9)) for r in range(4)]
+    words[3] = word(3, counts={GROUP: 7}, collective=collective(7))
+    found = blame(words)
+    assert found is not None and found.rank == 3
+
+
+def test_any_single_culprit_of_any_group_is_found() -> None:
+    """Ranks of a random mesh; one stays in user code, the rest run until they wait for it."""
+    generator = random.Random(1)
+    for _ in range(200):
+        world = generator.choice((2, 4, 8))
+        culprit = generator.randrange(world)
+        words = _hung(generator, world, culprit)
+        found = blame(words)
+        assert found is not None and found.rank == culprit, (world, culprit, words)
+
+
+def _hung(generator: random.Random, world: int, culprit: int) -> list[Word]:
+    """Each rank goes through one list of collectives, over pairs and over all."""
+    groups = [f"0-{world - 1}", *(f"{r}-{r + 1}" for r in range(0, world, 2))]
+    program = [generator.choice(groups) for _ in range(40)] + groups * 2
+    stop = generator.randrange(30)
+    place, counts = [0] * world, [dict.fromkeys(groups, 0) for _ in range(world)]
+    at: list[Collective | None] = [None] * world
+    for _ in range(len(program) * world * 2):
+        for rank in range(world):
+            if at[rank] is not None:
+                one = at[rank]
+                if all(counts[m][one.group] >= one.number for m in one.members):
+                    at[rank] = None
+                    place[rank] += 1
+            elif place[rank] < len(program) and not (rank == culprit and place[rank] >= stop):
+                group = program[place[rank]]
+                if rank not in members_of(group):
+                    place[rank] += 1
+                    continue
+                counts[rank][group] += 1
+                at[rank] = collective(counts[rank][group], group)
+    return [
+        word(r, at=at[r], counts=counts[r], number=sum(counts[r].values())) for r in range(world)
+    ]
+
+
+def test_no_alarm_in_ten_thousand_seconds_of_uneven_steps() -> None:
+    generator = random.Random(0)
+    clock = Clock()
+    for step in range(1, 4000):
+        phase = "save" if step % 50 == 0 else "step"
+        for _ in range(3):
+            clock.changes += 1
+            clock.now += generator.expovariate(1.0) * (20.0 if phase == "save" else 0.8)
+            ranks = [
+                seen(r, word=word(r, step=step, phase=phase, changes=clock.changes))
+                for r in range(4)
+            ]
+            for _ in range(3):
+                clock.now += 0.03
+                assert clock.judge.look(clock.now, ranks) is None
+    assert clock.now > 10_000 and verdict.LONGEST_LOOK > 0

@@ -1,0 +1,141 @@
+"""Progress words: written by one process, read by another; groups counted; nothing torn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moemesh.trace import progress_words as words
+from moemesh.trace.progress_words import RANK_BYTES, WordFile, members_of, members_text
+
+
+@pytest.fixture
+def memory() -> Iterator[bytearray]:
+    """Of two ranks; this process is rank 1."""
+    memory = bytearray(2 * RANK_BYTES)
+    words.attach_memory(memory, 1)
+    yield memory
+    words.detach()
+
+
+def test_a_rank_says_where_it_is(memory: bytearray) -> None:
+    assert words.read_word(memory, 0) is None  # it has not come yet
+    words.phase(words.SETUP)
+    words.at_step(7, stage=2)
+    words.at_microbatch(3)
+    words.at_layer(5)
+    group = (0, 1, 2, 3)
+    words.entered("all_reduce", "dp", "gradients", group, 4096)
+    ticket = words.entered("all_reduce", "dp", "gradients", group, 8192)
+    words.waiting(ticket)
+    word = words.read_word(memory, 1)
+    assert word is not None and word.inside and word.collective is not None
+    assert (word.step, word.phase, word.microbatch, word.layer, word.stage) == (7, "step", 3, 5, 2)
+    assert str(word.collective) == "all_reduce #2 of dp (gradients)"
+    assert word.collective.members == group and word.collective.num_bytes == 8192
+    assert word.counts == {"0-3": 2} and word.number == 2
+    assert word.place().startswith("step 7, microbatch 3, layer 5, inside all_reduce #2")
+    words.left()
+    after = words.read_word(memory, 1)
+    assert after is not None and not after.inside and after.waited >= 0
+    assert after.changes == word.changes + 1 and after.moved >= word.moved
+    words.finished(130)
+    done = words.read_word(memory, 1)
+    assert done is not None and done.done and done.code == 130 and not done.failed
+
+
+def test_messages_count_by_pair(memory: bytearray) -> None:
+    """Sender and receiver count the same pair, whatever else they do."""
+    words.entered("send_receive", "pp", "pipeline", (0, 1), 8, separator=">")
+    words.entered("all_reduce", "pp", "norm", (0, 1, 2), 8)
+    ticket = words.entered("send_receive", "pp", "pipeline", (1, 0), 8, separator=">")
+    words.waiting(ticket)
+    word = words.read_word(memory, 1)
+    assert word is not None and word.counts == {"0>1": 1, "0-2": 1, "1>0": 1}
+    assert word.collective is not None and word.collective.members == (1, 0)
+
+
+def test_more_groups_than_there_is_room_for(memory: bytearray) -> None:
+    groups = [(0, other) for other in range(1, 100)]
+    tickets = [words.entered("barrier", "x", "test", group, 0) for group in groups]
+    words.waiting(tickets[-1])
+    word = words.read_word(memory, 1)
+    assert word is not None and len(word.counts) == 64 and word.number == 99
+    assert word.collective is not None and word.collective.members == ()
+
+
+def test_an_exception_leaves_the_rank_inside(memory: bytearray) -> None:
+    words.waiting(words.entered("broadcast", "tp", "weights", (0, 1), 1))
+    words.failed()
+    word = words.read_word(memory, 1)
+    assert word is not None and word.failed and word.inside and not word.done
+
+
+def test_a_thread_beside_the_main_one_only_counts(memory: bytearray) -> None:
+    def work() -> None:
+        words.in_background()
+        words.waiting(words.entered("all_to_all", "ep", "moe", (0, 1), 1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    word = words.read_word(memory, 1)
+    assert word is not None and not word.inside and word.counts == {"0-1": 1}
+
+
+def test_who_is_not_attached_writes_nothing() -> None:
+    assert words.entered("all_reduce", "dp", "x", (0, 1), 1) is None
+    words.waiting(None)
+    words.left()
+    words.at_step(3)
+    assert words.own_word() is None and not words.is_attached()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from moemesh.trace import progress_words as words
+words.attach(Path(sys.argv[1]), 0)
+step = 0
+while True:
+    step += 1
+    words.at_step(step, stage=step)
+"""
+
+
+def test_a_record_is_never_torn(tmp_path: Path) -> None:
+    """A reader beside a writing process: step and stage always belong together."""
+    path = tmp_path / "words"
+    file = WordFile(path, 1)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    try:
+        end, steps = time.monotonic() + 60, set[int]()
+        while len(steps) < 2000 and time.monotonic() < end:
+            if (word := file.read(0)) is not None and word.step:
+                assert word.step == word.stage
+                steps.add(word.step)
+        assert len(steps) == 2000
+    finally:
+        writer.kill()
+        writer.wait()
+        file.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "ranks", [(0,), (5, 6), (0, 2, 4), (0, 1, 4, 5), (3, 11), tuple(range(99))]
+)
+def test_groups_in_short_form(ranks: tuple[int, ...]) -> None:
+    assert members_of(members_text(ranks)) == ranks
+
+
+def test_a_long_group_is_cut_at_a_whole_rank() -> None:
+    ranks = tuple(n * n for n in range(100))
+    found = members_of(members_text(ranks))
+    assert len(found) > 10 and found == ranks[: len(found)]
