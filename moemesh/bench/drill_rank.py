@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ FIRED, JUDGED, WENT_ON = "fired", "judged", "went-on"
 class Spec:
     """What happens to `rank` in `step`. `place`: "forward", "collective", or a phase of a run.
 
-    `action`: one of :data:`ACTIONS`; `folder`: for the times.
+    `action`: one of :data:`ACTIONS`; `folder`: for the times; `once`: not again after a restart.
     """
 
     action: str
@@ -36,6 +37,7 @@ class Spec:
     step: int
     place: str
     folder: str
+    once: bool = True
 
     def text(self) -> str:
         """For the command line."""
@@ -87,7 +89,7 @@ def arm(spec: Spec) -> None:
         write(word)
         if word.step < 1:
             return
-        if (folder / FIRED).exists():
+        if spec.once and (folder / FIRED).exists():
             if word.phase == b"step" and not (folder / WENT_ON).exists() and _was_judged(folder):
                 _stamp(folder / WENT_ON)
         elif rank == spec.rank and word.step == spec.step and _is_at(word, spec.place):
@@ -144,13 +146,12 @@ def main() -> None:
     is_rank = "RANK" in os.environ
     sys.argv = ["moemesh", *sys.argv[2:]]
     arm(spec)
-    from moemesh import cli
     from moemesh.comm import launch
 
     if not is_rank:
         take_time_of_verdicts(Path(spec.folder))
         launch.ENTRY = ("-m", "moemesh.bench.drill_rank", spec.text())
-    cli.main()
+    runpy.run_module("moemesh", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

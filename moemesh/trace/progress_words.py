@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Phases of a rank. "run": a process that tells nothing finer, such as a benchmark.
-RUN, SETUP, DATA, STEP, VALIDATE, SAVE, FINISH = (
+RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "run",
     "setup",
     "data",
     "step",
     "validate",
+    "check",
     "save",
     "finish",
 )

@@ -118,8 +118,10 @@ def newest_step(folder: Path) -> int | None:
     return None
 
 
-def advice_on(verdict: Verdict, folder: Path, command: Sequence[str]) -> str:
-    """What the user should do: the last lines of the message."""
+def advice_on(
+    verdict: Verdict, folder: Path, command: Sequence[str], *, came_twice: bool = False
+) -> str:
+    """What the user should do: the last lines of the message. `came_twice`: at the same place."""
     told = verdict.seen.told
     if told is not None and (advice := told.facts.get("advice")):
         return str(advice)
@@ -129,6 +131,8 @@ def advice_on(verdict: Verdict, folder: Path, command: Sequence[str]) -> str:
             "checkpoints are untouched; change the configuration first"
         )
     hint = _ADVICE.get(kind_of(verdict))
+    if came_twice:
+        hint = "the same command would fail there again: remove the cause first"
     return "\n".join([*([hint] if hint else []), go_on(folder, command)])
 
 

@@ -27,6 +27,9 @@ from moemesh.train.folder import LOGS, RunFolder
 _FLOOR_SECONDS = {"cpu": 3.0, "cuda": 60.0}
 
 
+CAME_TWICE = "it came twice at the same place"
+
+
 class Budget:
     """How often ranks may still be started again; progress renews it."""
 
@@ -46,7 +49,7 @@ class Budget:
         if before is not None and start > self._from:
             self.left = self.restarts
         elif before is not None and same_failure(before, verdict):
-            return "it came twice at the same place"
+            return CAME_TWICE
         self._from = start
         if not self.left:
             return "no progress between restarts" if self.restarts else "train.restarts is 0"
@@ -96,7 +99,7 @@ def train_supervised(
         events.add("failed", verdict.message, at)
         keep_failure(path)
         if refused is not None:
-            advice = advice_on(verdict, path, command)
+            advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
             write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
             _say(f"{details(path)}; not started again: {refused}\n{advice}")

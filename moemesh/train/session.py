@@ -211,10 +211,12 @@ class Session:
     def examine(self, step: int) -> tuple[Finding, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
+        progress_words.phase(progress_words.CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
         parameters = first_look(self.parallel)
         bundle = self.bundles.begin(step, self.samples, ids)
         batches = self.batches(step)
+        progress_words.phase(progress_words.CHECK)
         found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
             self.bundles.finish(bundle, found, num_updates=weights_of)
@@ -223,6 +225,7 @@ class Session:
     def compare_copies(self, step: int) -> None:
         """Compare what several ranks hold; all ranks call. Raises CopiesDiffer, on all, when copies
         differ and the policy is not to take that of the majority, or there is none."""
+        progress_words.phase(progress_words.CHECK)
         found = self.vote.compare()
         if not found:
             return
@@ -234,6 +237,7 @@ class Session:
     def go_back(self, step: int, reason: str) -> int:
         """From behind step `step` to the newest checkpoint, whose step is returned; the samples
         read since are left out. All ranks call; raises Diverged when there is nowhere to go."""
+        progress_words.phase(progress_words.CHECK)
         self.checkpoints.finish()
         checkpoint = saving.newest(
             self.folder,
