@@ -50,11 +50,15 @@ class Experts(AdaptedModule):
         self.rest: Experts | None = None
         self.form, self.column = form, 0
         self.max_rows: int | None = None
+        #: Calls with more rows than that, each computed in blocks; whoever reads it sets it back.
+        self.num_bounded = 0
         self.recomputes = False
 
     def forward(self, rows: ExpertRows, deferred: Deferred | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
+        if self.max_rows is not None and rows.map.num_rows > self.max_rows:
+            self.num_bounded += 1
         return rows.compute(self.weights, deferred, self.max_rows, self.recomputes)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
+from moemesh.train.row_bounds import tell_bounded
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.vote import CopiesDiffer, Vote
@@ -174,6 +175,7 @@ class Session:
             if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
                 self.compare_copies(step)
             if saves:
+                tell_bounded(self.parallel, step, self.console.say)
                 if damage := examine_state(self.parallel, self.optimizer):
                     step = saved = self.go_back(step, self.guard.damaged(step, damage))
                     continue
