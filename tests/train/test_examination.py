@@ -115,4 +115,4 @@ def test_plans(plan: dict[str, Any]) -> None:
 )
 def test_every_kind_of_plan(plan: dict[str, Any]) -> None:
     last = Plan(**plan).world_size - 1
-    assert run(plan, [0, last], [1, 3]) >= 15
+    assert run(plan, [0, last], [1, 2, 3]) >= 20
