@@ -160,9 +160,13 @@ def test_train_passes_on_what_it_was_told(
     calls: list[object] = []
 
     def command(
-        *given: object, prepared: Preparation, stop_after: int | None, takeover: bool
+        *given: object,
+        prepared: Preparation,
+        stop_after: int | None,
+        takeover: bool,
+        profile_steps: int | None,
     ) -> int:
-        calls.append((*given, stop_after, takeover))
+        calls.append((*given, stop_after, takeover, profile_steps))
         assert prepared.folder.path == (given[2] or Path("runs/tiny"))
         return 3
 
@@ -172,14 +176,14 @@ def test_train_passes_on_what_it_was_told(
     path.write_text("[plan]\ndp = 2\n")
     out = tmp_path / "run"
     given = [str(path), "--set", "train.steps=3", "--out", str(out), "--allow-change", "train.lr"]
-    given += ["--stop-after", "2"]
+    given += ["--stop-after", "2", "--profile", "4"]
     assert run(capsys, monkeypatch, "train", *given)[0] == 3
     assert run(capsys, monkeypatch, "train")[0] == 3
     assert run(capsys, monkeypatch, "train", "--takeover")[0] == 3
     assert calls == [
-        (path, ["train.steps=3"], out, ["train.lr"], 2, False),
-        (None, [], None, [], None, False),
-        (None, [], None, [], None, True),
+        (path, ["train.steps=3"], out, ["train.lr"], 2, False, 4),
+        (None, [], None, [], None, False, None),
+        (None, [], None, [], None, True, None),
     ]
 
 

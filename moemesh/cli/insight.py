@@ -1,13 +1,14 @@
-"""Verbs that look at runs: report, explain."""
+"""Verbs that look at runs: report, explain, profile."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moemesh.cli.application import AsJson, app
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -76,3 +77,50 @@ def explain(
         planned = Planned(cluster=cluster, seconds=price.seconds["total"], parts=parts)
     explanation = explain_run(found, planned)
     typer.echo(json.dumps(explanation.to_json(), indent=2) if as_json else explanation.text)
+
+
+@app.command(short_help="Where the time of a step goes, from a trace of all ranks.")
+def profile(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps to profile.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the short run.")
+    ] = None,
+) -> None:
+    """Take a few steps with torch's profiler on all ranks, write their traces as one file for
+    Perfetto, on one clock, and print a verdict. The run is a new one, without checkpoints.
+
+    Example:
+
+        moemesh profile first.toml --steps 3 --out profiles/first
+    """
+    from moemesh.report.verdict import verdict
+    from moemesh.trace.profile import FOLDER, WARM_UP, read_profile
+
+    short = [f"train.steps={steps + WARM_UP + 1}", "train.validate_every=0"]
+    short += ["train.checkpoint_every=0", "train.resume=never"]
+    chosen = [*(overrides or []), *short]
+    name = config.stem if config is not None else "default"
+    path = out or _free(Path("profiles") / name)
+    from moemesh.train.preparation import prepare
+
+    prepared = prepare(load(config, chosen), config, path)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as of `moemesh train`
+    from moemesh.train import command
+
+    if code := command.train(config, chosen, path, prepared=prepared, profile_steps=steps):
+        raise typer.Exit(code)
+    found = read_profile(path / FOLDER)
+    trace = path / "profile.json"
+    trace.write_text(json.dumps(found.to_json()), encoding="utf-8")
+    typer.echo("\n".join([*verdict(found), f"trace       {trace}  (open it in ui.perfetto.dev)"]))
+
+
+def _free(path: Path) -> Path:
+    """`path`, or with the first number behind it that no folder has."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found

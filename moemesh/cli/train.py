@@ -59,6 +59,15 @@ def train(
         bool,
         typer.Option("--takeover", help="Take the folder from a run that is at work in it."),
     ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            metavar="N",
+            min=1,
+            help="Profile N steps behind two of warm-up on every rank into DIR/profile, and end.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
@@ -108,5 +117,6 @@ def train(
         prepared=prepared,
         stop_after=stop_after,
         takeover=takeover,
+        profile_steps=profile,
     )
     raise typer.Exit(code)

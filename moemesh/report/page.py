@@ -94,12 +94,17 @@ def _origin(run: Run) -> list[str]:
         lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
     hosts = last.get("hosts")
     if isinstance(hosts, list):
-        records = (one for one in cast("list[object]", hosts) if isinstance(one, dict))
-        names = [str(cast("dict[str, object]", one).get("host", "")) for one in records]
-        lines.append(f"On {_cut(', '.join(names), _MAX_VALUE)}.")
+        lines.append(f"On {_cut(', '.join(map(_host, cast('list[object]', hosts))), _MAX_VALUE)}.")
     if command := command_of(run):
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
     return lines
+
+
+def _host(record: object) -> str:
+    """The name in the record of a host."""
+    if not isinstance(record, dict):
+        return "unknown"
+    return str(cast("dict[str, object]", record).get("host", "unknown"))
 
 
 def command_of(run: Run) -> str:

@@ -55,11 +55,13 @@ def train(
     prepared: Preparation | None = None,
     stop_after: int | None = None,
     takeover: bool = False,
+    profile_steps: int | None = None,
 ) -> int:
     """Train the configured run; returns the exit code. `in_this_process`: a single rank is this
     process itself; `prepared`: what was checked already, before torch was imported; `stop_after`: a
     step behind which it is saved and ends, with exit code 0; `takeover`: also in a folder in which
-    a run is at work.
+    a run is at work; `profile_steps`: so many steps behind a warm-up are profiled on every rank,
+    and the run ends.
 
     Called in three situations that differ only in who does what: by a user (checks, locks the
     folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
@@ -69,13 +71,22 @@ def train(
     resolved = load_run([config_file] if config_file else [], overrides)
     config = resolved.config
     path = folder_of(config_file, config, out)
+    profiled = {"profile_steps": profile_steps}
     if launch.joined():
         readable_config = replace(config, plan=readable(config.plan, path))
         if problems := untrainable(replace(resolved, config=readable_config)):
             raise ConfigError(problems)
         if launch.launched():
-            return _rank(config, RunFolder.open(path), path, stop_after=stop_after)
-        return _rank(config, None, path, allowed_changes, stop_after=stop_after, takeover=takeover)
+            return _rank(config, RunFolder.open(path), path, stop_after=stop_after, **profiled)
+        return _rank(
+            config,
+            None,
+            path,
+            allowed_changes,
+            stop_after=stop_after,
+            takeover=takeover,
+            **profiled,
+        )
     if prepared is None:
         prepared = prepare(resolved, config_file, out, allowed_changes)
     launch.check_device(config.train.device, config.plan.world_size)
@@ -91,7 +102,7 @@ def train(
     try:
         if config.plan.world_size == 1 and in_this_process:
             launch.keep_freed_memory()
-            return _rank(config, folder, path, samples=samples, stop_after=stop_after)
+            return _rank(config, folder, path, samples=samples, stop_after=stop_after, **profiled)
         arguments = ["train", *([str(config_file)] if config_file else [])]
         for override in overrides:
             arguments += ["--set", override]
@@ -100,6 +111,8 @@ def train(
             arguments += ["--allow-change", key]
         if stop_after is not None:
             arguments += ["--stop-after", str(stop_after)]
+        if profile_steps is not None:
+            arguments += ["--profile", str(profile_steps)]
         return train_supervised(config, folder, arguments)
     finally:
         folder.release()
@@ -173,6 +186,7 @@ def _rank(
     *,
     stop_after: int | None = None,
     takeover: bool = False,
+    profile_steps: int | None = None,
 ) -> int:
     """Be one rank, from the process group to the exit code."""
     stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
@@ -202,6 +216,7 @@ def _rank(
                 log_every=config.train.log_every,
             ),
             stop=stop,
+            profile_steps=profile_steps,
         )
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)

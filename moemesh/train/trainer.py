@@ -28,8 +28,12 @@ def train(
     samples: Samples,
     console: Console,
     stop: StopRequest,
+    profile_steps: int | None = None,
 ) -> int:
-    """Train to the last step, or until asked to stop. Returns the process's exit code."""
+    """Train to the last step, or until asked to stop. Returns the process's exit code.
+
+    `profile_steps`: so many steps behind a warm-up are profiled on every rank, and the run ends.
+    """
     console.say(banner(config, folder.path, samples, mesh.device), "start")
     if config.plan.world_size > 1:
         console.say(what_is_compared(config), "start")
@@ -68,6 +72,8 @@ def train(
         console.say(f"warning: {warning}", "warning")
     if done:
         console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
+    if profile_steps is not None:
+        return _profile(session, profile_steps)
     with console.training(done, last):
         saved = session.train(_steps(session))
     progress_words.phase(progress_words.FINISH)
@@ -81,6 +87,21 @@ def train(
         return 0 if saved == stop.after else session.exit_code()
     console.say(session.artifacts.summary(), "finished")
     return 0
+
+
+def _profile(session: Session, num_steps: int) -> int:
+    """Profile some steps and end, without a checkpoint. Returns the process's exit code."""
+    from moemesh.train.profiling import ProfiledSteps, ProfileTaken
+
+    try:
+        session.train(ProfiledSteps(session, _steps(session), num_steps))
+    except ProfileTaken:
+        session.artifacts.finish()
+        session.parallel.close()
+        return 0
+    session.parallel.close()
+    session.console.warn(f"the run ended before {num_steps} steps were profiled")
+    return 1
 
 
 def _steps(session: Session) -> Steps:

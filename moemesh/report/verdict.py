@@ -1,0 +1,191 @@
+"""The verdict on a profile, in at most 20 lines: where the time of a step goes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from moemesh.report.boxes import KINDS, LONG_NAMES
+from moemesh.trace.profile import Event, Profile, RankProfile
+
+#: Prefix of the names of marks that say which collective begins.
+MARK = "collective: "
+#: A shorter pause of a thread is Python's own.
+_PAUSE_MICROSECONDS = 100.0
+_OPERATIONS, _WAITS = 5, 3
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A thread ran no operation for so long; `behind` is the collective that it entered last."""
+
+    rank: int
+    microseconds: float
+    behind: str
+    is_in_pass: bool
+
+    @property
+    def axis(self) -> str:
+        """The axis of the collective."""
+        return self.behind.split(" over ")[-1].split(" ")[0]
+
+
+def verdict(profile: Profile) -> list[str]:
+    """Lines for a terminal."""
+    spans = [_spans(one) for one in profile.ranks]
+    steps = max(profile.num_steps, 1)
+    step = statistics.fmean(spans) / steps if spans else 0.0
+    lines = [
+        f"profile     {profile.num_steps} steps on {len(profile.ranks)} ranks, "
+        f"{step / 1e3:,.1f} ms a step; the profiler itself slows every operation"
+    ]
+    lines.append("phases      " + _shares(_phases(profile), step * steps) + "  (mean rank)")
+    pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
+    by_axis: defaultdict[str, float] = defaultdict(float)
+    for pause in pauses:
+        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
+    waits = _shares(by_axis, step * steps) if by_axis else "none above 0.1 ms"
+    lines.append(f"waits       {waits}  (pauses behind a collective, by its axis)")
+    lines += _longest_operations(profile, steps)
+    for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
+        milliseconds = pause.microseconds / 1e3
+        lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.behind}")
+    lines.append(_imbalance(profile, pauses, spans))
+    return [*lines, _clocks(profile)]
+
+
+def _spans(one: RankProfile) -> float:
+    """Microseconds from the first phase to the end of the last one."""
+    if not one.phases:
+        return 0.0
+    start = min(record.start - record.wait for record in one.phases)
+    return (max(record.end for record in one.phases) - start) * 1e6
+
+
+def _phases(profile: Profile) -> dict[str, float]:
+    """Microseconds of the mean rank by phase; operations of a block share its time."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for one in profile.ranks:
+        seen: set[tuple[float, float]] = set()
+        for record in one.phases:
+            found["waiting for stages"] += record.wait * 1e6 / len(profile.ranks)
+            if (record.start, record.end) not in seen:
+                seen.add((record.start, record.end))
+                name = LONG_NAMES.get(record.kind, record.name)
+                found[name] += record.duration * 1e6 / len(profile.ranks)
+    return dict(found)
+
+
+def _shares(parts: dict[str, float], whole: float) -> str:
+    named = sorted(parts.items(), key=lambda item: -item[1])
+    return "  ".join(
+        f"{name} {value / whole:.1%}" for name, value in named if whole and value / whole >= 0.001
+    )
+
+
+def pauses_of(one: RankProfile) -> list[Pause]:
+    """Pauses above 0.1 ms between operations of a thread, behind a mark of a collective and inside
+    the phases of a step that compute."""
+    passes = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.kind in KINDS]
+    sums = [(r.start * 1e6, r.end * 1e6) for r in one.phases if r.name == "reduce"]
+    threads: defaultdict[object, list[Event]] = defaultdict(list)
+    for event in one.events:
+        name, kind = str(event["name"]), event.get("cat")
+        if name.startswith(MARK) or kind == "cpu_op":
+            threads[event["tid"]].append(event)
+    found: list[Pause] = []
+    for events in threads.values():
+        marks = [event for event in events if str(event["name"]).startswith(MARK)]
+        leaves = _leaves([event for event in events if event.get("cat") == "cpu_op"])
+        place = 0
+        for before, after in pairwise(leaves):
+            begin, end = before["ts"] + before["dur"], after["ts"]
+            while place < len(marks) and marks[place]["ts"] <= begin:
+                place += 1
+            length = end - begin
+            if length < _PAUSE_MICROSECONDS or not place:
+                continue
+            is_in_pass = _encloses(passes, begin, end)
+            if is_in_pass or _encloses(sums, begin, end):
+                name = str(marks[place - 1]["name"]).removeprefix(MARK)
+                found.append(Pause(one.rank, length, name, is_in_pass))
+    return found
+
+
+def _encloses(spans: Sequence[tuple[float, float]], begin: float, end: float) -> bool:
+    return any(start <= begin and end <= stop for start, stop in spans)
+
+
+def _leaves(events: Sequence[Event]) -> list[Event]:
+    """Operations of a thread inside which no other one runs, in the order of time.
+
+    Steps of autograd are none: what they do beside their operations is Python, or waiting.
+    """
+    operations = [event for event in events if _is_operation(event)]
+    ordered = sorted(operations, key=lambda event: (event["ts"], -event["dur"]))
+    return [
+        event
+        for event, following in zip(ordered, [*ordered[1:], None], strict=True)
+        if following is None or following["ts"] >= event["ts"] + event["dur"]
+    ]
+
+
+def _is_operation(event: Event) -> bool:
+    name = str(event["name"])
+    if event.get("cat") == "kernel":
+        return True
+    return "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
+
+
+def _longest_operations(profile: Profile, steps: int) -> list[str]:
+    """By the time that is their own: what runs inside another one does not count there."""
+    totals: defaultdict[str, list[float]] = defaultdict(list)
+    for one in profile.ranks:
+        threads: defaultdict[object, list[Event]] = defaultdict(list)
+        for event in one.events:
+            if event.get("cat") in ("cpu_op", "kernel"):
+                threads[event["tid"]].append(event)
+        for events in threads.values():
+            for event in _leaves(events):
+                if not str(event["name"]).startswith("c10d::"):
+                    totals[str(event["name"])].append(float(event["dur"]))
+    named = sorted(totals, key=lambda name: -sum(totals[name]))[:_OPERATIONS]
+    ranks = len(profile.ranks)
+    return [
+        f"operation   {name[:60]}: {sum(totals[name]) / steps / ranks / 1e3:,.2f} ms a step and "
+        f"rank, {len(totals[name]) / steps / ranks:,.0f} calls"
+        for name in named
+    ]
+
+
+def _imbalance(profile: Profile, pauses: Sequence[Pause], spans: Sequence[float]) -> str:
+    """Ranks by the time in which they neither wait for stages nor pause behind a collective."""
+    busy: dict[int, float] = {}
+    for one in profile.ranks:
+        passes = sum(record.duration for record in one.phases if record.kind in KINDS) * 1e6
+        waits = sum(p.microseconds for p in pauses if p.rank == one.rank and p.is_in_pass)
+        busy[one.rank] = max(passes - waits, 0.0)
+    mean = statistics.fmean(busy.values()) if busy else 0.0
+    if not mean:
+        return "imbalance   no rank recorded a forward or backward pass"
+    slowest = max(busy, key=lambda rank: (busy[rank], -rank))
+    quickest = min(busy, key=lambda rank: (busy[rank], rank))
+    return (
+        f"imbalance   rank {slowest} works {busy[slowest] / mean:.2f} times the mean, "
+        f"rank {quickest} {busy[quickest] / mean:.2f} times (passes without waits)"
+    )
+
+
+def _clocks(profile: Profile) -> str:
+    moved = [one for one in profile.ranks if one.offset is not None]
+    if not moved:
+        return "clocks      one machine: the ranks share a clock"
+    worst = max(one.offset.uncertainty for one in moved if one.offset is not None)
+    hosts = {
+        one.host: f"{one.offset.seconds * 1e3:+.3f} ms" for one in moved if one.offset is not None
+    }
+    named = ", ".join(f"{host} {offset}" for host, offset in list(hosts.items())[:4])
+    return f"clocks      aligned to rank {profile.ranks[0].rank}: {named}, ± {worst * 1e3:.3f} ms"

@@ -1,0 +1,121 @@
+"""Traces of torch's profiler of several ranks as one trace, on one clock.
+
+Format: "Trace Event Format", Google, 2016. Every rank is a process of the merged trace; beside its
+threads stands a row with the phases of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from moemesh.trace.clocks import Offset, offset_of
+from moemesh.trace.timeline import Record
+
+Event = dict[str, Any]
+#: Of a run: where ranks write their traces; and the steps before them, which fill caches.
+FOLDER, WARM_UP = "profile", 2
+#: The thread of the phases in the merged trace: none of the process has this number.
+PHASES_THREAD = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile:
+    """One rank: complete events (`ts` and `dur` in microseconds on the common clock), phases of its
+    steps (seconds on the common clock), and how its clock was aligned (None: the common one)."""
+
+    rank: int
+    host: str
+    events: Sequence[Event]
+    phases: Sequence[Record]
+    offset: Offset | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All ranks, ordered. `num_steps` were profiled."""
+
+    ranks: Sequence[RankProfile]
+    num_steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The merged trace, which Perfetto and chrome://tracing open; it starts at 0."""
+        start = min((e["ts"] for one in self.ranks for e in one.events), default=0.0)
+        events: list[Event] = []
+        for one in self.ranks:
+            title = f"rank {one.rank} on {one.host}"
+            named = {"ph": "M", "pid": one.rank, "tid": PHASES_THREAD}
+            events.append({"name": "process_name", **named, "args": {"name": title}})
+            events.append({"name": "process_sort_index", **named, "args": {"sort_index": one.rank}})
+            events.append({"name": "thread_name", **named, "args": {"name": "phases"}})
+            for record in one.phases:
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": record.name,
+                        "cat": "phase",
+                        "pid": one.rank,
+                        "tid": PHASES_THREAD,
+                        "ts": record.start * 1e6 - start,
+                        "dur": record.duration * 1e6,
+                        "args": {"step": record.step, "wait_ms": record.wait * 1e3},
+                    }
+                )
+            events += [
+                {**event, "pid": one.rank, "ts": event["ts"] - start} for event in one.events
+            ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def read_profile(folder: Path) -> Profile:
+    """The profile that the ranks of a run wrote into `folder`.
+
+    Raises ValueError when a file is missing or of another form.
+    """
+    notes = [_object(path) for path in sorted(folder.glob("rank-*.notes.json"))]
+    if not notes:
+        raise ValueError(f"{folder} holds no profile of a rank")
+    first = notes[0]
+    ranks: list[RankProfile] = []
+    for note in notes:
+        offset = None
+        if note["boot"] != first["boot"]:
+            offset = offset_of(first["readings"], note["readings"])
+        ranks.append(_rank(folder, note, offset))
+    return Profile(ranks=ranks, num_steps=int(first["num_steps"]))
+
+
+def _rank(folder: Path, note: Mapping[str, Any], offset: Offset | None) -> RankProfile:
+    trace = _object(folder / str(note["trace"]))
+    ahead = offset.seconds if offset else 0.0
+    shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
+    events: list[Event] = []
+    for event in cast("list[Event]", trace["traceEvents"]):
+        # A span of the profiler itself has a word in place of a process.
+        if event.get("ph") == "X" and isinstance(event.get("pid"), int):
+            events.append({**event, "ts": float(event["ts"]) + shift})
+    shift_seconds = float(note["epoch_minus_monotonic"]) - ahead
+    phases = [Record.from_json(record) for record in note["phases"]]
+    moved = [
+        Record.from_json(
+            {
+                **record.to_json(),
+                "start": record.start + shift_seconds,
+                "end": record.end + shift_seconds,
+            }
+        )
+        for record in phases
+    ]
+    return RankProfile(
+        rank=int(note["rank"]), host=str(note["host"]), events=events, phases=moved, offset=offset
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return cast("dict[str, Any]", found)

@@ -1,0 +1,118 @@
+"""Profiling of some steps on every rank: torch's traces, and what aligns their clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from moemesh.comm.collectives import barrier, gather_json
+from moemesh.report.verdict import MARK
+from moemesh.trace.profile import FOLDER, WARM_UP
+from moemesh.train.session import Report, Session, Steps
+from moemesh.train.step import FinishedStep
+
+_HANDSHAKES = 8
+
+
+class ProfileTaken(Exception):
+    """The steps are profiled and their traces written: on all ranks, behind the same step."""
+
+
+class ProfiledSteps:
+    """Steps of which `num_steps` behind the warm-up are profiled; every rank then writes its trace
+    to the folder `profile` of the run, with the clock readings that align it, and raises
+    ProfileTaken."""
+
+    def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
+        self._session, self._steps, self._num_steps = session, steps, num_steps
+        self._taken = 0
+        self._profile: Any = None
+        self._phases: list[dict[str, Any]] = []
+
+    def advance(self, first: int, report: Report) -> FinishedStep:
+        """As of the steps that are profiled."""
+        self._taken += 1
+        if self._taken == WARM_UP + 1:
+            self._start()
+        if self._profile is None:
+            return self._steps.advance(first, report)
+        with record_function(f"step {first}"):
+            finished = self._steps.advance(first, report)
+        self._phases += finished.recorder.timeline().to_json()["records"]
+        if self._taken == WARM_UP + self._num_steps:
+            self._stop()
+            raise ProfileTaken
+        return finished
+
+    def is_stopping(self) -> bool:
+        """As of the steps that are profiled."""
+        return self._steps.is_stopping()
+
+    def _start(self) -> None:
+        mesh = self._session.mesh
+        kinds = [ProfilerActivity.CPU]
+        if mesh.device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        self._mark_collectives()
+        barrier(mesh.control)
+        self._profile = profile(activities=kinds)
+        self._profile.start()
+
+    def _mark_collectives(self) -> None:
+        """Let every entry of the ledger leave a mark in the trace: which collective begins."""
+        ledger = self._session.mesh.ledger
+        enter = ledger.record
+
+        def record(**entry: Any) -> None:
+            with record_function(f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"):
+                enter(**entry)
+
+        ledger.record = record  # type: ignore[method-assign]  # until the profile ends
+
+    def _stop(self) -> None:
+        session = self._session
+        del session.mesh.ledger.record
+        self._profile.stop()
+        rank = session.mesh.rank
+        folder = session.folder.path / FOLDER
+        folder.mkdir(exist_ok=True)
+        file = folder / f"rank-{rank:05d}.json"
+        self._profile.export_chrome_trace(str(file))
+        self._profile = None
+        notes = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "boot": _boot(),
+            "trace": file.name,
+            "num_steps": self._num_steps,
+            "readings": _readings(session),
+            # The recorder's clock is monotonic, the profiler's is that of the calendar.
+            "epoch_minus_monotonic": time.time() - time.monotonic(),
+            "phases": self._phases,
+        }
+        file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
+
+
+def _boot() -> str:
+    """What tells machines apart: hosts may share a name, and containers a machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f"{socket.gethostname()}-{os.name}"
+
+
+def _readings(session: Session) -> list[tuple[float, float]]:
+    """Calendar seconds before and after exchanges of all ranks, from none of which a rank returns
+    before every rank has begun it."""
+    found: list[tuple[float, float]] = []
+    for _ in range(_HANDSHAKES):
+        before = time.time()
+        gather_json(0, session.mesh.control)
+        found.append((before, time.time()))
+    return found
