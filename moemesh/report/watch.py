@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from moemesh.trace.run import MetricsRow
 MOST_POINTS = 512
 _NUM_EVENTS = 6
 _READ_BYTES = 1 << 22
+#: A lease on another host whose counter stands still for so long is that of a dead process.
+_BEAT_SECONDS = 60.0
 _BARS = "▁▂▃▄▅▆▇█"
 _ENDS = ("finished", "stopped")
 #: Share of the newest step in the mean time of a step.
@@ -229,6 +232,7 @@ class Watched:
         self.folder = folder
         self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
         self._last_kind = ""
+        self._beat: tuple[object, float] = (None, 0.0)
         self._has_read_config = False
         self.view = View(folder.resolve().name)
 
@@ -281,7 +285,7 @@ class Watched:
             if body.get("held") is False:
                 return False
             if body["host"] != socket.gethostname():
-                return None if self._failure() is None else False
+                return self._is_beating(body.get("counter"))
             os.kill(int(body["pid"]), 0)
             return True
         except ProcessLookupError:
@@ -290,6 +294,15 @@ class Watched:
             return True
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    def _is_beating(self, counter: object) -> bool | None:
+        """Of a holder on another host: whether it raises the counter in its lease."""
+        now = time.monotonic()
+        if counter is None:
+            return None if self._failure() is None else False
+        if counter != self._beat[0]:
+            self._beat = counter, now
+        return None if now - self._beat[1] < _BEAT_SECONDS else False
 
     def _failure(self) -> str | None:
         try:

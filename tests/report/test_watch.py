@@ -112,7 +112,7 @@ def test_curves_are_bounded() -> None:
     assert len(sparkline(curve.points, 40)) == 40
 
 
-def test_how_a_run_ends(tmp_path: Path) -> None:
+def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run(tmp_path / "run")
     watched = Watched(folder)
     watched.look()
@@ -127,10 +127,19 @@ def test_how_a_run_ends(tmp_path: Path) -> None:
     assert watched.end() == (False, "the run has failed: out of memory")
     (folder / "failure.json").unlink()
     assert watched.end() is None  # another host: nobody knows
+    body = json.loads((folder / "lease").read_text())
+    (folder / "lease").write_text(json.dumps({**body, "held": True, "counter": 7}))
+    assert watched.end() is None
+    monkeypatch.setattr(module, "_BEAT_SECONDS", -1.0)  # it has stood still for too long
+    assert watched.end() == (False, "the run is no longer at work")
+    monkeypatch.undo()
+    (folder / "lease").write_text(json.dumps({**body, "held": False}))
+    assert watched.end() == (False, "the run is no longer at work")
     for kind, how in (("finished", "has come to its end"), ("stopped", "has been stopped")):
         append(folder / "events.jsonl", event(kind))
         watched.look()
         assert watched.end() == (True, f"the run {how}")
+    lease(folder, os.getpid())
     append(folder / "events.jsonl", event("start"))  # it goes on, to another end
     (folder / "config.toml").write_text("[train]\nsteps = 50\n")
     watched.look()
@@ -140,20 +149,16 @@ def test_how_a_run_ends(tmp_path: Path) -> None:
 def test_lines_in_a_pipe_until_the_end(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
 
-    def finish() -> None:
+    command = [*BIN, str(folder), "--every", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith("start: model\n")
+        assert process.stdout.readline().startswith("step 3/10  loss 2.5")
         append(folder / "metrics.jsonl", row(4).to_json())
         append(folder / "events.jsonl", event("finished", "validation loss 2"))
-
-    timer = threading.Timer(2.5, finish)
-    timer.start()
-    command = [*BIN, str(folder), "--every", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    timer.join()
-    assert done.returncode == 0 and not done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].endswith("start: model") and lines[1].startswith("step 3/10  loss 2.5")
-    assert lines[-2].startswith("step 4/10") and lines[-1] == "the run has come to its end"
-    assert len(lines) == 5
+        lines = process.stdout.read().splitlines()
+    assert process.returncode == 0 and len(lines) == 3
+    assert lines[1].startswith("step 4/10") and lines[2] == "the run has come to its end"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
