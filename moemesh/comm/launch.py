@@ -118,7 +118,11 @@ def launched() -> bool:
 def attach() -> None:
     """Let the launcher see where this rank is, its exceptions and its stacks; all of it ends with
     the launcher. :func:`start` does it for those who have not. Nothing for ranks of others."""
-    if not launched() or progress_words.is_attached():
+    if progress_words.is_attached():
+        return
+    if not launched():
+        if joined():  # nobody looks; the rank itself asks how long it has waited
+            progress_words.attach_memory(bytearray(progress_words.RANK_BYTES), 0)
         return
     folder, rank = _launcher(), own_rank()
     sys.excepthook = _report_and_print

@@ -40,6 +40,7 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "finish",
 )
 _FAILED = -1
+_STEP_PHASES = (DATA.encode(), STEP.encode())
 _RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sddQ")
 _GROUP = struct.Struct("<56sQ")
 _COUNT = struct.Struct("<Q")
@@ -259,7 +260,7 @@ class _Writer:
         self.stage = self.number = 0
         self.inside = self.done = self.code = 0
         self.ticket = Ticket(-1, 0, b"", b"", b"", 0)
-        self.waited = self.since = 0.0
+        self.waited = self.waited_in_steps = self.since = 0.0
         self.groups: dict[int, tuple[Sequence[int], int]] = {}
         self.slots: dict[str, int] = {}
         self.counts: list[int] = []
@@ -432,8 +433,17 @@ def left() -> None:
         return
     if own.inside:
         own.inside = 0
-        own.waited += time.monotonic() - own.since
+        waited = time.monotonic() - own.since
+        own.waited += waited
+        if own.phase in _STEP_PHASES:
+            own.waited_in_steps += waited
         own.write()
+
+
+def waited_in_steps() -> float | None:
+    """Seconds that the main thread has waited inside operations so far, in the phases "data" and
+    "step"; None where this process writes no record."""
+    return None if _own is None else _own.waited_in_steps
 
 
 def finished(code: int) -> None:

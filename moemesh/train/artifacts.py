@@ -25,6 +25,7 @@ from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
+from moemesh.trace import progress_words
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
@@ -72,6 +73,7 @@ class Artifacts:
         #: What the measured timeline is set beside, where it is not the schedule of one step.
         self.drawn: Schedule | None = None
         self._measured = False
+        self._waited = 0.0
         self._steps = 0
         self._row: MetricsRow | None = None
         self._validation: float | None = None
@@ -140,6 +142,10 @@ class Artifacts:
             "memory_bytes": _peak_bytes(self.mesh.device),
             "tflops_per_rank": tflops,
         }
+        waited = progress_words.waited_in_steps()
+        if waited is not None and plan.world_size > 1:
+            found["communication_seconds"] = waited - self._waited
+            self._waited = waited
         if self._peak_flops is not None:
             found["mfu"] = mfu(tflops, self._peak_flops)
         counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L

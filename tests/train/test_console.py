@@ -174,3 +174,12 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen() -> None:
     assert process.returncode == 130
     assert out == ""
     assert STOPPING_SOON in err and STOPPING_NOW in err
+
+
+def test_the_wait_for_other_ranks_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = moemesh(*arguments(out, plan__dp=2, plan__ep=2, train__log_every=1))
+    assert done.returncode == 0, done.stderr
+    assert all(0 < row["communication_seconds"] < row["seconds"] for row in metrics(out))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert all(", ranks " in line for line in lines)
