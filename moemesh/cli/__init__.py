@@ -2,7 +2,7 @@
 
 # Importing a module adds its verbs; the help shows them in this order.
 from moemesh.cli import train, insight, launching, weights, esft, data  # noqa: F401, I001
-from moemesh.cli import configuration, checkpoints, replaying  # noqa: F401
+from moemesh.cli import configuration, doctor, checkpoints, replaying  # noqa: F401
 from moemesh.cli import planning, layout, dispatch, clusters  # noqa: F401
 from moemesh.cli import partition, pipelines, balancing, benches  # noqa: F401
 from moemesh.cli import repro, watching, drill  # noqa: F401

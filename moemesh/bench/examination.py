@@ -1,0 +1,302 @@
+"""`moemesh doctor`: what of this machine stands in the way of a run, each with its fix.
+
+Nothing here imports torch: what only torch knows is asked in processes of their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from moemesh.bench import environment
+from moemesh.comm.devices import signs_of_gpus
+from moemesh.trace.memory import format_bytes
+
+Verdict = Literal["pass", "warn", "fail"]
+#: Seconds for the processes that ask torch.
+TORCH_SECONDS = 22.0
+GIB = 1 << 30
+#: Free bytes of a disk below which a run is about to end, and below which large ones do.
+DISK_FAIL, DISK_WARN = GIB, 20 * GIB
+#: Docker's default shared memory, in which NCCL fails.
+SHARED_MEMORY_WARN = 256 << 20
+#: Seconds by which a file server's clock may be off.
+CLOCK_SECONDS = 2.0
+
+
+class Finding(NamedTuple):
+    """One line of the answer; `fix` says what to do about a warning or a failure."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    fix: str = ""
+
+
+def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Every finding, the quick ones first. `folder`: where runs are to be written."""
+    yield from _versions()
+    yield from _folder(folder)
+    yield from _shared_memory()
+    yield from _limits()
+    yield from _names_and_ports(environ)
+    remarks = list(environment.remarks(environ))
+    yield from (Finding("environment", *remark) for remark in remarks)
+    if not remarks:
+        yield Finding("environment", "pass", "no variable that hurts, no rank of a launcher")
+    yield from _torch(environ)
+
+
+def _versions() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
+    if _keeps(version, wanted):
+        yield Finding("python", "pass", f"{version} at {sys.executable}")
+    else:
+        yield Finding("python", "fail", f"{version}; needed is {wanted}", "another Python")
+    wrong: list[str] = []
+    for line in importlib.metadata.requires("moemesh") or ():
+        if "extra ==" in line:
+            continue
+        match = re.match(r"([A-Za-z0-9_.-]+)\s*(.*)", line)
+        assert match is not None
+        name, needed = match[1], match[2].strip("() ")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{name} is not installed")
+            continue
+        if not _keeps(found, needed):
+            wrong.append(f"{name} is {found}, needed is {needed}")
+    if wrong:
+        yield Finding("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")
+    else:
+        yield Finding("packages", "pass", "all that are needed, in versions that fit")
+
+
+def _keeps(version: str, wanted: str) -> bool:
+    """Whether a version keeps bounds such as ``>=2.10,<3``; other words than these are passed."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]]
+
+    for bound in wanted.split(","):
+        match = re.match(r"\s*(>=|<)\s*([0-9.]+)", bound)
+        if match is None:
+            continue
+        is_below = numbers(version) < numbers(match[2])
+        if is_below != (match[1] == "<"):
+            return False
+    return True
+
+
+def _folder(folder: Path) -> Iterator[Finding]:
+    """Disk, locks, renames and clock of the file system that runs are written to."""
+    home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".moemesh-doctor-", dir=home) as scratch:
+            yield _disk(home)
+            yield _locks(Path(scratch) / "lease")
+            yield _clock(Path(scratch) / "clock")
+    except OSError as error:
+        text = f"{home}: cannot be written ({error.strerror or error})"
+        yield Finding("run folder", "fail", text, "choose another with --out")
+
+
+def _disk(home: Path) -> Finding:
+    free = shutil.disk_usage(home).free
+    text = f"{format_bytes(free)} free for runs under {home}"
+    if free < DISK_FAIL:
+        return Finding("disk", "fail", text, "make room, or write elsewhere with --out")
+    if free < DISK_WARN:
+        fix = "a checkpoint has 12 bytes a parameter, and train.checkpoints_kept of them stay"
+        return Finding("disk", "warn", text, fix)
+    return Finding("disk", "pass", text)
+
+
+def _locks(file: Path) -> Finding:
+    """Two handles of one file must not both hold its lock, or two runs write one folder."""
+    with file.open("w") as one, file.open("w") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            text = f"files cannot be locked here ({error.strerror})"
+            return Finding("file locks", "fail", text, "runs on a file system that knows flock")
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Finding("file locks", "pass", "a second run in one folder would be refused")
+        except OSError as error:
+            text = f"a second lock fails in another way ({error.strerror})"
+            return Finding("file locks", "warn", text, "never start a run twice in one folder")
+    text = "two processes can lock one file: a second run would not be refused"
+    return Finding("file locks", "fail", text, "runs on a file system that knows flock")
+
+
+def _clock(file: Path) -> Finding:
+    file.write_text("")
+    skew = file.stat().st_mtime - time.time()
+    if abs(skew) > CLOCK_SECONDS:
+        text = f"the disk's clock is {skew:+.1f} s off this machine's"
+        return Finding("clock", "warn", text, "synchronise both (chrony, ntpd)")
+    year = time.gmtime().tm_year
+    if year < 2025:
+        fix = "set the clock: certificates and logs need it"
+        return Finding("clock", "fail", f"the year is {year}", fix)
+    return Finding("clock", "pass", "this machine and the disk of the runs agree")
+
+
+def _shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    if not folder.is_dir():
+        return
+    size = shutil.disk_usage(folder).total
+    text = f"{format_bytes(size)} in {folder}"
+    if size < SHARED_MEMORY_WARN:
+        fix = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory"
+        verdict: Verdict = "fail" if signs_of_gpus() else "warn"
+        yield Finding("shared memory", verdict, f"{text}: NCCL and gloo need more", fix)
+    else:
+        yield Finding("shared memory", "pass", text)
+
+
+def _limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    for name, option, value, fail, warn in (
+        ("open files", "-n", files, 256, 1024),
+        ("processes", "-u", processes, 128, 1024),
+    ):
+        is_free = value == resource.RLIM_INFINITY
+        text = f"{'no limit' if is_free else f'{value:,}'} (ulimit {option})"
+        verdict: Verdict = "pass"
+        if not is_free and value < warn:
+            verdict = "fail" if value < fail else "warn"
+        fix = "" if verdict == "pass" else f"ulimit {option} 65536, or limits.conf of the machine"
+        yield Finding(name, verdict, text, fix)
+    if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        text = f"{locked:,} bytes (ulimit -l), and InfiniBand locks what it sends"
+        yield Finding("locked memory", "warn", text, "ulimit -l unlimited")
+
+
+def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Finding]:
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        text = f"{host} has no address ({error.strerror or error})"
+        yield Finding("host name", "fail", text, f"a line for {host} in /etc/hosts")
+    else:
+        is_local = address.startswith("127.")
+        text = f"{host} is {address}" + (", which no other node reaches" if is_local else "")
+        fix = "on several nodes: MASTER_ADDR must be an address that all of them reach"
+        yield Finding("host name", "warn" if is_local else "pass", text, fix if is_local else "")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError as error:
+        text = f"this machine cannot be reached by itself ({error.strerror or error})"
+        yield Finding("ports", "fail", text, "allow connections to 127.0.0.1")
+        return
+    wanted = environ.get("MASTER_PORT", "29500")
+    if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
+        yield Finding("ports", "fail", f"MASTER_PORT is {wanted!r}", "a number up to 65535")
+        return
+    try:
+        socket.create_server(("", int(wanted))).close()
+    except OSError as error:
+        text = f"port {wanted} is taken ({error.strerror or error})"
+        yield Finding("ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port")
+    else:
+        yield Finding("ports", "pass", f"port {wanted} is free")
+
+
+def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:
+    start = time.monotonic()
+    answers, error = _ask_torch(environ)
+    took = f"{time.monotonic() - start:.0f} s"
+    if not answers:
+        yield Finding("torch", "fail", f"it gave no answer ({error})", "pip install torch")
+        return
+    facts = answers[0]
+    versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"
+    yield Finding("torch", "pass", f"{versions}; asked in {took}")
+    yield from _devices(facts)
+    if len(answers) < 2:
+        fix = "a firewall or a wrong GLOO_SOCKET_IFNAME keeps processes of this machine apart"
+        yield Finding("links", "fail", f"two local ranks do not meet ({error})", fix)
+        return
+    link = answers[1]
+    rate = link["bytes"] / link["seconds"] / 1e9
+    text = f"two local ranks sum {link['bytes'] >> 20} MiB at {rate:.2f} GB/s (gloo)"
+    slow = rate < 0.05
+    fix = "a loaded machine, or a slow interface: `moemesh bench links` says more" if slow else ""
+    yield Finding("links", "warn" if slow else "pass", text, fix)
+
+
+def _devices(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    devices, signs = facts["devices"], signs_of_gpus()
+    if not devices and not signs:
+        yield Finding("devices", "pass", f"no GPU: {os.cpu_count()} core(s)")
+        return
+    if not devices:
+        built = facts["cuda"] is not None
+        fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
+        fix = fix if built else "this torch is built for the CPU: install the one for CUDA"
+        yield Finding("devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix)
+        return
+    names = sorted({one["name"] for one in devices})
+    text = f"{len(devices)} x {', '.join(names)}"
+    if len(names) > 1:
+        yield Finding("devices", "warn", text, "ranks wait for the slowest: use equal devices")
+    used = [number for number, one in enumerate(devices) if one["free"] < 0.9 * one["total"]]
+    if used:
+        fix = "nvidia-smi names the processes that hold it"
+        yield Finding("devices", "warn", f"{text}; memory of {used} is in use", fix)
+    elif len(names) == 1:
+        yield Finding("devices", "pass", text)
+
+
+def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """The lines that the processes printed, and why there are not more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
+    command = [sys.executable, "-m", "moemesh.bench.torch_check"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**kept, **shared, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    error = f"no end in {TORCH_SECONDS:.0f} s"
+    try:
+        out, said = ranks[0].communicate(timeout=TORCH_SECONDS)
+        error = (said.strip().splitlines() or [f"exit code {ranks[0].returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        ranks[0].kill()
+        out, _ = ranks[0].communicate()
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return answers, error

@@ -1,0 +1,170 @@
+"""`moemesh doctor`: each finding on a machine that has the fault, and on this one."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moemesh.bench import environment, examination
+from moemesh.bench.examination import Finding
+from tests.test_cli import clean_environment, run_guarded
+
+__all__ = ["clean_environment"]  # a fixture, used by being here
+
+FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": []}
+LINK = {"bytes": 4 << 20, "seconds": 0.01}
+GPU = {"name": "H100", "capability": "9.0", "free": 79 << 30, "total": 80 << 30}
+
+
+def of(findings: Any) -> dict[str, tuple[str, str, str]]:
+    return {one.name: (one.verdict, one.text, one.fix) for one in findings}
+
+
+def test_this_machine_is_examined_without_torch_in_the_process(tmp_path: Path) -> None:
+    done = run_guarded({"torch"}, "doctor", "--json", "--out", str(tmp_path / "runs"))
+    assert done.returncode in (0, 1), done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)}
+    assert found["torch"]["verdict"] == "pass" and found["links"]["verdict"] != "fail", found
+    assert {"python", "packages", "disk", "file locks", "clock", "open files", "ports"} <= set(
+        found
+    )
+    assert all(one["fix"] for one in found.values() if one["verdict"] != "pass")
+    assert done.returncode == any(one["verdict"] == "fail" for one in found.values())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "keeps"),
+    [
+        ("2.10.1", ">=2.10", True),
+        ("2.9.9", ">=2.10", False),
+        ("2.13.0+cpu", ">=2.10", True),
+        ("3.0", ">=2.10,<3", False),
+        ("2.11", ">=2.10,<3", True),
+    ],
+)
+def test_versions(version: str, wanted: str, keeps: bool) -> None:
+    assert examination._keeps(version, wanted) == keeps
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(1 << 29, "fail"), (5 << 30, "warn"), (1 << 40, "pass")]
+)
+def test_disk(free: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=1 << 45))
+    assert of(examination._folder(tmp_path / "runs"))["disk"][0] == verdict
+
+
+def test_locks_that_do_not_exclude_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert examination._locks(tmp_path / "a").verdict == "pass"
+    monkeypatch.setattr(examination.fcntl, "flock", lambda *_: None)
+    found = examination._locks(tmp_path / "a")
+    assert found.verdict == "fail" and "would not be refused" in found.text
+
+
+def test_a_clock_that_is_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = examination.time.time()
+    monkeypatch.setattr(examination.time, "time", lambda: now + 60)
+    verdict, text, _ = examination._clock(tmp_path / "a")[1:]
+    assert verdict == "warn" and "-60" in text
+
+
+def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    verdict, _, fix = of(examination._folder(tmp_path / "file"))["run folder"]
+    assert verdict == "fail" and "--out" in fix
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
+    found = of(examination._limits())
+    assert found["open files"][0] == "warn" and "ulimit -n" in found["open files"][2]
+    assert found["processes"][0] == "warn"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    assert of(examination._limits())["open files"][0] == "fail"
+
+
+def test_shared_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20))
+    ((_, verdict, text, fix),) = examination._shared_memory(tmp_path)
+    assert verdict in ("warn", "fail") and "64.0 MiB" in text and "--shm-size" in fix
+    assert not list(examination._shared_memory(tmp_path / "none"))
+
+
+def test_names_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        taken = str(server.getsockname()[1])
+        assert of(examination._names_and_ports({"MASTER_PORT": taken}))["ports"][0] == "warn"
+    assert of(examination._names_and_ports({"MASTER_PORT": taken}))["ports"][0] == "pass"
+    assert of(examination._names_and_ports({"MASTER_PORT": "http"}))["ports"][0] == "fail"
+
+    def unknown(_: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert of(examination._names_and_ports({}))["host name"][0] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("environ", "verdict", "words"),
+    [
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn", "nothing overlaps"),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, None, ""),
+        ({"NCCL_P2P_DISABLE": "1"}, "warn", "through the host"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", "checked by another"),
+        ({"OMP_NUM_THREADS": "100000"}, "warn", "threads wait"),
+        ({"GLOO_SOCKET_IFNAME": "none0"}, "fail", "names no interface"),
+        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, None, ""),
+        ({"MOEMESH__plan__ep": "2"}, "warn", "set keys of every run"),
+        ({"MOEMESH_plan_ep": "2"}, "fail", "two underscores"),
+        ({"RANK": "0"}, "fail", "WORLD_SIZE"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+          "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a"}, "warn", "task 1 of 2"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+          "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "fail", "follow each other"),
+    ],
+)  # fmt: skip
+def test_environment(environ: Mapping[str, str], verdict: str | None, words: str) -> None:
+    found = list(environment.remarks(environ))
+    assert [one[0] for one in found] == ([] if verdict is None else [verdict])
+    assert not found or (words in found[0][1] and found[0][2])
+
+
+@pytest.mark.parametrize(
+    ("answers", "signs", "verdicts", "words"),
+    [
+        ([FACTS, LINK], [], {"devices": "pass", "links": "pass"}, "no GPU"),
+        ([FACTS, LINK], ["/dev/nvidia0"], {"devices": "fail"}, "torch sees no GPU"),
+        ([FACTS | {"cuda": None}, LINK], ["/dev/nvidia0"], {"devices": "fail"}, "/dev/nvidia0"),
+        ([FACTS | {"devices": [GPU, GPU]}, LINK], ["x"], {"devices": "pass"}, "2 x H100"),
+        ([FACTS | {"devices": [GPU, GPU | {"free": 1}]}, LINK], ["x"], {"devices": "warn"}, "[1]"),
+        ([FACTS | {"devices": [GPU, GPU | {"name": "A"}]}, LINK], [], {"devices": "warn"}, "A, H"),
+        ([FACTS], [], {"links": "fail"}, "do not meet"),
+        ([FACTS, LINK | {"seconds": 9.0}], [], {"links": "warn"}, "0.00 GB/s"),
+        ([], [], {"torch": "fail"}, "no answer (boom)"),
+    ],
+)
+def test_what_torch_says(
+    answers: list[dict[str, Any]],
+    signs: list[str],
+    verdicts: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(examination, "_ask_torch", lambda _: (answers, "boom"))
+    monkeypatch.setattr(examination, "signs_of_gpus", lambda: signs)
+    findings: list[Finding] = list(examination._torch({}))
+    found = of(findings)
+    assert {name: found[name][0] for name in verdicts} == verdicts
+    assert any(words in one.text for one in findings)
+    assert all(one.fix for one in findings if one.verdict != "pass")
