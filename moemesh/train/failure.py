@@ -63,11 +63,6 @@ def write_failure(
     _link(folder, content)
 
 
-def write_hang(folder: Path, verdict: Verdict, *, epoch: int | None, advice: str) -> None:
-    """Write ``failure.json`` of a hang that ranks found among themselves; the first one stays."""
-    _link(folder, _of_verdict(verdict, epoch, advice))
-
-
 def write_verdict(
     folder: Path, ended: Ended, *, epoch: int | None, action: str, advice: str
 ) -> None:
