@@ -8,7 +8,6 @@ other, with the time, and says at most once that the run has failed, and why.
 | a rank ended, or told of an exception | it or another one, by :func:`_weakness` |
 | state T for a while, but not of all ranks | stopped |
 | no rank's progress word changes for longer than a phase may | hung or busy, by :func:`blame` |
-| one rank computes for longer than the others, step after step | slow: a note, not a failure |
 """
 
 from __future__ import annotations

@@ -202,13 +202,14 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         counts[names[-1]] = count
     collective = None
     if op[0]:
-        num_bytes, place = group >> 8, (group & 0xFF) - 1
-        name = names[place] if 0 <= place < len(names) else ""
+        num_bytes: int = group >> 8
+        place: int = (group & 0xFF) - 1
+        among = names[place] if 0 <= place < len(names) else ""
         collective = Collective(
             op=_text(op),
             axis=_text(axis),
-            group=name,
-            members=members_of(name) if name else (),
+            group=among,
+            members=members_of(among) if among else (),
             number=in_group,
             caller=_text(caller),
             num_bytes=num_bytes,
