@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 OUT ?= runs/tiny
 
-.PHONY: train test test-slow check format bench docs clean
+.PHONY: train test test-slow check format bench gpu docs clean
 
 $(VENV)/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,18 @@ format: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/moemesh bench layer
+
+# On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): all that was never run on one,
+# into one file to send back (docs/gpu.md). Goes on behind a failure.
+GPU_PYTHON ?= $(PYTHON)
+GPU_REPORT ?= gpu-report.txt
+gpu:
+	-( set -x; nvidia-smi; $(GPU_PYTHON) -c "import torch; print(torch.__version__, torch.version.cuda)"; \
+	   $(GPU_PYTHON) -m pytest -m gpu tests; $(GPU_PYTHON) -m moemesh bench device; \
+	   $(GPU_PYTHON) -m moemesh bench layer; \
+	   $(GPU_PYTHON) -m moemesh train --set train.device=cuda --set train.dtype=bfloat16 \
+	     --out runs/gpu ) > $(GPU_REPORT) 2>&1
+	@echo "report: $(GPU_REPORT)"
 
 # The documentation as a site, without a network: open site/index.html.
 docs: $(VENV)/ready

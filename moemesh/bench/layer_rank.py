@@ -77,7 +77,7 @@ class MeasuredLayer:
                 experts_per_token=shape.top_k,
                 num_groups=math.gcd(NUM_GROUPS, shape.num_experts),
             )
-        self.context = _context(len(self.x_TH), chosen)
+        self.context = single_sequence(len(self.x_TH), chosen)
 
     def forward(self) -> Tensor:
         return self.moe(self.x_TH, self.context).y_TH
@@ -261,7 +261,7 @@ def _peak_bytes(layer: MeasuredLayer) -> int | None:
     return (kilobytes("VmHWM:") - before) * 1024
 
 
-def _context(num_tokens: int, chosen_TK: Tensor | None) -> Context:
+def single_sequence(num_tokens: int, chosen_TK: Tensor | None = None) -> Context:
     """One sequence without padding, and the experts of its tokens if they are given."""
     nothing = torch.empty(0)
     tokens_T = torch.arange(num_tokens)

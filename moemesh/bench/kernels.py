@@ -1,0 +1,131 @@
+"""`moemesh bench device`: kernels, bytes and waits of one MoE layer on the simulated CUDA device.
+
+Forward and backward in bfloat16, counted in the second call, beside transformers' layer of the same
+sizes. The roofline is that of the implementation, kernel by kernel, on the data sheet of a cluster:
+the larger of operations over peak and bytes over bandwidth, and a launch each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moemesh.bench.layer_rank import INIT_STD, single_sequence
+from moemesh.bench.shapes import SHAPES, LayerShape
+from moemesh.bench.simulated_device import CUDA, Kernel, SimulatedDevice
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.model.moe import MoE
+
+#: Seconds between two small kernels that a host queues one after the other.
+LAUNCH_SECONDS = 4e-6
+
+
+def run(shape: str, cluster: str) -> dict[str, Any]:
+    """The table of one of :data:`~moemesh.bench.shapes.SHAPES`; ConfigError for a cluster that
+    cannot be read."""
+    machine, size = load_cluster(cluster), SHAPES[shape]
+    contenders = [
+        ("moemesh", True, _own_layer),
+        ("moemesh, nothing compiled", False, _own_layer),
+        ("transformers, grouped_mm", True, _transformers_layer),
+    ]
+    rows = [
+        {"name": name, **found}
+        for name, fuses, make in contenders
+        if (found := count_layer(size, machine, make, fuses=fuses)) is not None
+    ]
+    return {"shape": shape, "cluster": machine.name, "torch": torch.__version__, "rows": rows}
+
+
+Layer = tuple[nn.Module, Callable[[Tensor], Tensor]]
+
+
+def count_layer(
+    shape: LayerShape,
+    machine: Cluster,
+    make: Callable[[LayerShape], Layer | None],
+    *,
+    fuses: bool = True,
+) -> dict[str, Any] | None:
+    """Counts of forward and backward; None where the layer is not installed."""
+    with SimulatedDevice(fuses=fuses) as device:
+        made = make(shape)
+        if made is None:
+            return None
+        module, forward = made
+        for turn in ("warm-up ", ""):
+            module.zero_grad(set_to_none=True)
+            x_TH = torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+            x_TH.requires_grad_()
+            with device.region(f"{turn}forward"):
+                y_TH = forward(x_TH)
+            upstream_TH = torch.ones_like(y_TH)
+            with device.region(f"{turn}backward"):
+                y_TH.backward(upstream_TH)
+        parts = [device.totals("forward"), device.totals("backward")]
+        launched = [kernel for part in parts for kernel in part.launched]
+        return {
+            "kernels": [part.kernels for part in parts],
+            "bytes": [part.bytes for part in parts],
+            "waits": [part.waits for part in parts],
+            "lines": sorted({wait.line for part in parts for wait in part.waited}),
+            "roofline_seconds": roofline_seconds(launched, machine),
+        }
+
+
+def roofline_seconds(kernels: Iterable[Kernel], machine: Cluster) -> float:
+    """The least time of these kernels, one after the other, on a device of `machine`."""
+    total = 0.0
+    for kernel in kernels:
+        dtype = str(kernel.dtype).removeprefix("torch.")
+        peak = machine.peak_flops.get(dtype, max(machine.peak_flops.values()))
+        busy = max(kernel.flops / peak, kernel.bytes / machine.memory_bandwidth)
+        total += busy + LAUNCH_SECONDS
+    return total
+
+
+def _own_layer(shape: LayerShape) -> Layer:
+    layer = MoE(shape.config)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=INIT_STD)
+    layer.experts.to(torch.bfloat16)
+    layer.to("cuda")
+    context = single_sequence(shape.tokens)
+    moved = {
+        name: value.to(CUDA) for name, value in vars(context).items() if isinstance(value, Tensor)
+    }
+    context = replace(context, **moved)
+    return layer, lambda x_TH: layer(x_TH, context).y_TH
+
+
+def _transformers_layer(shape: LayerShape) -> Layer | None:
+    try:
+        configuration: Any = importlib.import_module("transformers.models.qwen3_moe")
+        modeling: Any = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        make: Callable[[Any], nn.Module] = modeling.Qwen3MoeSparseMoeBlock
+    except (ImportError, AttributeError):
+        return None
+    config = configuration.Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.width,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        hidden_act="silu",
+    )
+    config._experts_implementation = "grouped_mm"
+    block = make(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=INIT_STD)
+    block = block.to(torch.bfloat16).to("cuda")
+
+    def forward(x_TH: Tensor) -> Tensor:
+        found = block(x_TH[None])
+        return (found[0] if isinstance(found, tuple) else found).view(x_TH.shape)
+
+    return block, forward

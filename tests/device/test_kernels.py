@@ -1,0 +1,59 @@
+"""Kernels and bytes of a MoE layer, held: whoever adds one shall know it."""
+
+import pytest
+import torch
+
+from moemesh.bench.kernels import LAUNCH_SECONDS, roofline_seconds, run
+from moemesh.bench.simulated_device import Kernel, SimulatedDevice
+from moemesh.config.cluster import load_cluster
+from moemesh.config.train import TrainConfig
+from moemesh.ops.fusion import or_else
+from moemesh.train.optimizer import Optimizer
+
+
+def test_bench_device_counts_the_layer_and_its_peer() -> None:
+    found = run("tiny", "dgx_h100")
+    rows = {row["name"]: row for row in found["rows"]}
+    ours, plain = rows["moemesh"], rows["moemesh, nothing compiled"]
+    assert ours["waits"] == plain["waits"] == [0, 0]
+    assert ours["kernels"][0] <= 24 and ours["kernels"][1] <= 16
+    assert plain["kernels"][0] <= 26 and plain["kernels"][1] <= 28
+    assert rows["transformers, grouped_mm"]["kernels"] == [24, 34]
+
+
+def test_the_roofline_takes_the_slower_of_products_and_memory() -> None:
+    machine = load_cluster("dgx_h100")
+    peak, bandwidth = machine.peak_flops["bfloat16"], machine.memory_bandwidth
+    product = Kernel("mm", int(2 * peak), 8, torch.bfloat16, "")
+    copy = Kernel("clone", 0, int(3 * bandwidth), torch.bfloat16, "")
+    seconds = roofline_seconds([product, copy], machine)
+    assert seconds == pytest.approx(5 + 2 * LAUNCH_SECONDS)
+
+
+def test_what_does_not_compile_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def fast(x: int) -> int:
+        calls.append(x)
+        raise RuntimeError("no compiler\nand more")
+
+    def plain(x: int) -> int:
+        return x + 1
+
+    function = or_else(fast, plain)
+    assert [function(1), function(2)] == [2, 3] and calls == [1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain could not be compiled and runs operation by operation: no compiler"
+    ]
+
+
+def test_resumed_adamw_has_its_step_on_the_device() -> None:
+    with SimulatedDevice():
+        weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = Optimizer({"w": weight}, TrainConfig(optimizer="adamw"))
+        moments = {kind: {"w": torch.zeros(3, device="cuda")} for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer.load_state(moments, num_updates=7)
+        state = optimizer._torch.state[optimizer.masters["w"]]
+        assert state["step"].is_cuda and float(state["step"]) == 7
+        optimizer.step({"w": torch.ones(3, device="cuda")}, lr=0.1)
+        assert float(state["step"]) == 8
