@@ -127,7 +127,7 @@ def balance(
             svg.write_text(drawn, encoding="utf-8")
         except OSError as error:
             raise BalanceError(f"{svg}: {error.strerror or error}") from error
-    if settings.policy is None and settings.groups % settings.nodes:
+    if settings.policy is None and settings.groups > 1 and settings.groups % settings.nodes:
         print(
             f"moemesh: warning: nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
             "so the policy is global: the experts of a group may be on different nodes",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from math import floor
+from math import ceil, floor
 from typing import Any
 
 from moemesh.cli.table import table
+from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import untrained
@@ -93,6 +94,7 @@ def plan_text(planned: Planned, asked: str) -> str:
         *_step(best),
         "",
         *_memory(best, capacity),
+        *wrapped(risk_of_memory(planned, best, capacity)),
         *wrapped(f"binding: {planned.advice.binding}"),
     ]  # fmt: skip
     if planned.advice.why_not:
@@ -101,7 +103,14 @@ def plan_text(planned: Planned, asked: str) -> str:
     for rival in planned.rivals:
         lines += ["", *rival_text(rival, best, capacity)]
     return "\n".join(
-        [*lines, "", *_certificate(planned, best), "", *command_lines(planned, best, asked)]
+        [
+            *lines,
+            "",
+            *_certificate(planned, best),
+            *_still_to_choose(planned, best),
+            "",
+            *command_lines(planned, best, asked),
+        ]
     )
 
 
@@ -167,11 +176,14 @@ def _figures(planned: Planned) -> str:
             str(number),
             f"{planned.speed(one).days(tokens):,.1f}",
             between(_scaled(planned, one, tokens), 1.0),
-            f"{planned.speed(one).gpu_hours(tokens):,.0f}",
+            f"{(hours := planned.speed(one).gpu_hours(tokens)):,.0f}",
+            between(
+                Interval(*(hours * x / one.seconds for x in planned.seconds_interval(one))), 1.0
+            ),
         )
         for number, one in enumerate(planned.candidates, start=1)
     ]
-    of_tokens = table(("#", "days", "80 %", "GPU-hours"), costs)
+    of_tokens = table(("#", "days", "80 %", "GPU-hours", "80 %"), costs)
     return f"{found}\n\n{tokens:.4g} tokens, steps alone (no evaluation, no restart):\n{of_tokens}"
 
 
@@ -226,6 +238,17 @@ def _memory(best: Candidate, capacity: float) -> list[str]:
     held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
     free = format_bytes(round(capacity - memory.needed))
     return wrapped(f"memory of pipeline rank {memory.rank}: {held}; {free} of the usable are free")
+
+
+def risk_of_memory(planned: Planned, best: Candidate, capacity: float) -> str:
+    """A sentence where the memory that fits may not do so on another software; else empty."""
+    high = planned.memory_interval(best).high
+    if high <= capacity:
+        return ""
+    return (
+        f"the 80 % interval of memory reaches {format_bytes(round(high))}, above what is usable: "
+        "--headroom 20% asks for a layout with more room"
+    )
 
 
 def rival_text(rival: Rival, best: Candidate, capacity: float) -> list[str]:
@@ -309,6 +332,19 @@ def command_lines(planned: Planned, best: Candidate, asked: str) -> list[str]:
     if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
         lines.append("the best of what it trains: the same call with --trainable")
     return lines
+
+
+def _still_to_choose(planned: Planned, best: Candidate) -> list[str]:
+    """What the command leaves at its default, which is made for a first run."""
+    if not_trained(best.layout, planned.model):
+        return []
+    train = TrainConfig()
+    steps = f"train.steps (now {train.steps})"
+    if planned.tokens is not None:
+        each = best.layout.seq_len * best.layout.global_batch
+        steps = f"train.steps = {ceil(planned.tokens / each)} for the tokens"
+    data = "data.path, data.tokenizer" if planned.model.path is None else "data.path"
+    return wrapped(f"still to choose: {steps}, train.lr (now {train.lr:g}), {data}, --out")
 
 
 def wrapped(line: str, indent: str = "    ") -> list[str]:

@@ -42,5 +42,6 @@ def too_few(num_ranks: int, found: int) -> DeviceError:
     """What is said of `num_ranks` ranks and `found` devices."""
     return DeviceError(
         f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
-        'set train.device = "cpu", or use fewer ranks'
+        'set train.device = "cpu", or use fewer ranks; for another machine '
+        "`moemesh config check --elsewhere` checks the settings alone"
     )

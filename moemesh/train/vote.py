@@ -190,6 +190,8 @@ def what_is_compared(config: RunConfig) -> str:
         kinds = {**kinds, "expert": plan.edp}
     said: list[str] = []
     for kind, copies in kinds.items():
-        power = {1: "stored once: not compared", 2: "2 copies: told that they differ"}
-        said.append(f"{kind} weights {power.get(copies, f'{copies} copies: told which differs')}")
+        power = {1: "stored once: not compared", 2: "2 copies: a difference is reported"}
+        said.append(
+            f"{kind} weights {power.get(copies, f'{copies} copies: one that differs is named')}"
+        )
     return f"votes    every {config.train.vote_every} steps: " + "; ".join(said)
