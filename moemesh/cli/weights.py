@@ -142,8 +142,11 @@ def evaluate(
         str, typer.Option("--data", metavar="PATH", help="The text: as data.path, in order.")
     ],
     seq_len: Annotated[
-        int, typer.Option("--seq-len", metavar="S", min=1, help="Tokens of a window.")
-    ],
+        int | None,
+        typer.Option(
+            "--seq-len", metavar="S", min=1, help="Tokens of a window; of a run: its data.seq_len."
+        ),
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,6 +158,8 @@ def evaluate(
 
         moemesh evaluate runs/first --data book.txt --seq-len 128
     """
+    if seq_len is None:
+        seq_len = _length_of_run(source, overrides or [])
     _check(source, [f"data.seq_len={seq_len}", *(overrides or [])])
     from moemesh.train.evaluation import evaluate as run
 
@@ -201,6 +206,17 @@ def generate(
         as_json=as_json,
     )
     raise typer.Exit(code)
+
+
+def _length_of_run(source: Path, given: list[str]) -> int:
+    """The sequence length that a run trained with; folders of transformers name none."""
+    from moemesh.config.errors import UserError
+    from moemesh.config.huggingface.folder import CONFIG
+    from moemesh.train.weight_sources import config_of
+
+    if (source / CONFIG).exists():
+        raise UserError(f"{source} names no length of windows: give --seq-len, 2048 say")
+    return config_of(source, given).data.seq_len
 
 
 def _check(source: Path, given: list[str]) -> None:

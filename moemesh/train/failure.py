@@ -18,6 +18,7 @@ from typing import Any
 from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Verdict
 from moemesh.trace.progress_words import Collective, Word, own_word
+from moemesh.train.folder import LOGS
 
 FILE, EARLIER = "failure.json", "failures"
 #: Of the layout of the file.
@@ -82,12 +83,13 @@ def write_verdict(
         os.replace(_temporary(folder, content), folder / FILE)
 
 
-def keep_failure(folder: Path) -> None:
-    """Put the report of an earlier failure aside, as ``failures/<epoch>/failure.json``."""
+def keep_failure(folder: Path) -> Path | None:
+    """Put the report of an earlier failure aside, as ``failures/<epoch>/failure.json``, and the
+    stacks of its ranks beside it. Returns where they are; None where there was no failure."""
     file = folder / FILE
     with suppress(OSError, ValueError):
         if not file.exists():
-            return
+            return None
         try:
             epoch = int(json.loads(file.read_text(encoding="utf-8"))["epoch"])
         except (ValueError, KeyError, TypeError):
@@ -95,6 +97,15 @@ def keep_failure(folder: Path) -> None:
         place = folder / EARLIER / str(epoch)
         place.mkdir(parents=True, exist_ok=True)
         os.replace(file, place / FILE)
+        for stacks in (folder / LOGS).glob("rank-*.stacks"):
+            os.replace(stacks, place / stacks.name)
+        return place
+    return None
+
+
+def hint_on(verdict: Verdict) -> str:
+    """Where to look for the cause; empty where the message says it."""
+    return _ADVICE.get(kind_of(verdict), "")
 
 
 def kind_of(verdict: Verdict) -> str:

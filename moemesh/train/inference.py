@@ -63,6 +63,11 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
     if checkpoint is None:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(f"{source / CHECKPOINTS}: holds no readable checkpoint{why}")
+    for step, reason in skipped if mesh.rank == 0 else ():
+        _to_stderr(
+            f"moemesh: warning: the checkpoint of step {step} is left out: {reason}; "
+            f"these are the weights of step {checkpoint.step}"
+        )
     saving.load_weights(checkpoint, parallel, optimizer)
     return parallel
 

@@ -9,6 +9,7 @@ from moemesh.comm.devices import num_gpus
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
@@ -71,6 +72,11 @@ def preflight_warnings(
     cores of this machine; `schedule` None: that of the plan."""
     plan = config.plan
     yield from _idle_keys(plan)
+    if config.model_path is not None and config.train.lr == TrainConfig().lr:
+        yield (
+            f"train.lr = {config.train.lr:g} is made for training from scratch; weights that are "
+            "trained already usually take about 1e-5, adapters 1e-4"
+        )
     if plan.pp > 1:
         yield from _bubble(plan, schedule or build_step(plan, config.model, config.data.seq_len))
     cores = os.cpu_count() or 1

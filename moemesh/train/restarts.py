@@ -16,6 +16,7 @@ from moemesh.train.events import Events
 from moemesh.train.failure import (
     advice_on,
     details,
+    hint_on,
     keep_failure,
     newest_step,
     same_failure,
@@ -105,9 +106,11 @@ def train_supervised(
             _say(f"{details(path)}; not started again: {refused}\n{advice}")
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
-        write_verdict(path, ended, epoch=folder.epoch, action=text, advice="")
+        hint = hint_on(verdict)
+        write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, at)
-        _say(f"moemesh: {text}")
+        where = keep_failure(path)
+        _say("\n".join([f"moemesh: {text}; details in {where}", *([hint] if hint else [])]))
         folder.raise_epoch()
 
 
