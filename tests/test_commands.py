@@ -70,7 +70,7 @@ def test_nothing_of_one_command_reaches_the_next(tmp_path: Path) -> None:
 
 
 def test_a_signal_arrives(tmp_path: Path) -> None:
-    wait = "import sys, time; print('ready', flush=True)\ntry: time.sleep(60)\n"
+    wait = "import sys, time\ntry:\n  print('ready', flush=True)\n  time.sleep(60)\n"
     wait += "except KeyboardInterrupt: sys.exit(5)"
     process = subprocess.Popen([commands.python(), "-c", wait], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -164,6 +164,9 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
     # Written by a run that failed, by ampnet, in a git repository with changes, and for sinks.
     rare = {
         "failure.json",
+        "failures",
+        "profile",
+        "profile.json",
         "schedule-A-B.txt",
         "diff.patch",
         "metrics.csv",

@@ -43,14 +43,14 @@ def config_check(
     ] = True,
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
-    from moemesh.config.errors import ConfigError
+    from moemesh.config.errors import ConfigError, UserError
     from moemesh.train.preflight import untrainable
     from moemesh.train.preflight_warnings import preflight_warnings, warnings_before_ranks
-    from moemesh.train.preparation import check_machine
+    from moemesh.train.preparation import check_inputs, check_room, check_sources
 
     resolved = load(config, overrides)
     if here:
-        check_machine(resolved, config)
+        check_inputs(resolved, config)
     elif problems := untrainable(resolved):
         raise ConfigError(problems)
     plan = resolved.config.plan
@@ -60,6 +60,12 @@ def config_check(
     warnings = warnings_before_ranks if here else preflight_warnings
     for warning in warnings(resolved.config):
         typer.echo(f"note: {warning}")
+    # Legal, and not for here: a plan for a cluster is checked on a laptop, before a download.
+    for check in (check_room, check_sources) if here else ():
+        try:
+            check(resolved.config)
+        except UserError as error:
+            typer.echo(f"note: it cannot run on this machine now: {error}")
 
 
 @config_app.command("schema")

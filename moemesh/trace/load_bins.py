@@ -25,7 +25,7 @@ def neighbours(
     >>> neighbours([1, 1, 1, 1], 2)
     [slice(0, 2, None), slice(2, 4, None)]
     >>> neighbours([2, 2, 1, 1, 1], 2, {0})
-    [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
+    [slice(0, 1, None), slice(1, 4, None), slice(4, 5, None)]
     """
     width = math.ceil(sum(widths) / most)
     while True:

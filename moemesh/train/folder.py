@@ -326,6 +326,8 @@ def _kind(
         return "free"
     if key in TRAINING:
         return "training"
+    if key == "train.epochs" or (key == "train.steps" and after.get("train.epochs") is not None):
+        return "free"  # compared again when the data has made steps of them
     if key == "train.steps":
         longer = isinstance(old, int) and isinstance(new, int) and new > old
         return "free" if longer else "training"

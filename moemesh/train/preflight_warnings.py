@@ -45,8 +45,7 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
     raise TooLargeError(
         f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this machine "
         f"has {format_bytes(available)}: take a smaller model (model.preset, model.num_layers), or "
-        "machines for it; `moemesh estimate` and `moemesh plan` say which. For another machine "
-        "`moemesh config check --elsewhere` checks the settings alone"
+        "machines for it; `moemesh estimate` and `moemesh plan` say which"
     )
 
 

@@ -72,15 +72,29 @@ def prepare(
 
 
 def check_machine(resolved: Resolved, config_file: Path | None = None) -> None:
-    """What a configuration asks of this machine: what is trained at all, device, memory, data,
-    tokenizer, weights. Raises a UserError."""
+    """What a run asks of this machine: inputs, memory, weights. Raises a UserError."""
+    check_inputs(resolved, config_file)
+    check_room(resolved.config)
+    check_sources(resolved.config)
+
+
+def check_inputs(resolved: Resolved, config_file: Path | None = None) -> None:
+    """What is trained at all, a device that was named, data and tokenizer. Raises a UserError."""
     config = resolved.config
     if problems := untrainable(resolved):
         raise ConfigError(problems)
     devices.refuse_missing(config.train.device, config.plan.world_size)
+    _check_data(config, config_file)
+
+
+def check_room(config: RunConfig) -> None:
+    """Raises TooLargeError where the ranks of a run would fill the memory of this machine."""
     if config.train.device == "cpu" or not devices.signs_of_gpus():
         refuse_too_large(config)
-    _check_data(config, config_file)
+
+
+def check_sources(config: RunConfig) -> None:
+    """Raises a UserError where the weights that a run starts from are not here."""
     if config.model_path is not None:
         check_folder(Path(config.model_path))
     if config.lora.path is not None:

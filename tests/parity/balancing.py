@@ -219,8 +219,8 @@ def norm_counts_replicas() -> Any:
     """As if replicas were parameters: the norm sees the gradients of busy experts twice."""
     squares = norm.gradient_squares
 
-    def changed(gradients: Any, placements: Any, owned: Any, mesh: Mesh) -> Tensor:
-        found = squares(gradients, placements, owned, mesh)
+    def changed(gradients: Any, placements: Any, owned: Any, mesh: Mesh, *others: Any) -> Tensor:
+        found = squares(gradients, placements, owned, mesh, *others)
         experts = {name: where for name, where in placements.items() if where.is_expert}
         sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
         starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))

@@ -180,6 +180,8 @@ def test_the_wait_for_other_ranks_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = moemesh(*arguments(out, plan__dp=2, plan__ep=2, train__log_every=1))
     assert done.returncode == 0, done.stderr
-    assert all(0 < row["communication_seconds"] < row["seconds"] for row in metrics(out))
+    waits = [(row["communication_seconds"], row["seconds"]) for row in metrics(out)]
+    assert all(0 <= wait <= seconds for wait, seconds in waits), waits
+    assert any(wait > 0 for wait, _ in waits)
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert all(", ranks " in line for line in lines)
