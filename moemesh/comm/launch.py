@@ -45,6 +45,7 @@ from moemesh.comm.supervisor import (
 from moemesh.comm.verdict import Limits
 from moemesh.config.errors import is_user_error
 from moemesh.trace import progress_words
+from moemesh.trace.word_file import RANK_BYTES
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -122,7 +123,7 @@ def attach() -> None:
         return
     if not launched():
         if joined():  # nobody looks; the rank itself asks how long it has waited
-            progress_words.attach_memory(bytearray(progress_words.RANK_BYTES), 0)
+            progress_words.attach_memory(bytearray(RANK_BYTES), 0)
         return
     folder, rank = _launcher(), own_rank()
     sys.excepthook = _report_and_print

@@ -24,8 +24,9 @@ from types import FrameType
 from typing import Any
 
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
-from moemesh.comm.verdict import Judge, Limits, Seen, Told, Verdict
-from moemesh.trace.progress_words import SETUP, WordFile
+from moemesh.comm.signs import Seen, Told
+from moemesh.comm.verdict import Judge, Limits, Verdict
+from moemesh.trace.word_file import SETUP, WordFile
 
 #: Set for every rank: the folder in which it meets the others and its supervisor.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"

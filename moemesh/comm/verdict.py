@@ -5,21 +5,23 @@ other, with the time, and says at most once that the run has failed, and why.
 
 | sign | verdict |
 |---|---|
-| a rank ended, or told of an exception | it or another one, by :func:`_weakness` |
+| a rank ended, or told of an exception | that rank, or the one with the strongest sign |
 | state T for a while, but not of all ranks | stopped |
-| no rank's progress word changes for longer than a phase may | hung or busy, by :func:`blame` |
+| no rank's progress word changes for longer than a phase may | hung or busy |
 """
 
 from __future__ import annotations
 
 import signal
 import statistics
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from moemesh.trace.progress_words import DATA, STEP, Collective, Word
+from moemesh.comm.blame import blame, wait_for
+from moemesh.comm.signs import Seen, weakness
+from moemesh.trace.word_file import DATA, STEP, Collective, Word
 
 Kind = Literal["killed", "exited", "exception", "stopped", "hung", "busy", "lost-contact"]
 
@@ -35,55 +37,6 @@ STOPPED_SECONDS = 1.0
 LONGEST_LOOK = 0.5
 #: Words of errors that follow from a peer that is gone.
 _FOLLOW_UP = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a rank told of an exception before it left. ``at``: monotonic seconds of this host.
-
-    ``facts``: more keys for the report. ``is_final``: the same would happen again (a mistake of the
-    user, a training that diverged).
-    """
-
-    kind: str
-    message: str
-    at: float
-    trace: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    is_final: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One rank at one moment. ``exit_code`` None: alive; negative: killed by that signal.
-
-    ``state``: as in ``/proc/PID/stat``, "" where it is not known; ``cpu_seconds``: of all its
-    threads. ``word`` None: it has not come as far as to write one.
-    """
-
-    rank: int
-    exit_code: int | None = None
-    state: str = ""
-    cpu_seconds: float = 0.0
-    word: Word | None = None
-    told: Told | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it left, or is about to, as intended."""
-        return self.word is not None and self.word.done
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it is a sign of a failure, its own or another rank's."""
-        if self.is_done:
-            return False
-        return self.told is not None or self.exit_code is not None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether it waits, or was waiting when it failed, in an operation of several ranks."""
-        return self.word is not None and self.word.inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +77,6 @@ class Verdict:
         if code is None or code == 0:
             return 1
         return code if code > 0 else 128 - code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blame:
-    """Who holds the others up in ``collective`` (None: nobody waits in one)."""
-
-    rank: int
-    collective: Collective | None
-    entered: tuple[int, ...]
-    missing: tuple[int, ...]
 
 
 class Judge:
@@ -182,8 +125,8 @@ class Judge:
         since = now - self._first_sign
         if since < SETTLE_SECONDS:
             return None
-        cause = min(failed, key=lambda one: (_weakness(one), self._came(one), one.rank))
-        if _weakness(cause) >= 2:
+        cause = min(failed, key=lambda one: (weakness(one), self._came(one), one.rank))
+        if weakness(cause) >= 2:
             if since < LATE_SECONDS and not all(one.has_failed for one in seen):
                 return None
             silent = self._silent_cause(now, seen)
@@ -302,7 +245,7 @@ class Judge:
             message = f"rank {one.rank} was stopped (SIGSTOP)"
             waiting = [w for w in words if w.inside and w.collective and w.rank != one.rank]
             if found is None or found.rank != one.rank:
-                found = next((_wait_for(w, words, one.rank) for w in waiting), None)
+                found = next((wait_for(w, words, one.rank) for w in waiting), None)
         else:
             message = f"rank {one.rank} {_doing(one, waited)}"
         if found is not None and found.collective is not None and found.rank == one.rank:
@@ -347,85 +290,6 @@ class _StepTimes:
                 self.median = statistics.median(self._times)
             self.num_seen += step - self._step
         self._step, self._at = step, now
-
-
-def blame(words: Sequence[Word]) -> Blame | None:
-    """The rank that the others wait for, from the words of ranks of which none moves.
-
-    From every rank that waits in an operation, on to a member of its group that has not entered it,
-    until one that waits in nothing (it is in user code), or in an operation that all have entered.
-    None where there are no words.
-    """
-    if not words:
-        return None
-    by_rank = {word.rank: word for word in words}
-    found: Counter[int] = Counter()
-    last: dict[int, Word] = {}
-    for word in words:
-        here, path = word, list[int]()
-        while here.inside and here.collective is not None and here.rank not in path:
-            path.append(here.rank)
-            missing = _missing(here.collective, by_rank)
-            if not missing:
-                break
-            last[missing[0]] = here
-            here = by_rank[missing[0]]
-        if word.inside:
-            # A circle of ranks that wait for one another: the one that has come least far.
-            circle = path[path.index(here.rank) :] if here.rank in path else [here.rank]
-            found[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
-    if not found:
-        return _behind(words, by_rank)
-    rank = min(found, key=lambda rank: (-found[rank], by_rank[rank].number, rank))
-    if rank not in last:
-        return Blame(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
-    collective = last[rank].collective
-    assert collective is not None
-    return _blame(rank, collective, by_rank)
-
-
-def _behind(words: Sequence[Word], by_rank: Mapping[int, Word]) -> Blame:
-    """Nobody waits visibly: the rank that has entered the fewest operations of a group."""
-    for word in words:
-        for group, count in word.counts.items():
-            behind = [w for w in words if group in w.counts and w.counts[group] < count]
-            if behind and word.collective is not None and word.collective.group == group:
-                rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
-                return _blame(rank, word.collective, by_rank)
-    first = min(words, key=lambda word: (word.number, word.rank))
-    return Blame(rank=first.rank, collective=None, entered=(), missing=())
-
-
-def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Blame:
-    missing = _missing(collective, by_rank)
-    members = [member for member in collective.members if member in by_rank]
-    entered = tuple(member for member in members if member not in missing)
-    return Blame(rank=rank, collective=collective, entered=entered, missing=missing)
-
-
-def _wait_for(waiting: Word, words: Sequence[Word], rank: int) -> Blame | None:
-    """The operation in which `waiting` waits, where `rank` is one that it may wait for."""
-    collective = waiting.collective
-    if collective is None or rank not in collective.members:
-        return None
-    return _blame(rank, collective, {word.rank: word for word in words})
-
-
-def _missing(collective: Collective, by_rank: Mapping[int, Word]) -> tuple[int, ...]:
-    """Members that have not entered, those in user code first."""
-    missing = [
-        rank
-        for rank in collective.members
-        if rank in by_rank and not by_rank[rank].entered(collective)
-    ]
-    return tuple(sorted(missing, key=lambda rank: (by_rank[rank].inside, rank)))
-
-
-def _weakness(one: Seen) -> int:
-    """0: surely a cause; 1: likely one; 2: may have followed from another rank's end."""
-    if one.exit_code is not None and one.exit_code < 0:
-        return 2 if -one.exit_code == signal.SIGABRT and one.is_inside else 0
-    return 2 if one.is_inside else 1
 
 
 def _collective(one: Seen) -> Collective | None:

@@ -23,6 +23,7 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.trace import progress_words
+from moemesh.trace.word_file import SETUP
 from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
@@ -190,7 +191,7 @@ def _rank(
 ) -> int:
     """Be one rank, from the process group to the exit code."""
     stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
-    progress_words.phase(progress_words.SETUP)
+    progress_words.phase(SETUP)
     try:
         ranks = launch.start(config.train.device, config.train.timeout_seconds)
         check_world_size(config, ranks.world_size)

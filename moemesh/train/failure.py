@@ -17,7 +17,8 @@ from typing import Any
 
 from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Verdict
-from moemesh.trace.progress_words import Collective, Word, own_word
+from moemesh.trace.progress_words import own_word
+from moemesh.trace.word_file import Collective, Word
 from moemesh.train.folder import LOGS
 
 FILE, EARLIER = "failure.json", "failures"

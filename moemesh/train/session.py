@@ -18,6 +18,7 @@ from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.schedule.action import Schedule
 from moemesh.trace import progress_words
 from moemesh.trace.run import MetricsRow
+from moemesh.trace.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
@@ -192,7 +193,7 @@ class Session:
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step` (from 1)."""
-        progress_words.phase(progress_words.DATA)
+        progress_words.phase(DATA)
         train, plan = self.config.train, self.config.plan
         batches = own_batches(
             self.samples,
@@ -202,7 +203,7 @@ class Session:
             seed=train.seed,
             step=step,
         )
-        progress_words.phase(progress_words.STEP)
+        progress_words.phase(STEP)
         return batches
 
     def sample_ids(self, step: int) -> np.ndarray:
@@ -213,12 +214,12 @@ class Session:
     def examine(self, step: int) -> tuple[Finding, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
-        progress_words.phase(progress_words.CHECK)
+        progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
         parameters = first_look(self.parallel)
         bundle = self.bundles.begin(step, self.samples, ids)
         batches = self.batches(step)
-        progress_words.phase(progress_words.CHECK)
+        progress_words.phase(CHECK)
         found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
             self.bundles.finish(bundle, found, num_updates=weights_of)
@@ -227,7 +228,7 @@ class Session:
     def compare_copies(self, step: int) -> None:
         """Compare what several ranks hold; all ranks call. Raises CopiesDiffer, on all, when copies
         differ and the policy is not to take that of the majority, or there is none."""
-        progress_words.phase(progress_words.CHECK)
+        progress_words.phase(CHECK)
         found = self.vote.compare()
         if not found:
             return
@@ -239,7 +240,7 @@ class Session:
     def go_back(self, step: int, reason: str) -> int:
         """From behind step `step` to the newest checkpoint, whose step is returned; the samples
         read since are left out. All ranks call; raises Diverged when there is nowhere to go."""
-        progress_words.phase(progress_words.CHECK)
+        progress_words.phase(CHECK)
         self.checkpoints.finish()
         checkpoint = saving.newest(
             self.folder,
@@ -278,7 +279,7 @@ class Session:
 
     def validate(self) -> float:
         """Loss on the held-out split: up to `validation_batches` global batches of it."""
-        progress_words.phase(progress_words.VALIDATE)
+        progress_words.phase(VALIDATE)
         size, train = self.config.data.global_batch, self.config.train
         ids = self.samples.validation_ids(train.validation_batches * size)
         batches: list[Batch] = []
@@ -289,7 +290,7 @@ class Session:
 
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
-        progress_words.phase(progress_words.SAVE)
+        progress_words.phase(SAVE)
         self.folder.check_lease()
         self.artifacts.flush()
         state: dict[str, object] = {

@@ -6,6 +6,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace import progress_words
+from moemesh.trace.word_file import FINISH
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
@@ -76,7 +77,7 @@ def train(
         return _profile(session, profile_steps)
     with console.training(done, last):
         saved = session.train(_steps(session))
-    progress_words.phase(progress_words.FINISH)
+    progress_words.phase(FINISH)
     session.artifacts.finish()
     if mesh.rank == 0:
         provenance.record_end(folder, saved)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from moemesh.comm import verdict
-from moemesh.comm.verdict import Judge, Limits, Seen, Told, Verdict, blame
-from moemesh.trace.progress_words import Collective, Word, members_of
+from moemesh.comm.blame import blame
+from moemesh.comm.signs import Seen, Told
+from moemesh.comm.verdict import Judge, Limits, Verdict
+from moemesh.trace.word_file import Collective, Word, members_of
 
 GROUP = "0-3"
 

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from moemesh.trace import progress_words as words
-from moemesh.trace.progress_words import RANK_BYTES, WordFile, members_of, members_text
+from moemesh.trace.word_file import (
+    RANK_BYTES,
+    SETUP,
+    WordFile,
+    members_of,
+    members_text,
+    read_word,
+)
 
 
 @pytest.fixture
@@ -25,8 +32,8 @@ def memory() -> Iterator[bytearray]:
 
 
 def test_a_rank_says_where_it_is(memory: bytearray) -> None:
-    assert words.read_word(memory, 0) is None  # it has not come yet
-    words.phase(words.SETUP)
+    assert read_word(memory, 0) is None  # it has not come yet
+    words.phase(SETUP)
     words.at_step(7, stage=2)
     words.at_microbatch(3)
     words.at_layer(5)
@@ -34,7 +41,7 @@ def test_a_rank_says_where_it_is(memory: bytearray) -> None:
     words.entered("all_reduce", "dp", "gradients", group, 4096)
     ticket = words.entered("all_reduce", "dp", "gradients", group, 8192)
     words.waiting(ticket)
-    word = words.read_word(memory, 1)
+    word = read_word(memory, 1)
     assert word is not None and word.inside and word.collective is not None
     assert (word.step, word.phase, word.microbatch, word.layer, word.stage) == (7, "step", 3, 5, 2)
     assert str(word.collective) == "all_reduce #2 of dp (gradients)"
@@ -42,11 +49,11 @@ def test_a_rank_says_where_it_is(memory: bytearray) -> None:
     assert word.counts == {"0-3": 2} and word.number == 2
     assert word.place().startswith("step 7, microbatch 3, layer 5, inside all_reduce #2")
     words.left()
-    after = words.read_word(memory, 1)
+    after = read_word(memory, 1)
     assert after is not None and not after.inside and after.waited >= 0
     assert after.changes == word.changes + 1 and after.moved >= word.moved
     words.finished(130)
-    done = words.read_word(memory, 1)
+    done = read_word(memory, 1)
     assert done is not None and done.done and done.code == 130 and not done.failed
 
 
@@ -56,7 +63,7 @@ def test_messages_count_by_pair(memory: bytearray) -> None:
     words.entered("all_reduce", "pp", "norm", (0, 1, 2), 8)
     ticket = words.entered("send_receive", "pp", "pipeline", (1, 0), 8, separator=">")
     words.waiting(ticket)
-    word = words.read_word(memory, 1)
+    word = read_word(memory, 1)
     assert word is not None and word.counts == {"0>1": 1, "0-2": 1, "1>0": 1}
     assert word.collective is not None and word.collective.members == (1, 0)
 
@@ -65,7 +72,7 @@ def test_more_groups_than_there_is_room_for(memory: bytearray) -> None:
     groups = [(0, other) for other in range(1, 100)]
     tickets = [words.entered("barrier", "x", "test", group, 0) for group in groups]
     words.waiting(tickets[-1])
-    word = words.read_word(memory, 1)
+    word = read_word(memory, 1)
     assert word is not None and len(word.counts) == 64 and word.number == 99
     assert word.collective is not None and word.collective.members == ()
 
@@ -73,7 +80,7 @@ def test_more_groups_than_there_is_room_for(memory: bytearray) -> None:
 def test_an_exception_leaves_the_rank_inside(memory: bytearray) -> None:
     words.waiting(words.entered("broadcast", "tp", "weights", (0, 1), 1))
     words.failed()
-    word = words.read_word(memory, 1)
+    word = read_word(memory, 1)
     assert word is not None and word.failed and word.inside and not word.done
 
 
@@ -85,7 +92,7 @@ def test_a_thread_beside_the_main_one_only_counts(memory: bytearray) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    word = words.read_word(memory, 1)
+    word = read_word(memory, 1)
     assert word is not None and not word.inside and word.counts == {"0-1": 1}
 
 
