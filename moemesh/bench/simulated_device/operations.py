@@ -1,0 +1,150 @@
+"""Operations of ATen on the simulated device: how they compute, and what is counted of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from moemesh.bench.simulated_device.counts import Kernel, bytes_of, current, line, tensors_of
+
+_aten = torch.ops.aten
+#: The host reads a number, or learns a size.
+_WAITING = {
+    "_local_scalar_dense",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "nonzero_numpy",
+    "unique_consecutive",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+}
+#: No work on a device: memory, metadata, random seeds.
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_to_copy_nothing",
+    "lift_fresh",
+    "detach",
+    "detach_",
+    "alias",
+    "is_same_size",
+    "record_stream",
+    "resize_",
+}
+
+
+def count(func: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
+    """Enter one operation: a wait, an exchange, or a kernel."""
+    if not current:
+        return
+    device = current[-1]
+    if func.namespace == "c10d":
+        device.here.exchanged.append(name)
+        return
+    if name in _WAITING:
+        device.wait(name)
+    elif name in ("index", "index_put", "index_put_") and any(
+        isinstance(place, Tensor) and place.dtype in (torch.bool, torch.uint8) for place in args[1]
+    ):
+        device.wait(f"{name} with a mask")
+    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+        device.wait("repeat_interleave without output_size")
+    elif name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+        # The fallback loops over the groups, whose ends it copies to the host.
+        device.wait(f"grouped_mm of {str(args[0].dtype).removeprefix('torch.')}")
+    if (
+        device.is_inside
+        or name in NO_KERNEL
+        or func.is_view
+        or name in ("_local_scalar_dense", "split_with_sizes")
+    ):
+        return
+    outputs = list(tensors_of(found))
+    if name.startswith(("new_", "zeros_like", "ones_like", "full_like")):
+        args, kwargs = (), {}  # of their argument they take shape and device
+    written = [kwargs[key] for key in ("out", "grad_input") if isinstance(kwargs.get(key), Tensor)]
+    inputs = [x for x in tensors_of((args, kwargs)) if all(x is not y for y in written)]
+    num_bytes = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
+    dtype = next((x.dtype for x in (*outputs, *inputs) if x.is_floating_point()), torch.int64)
+    device.here.launched.append(
+        Kernel(name, _flops(func, args, kwargs, found), num_bytes, dtype, line())
+    )
+
+
+def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> int:
+    if func.overloadpacket is _aten._grouped_mm:
+        a, b = args[0], args[1]
+        return 2 * math.prod(a.shape) * b.shape[-1]
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is None:
+        return 0
+    shapes: Any = tree_map_only(Tensor, lambda x: x, (args, kwargs))
+    return int(formula(*shapes[0], **shapes[1], out_val=found))
+
+
+# Operations that torch has for CUDA only, computed by their siblings for the CPU.
+
+
+def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    wide = x if x.is_floating_point() else x.double()
+    return _aten.histc(wide, *args, **kwargs).to(x.dtype)
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    assert query.dtype in (torch.float16, torch.bfloat16) and len(query), "flash refuses these"
+    y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, scale=scale
+    )
+    empty = query.new_empty(0)
+    return y, lse, None, None, query.shape[2], key.shape[2], empty, empty, empty
+
+
+def _flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: Any,
+    max_k: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *_: Any,
+    scale: float | None = None,
+) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, y, lse, dropout_p, is_causal, scale=scale
+    )
+
+
+SUBSTITUTES: dict[str, Callable[..., Any]] = {
+    "histc": _histc,
+    "_scaled_dot_product_flash_attention": _flash_attention,
+    "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
+}
