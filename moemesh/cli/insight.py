@@ -3,12 +3,17 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
 import os
+import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+
+if TYPE_CHECKING:
+    from moemesh.planner.estimate import Estimate
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -56,27 +61,41 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say in one paragraph what bounds the speed of a run, or why it failed, with the numbers of
-    its files, and the command to run next. Examples:
+    """Say in one paragraph how a run stands, what bounds its speed or why it failed, and the
+    command to run next; below, on a line each: failures it survived, skipped steps, alarms, losses,
+    time, speed, memory. The cluster is train.cluster, if no other is named. Examples:
 
         moemesh explain runs/first
 
         moemesh explain runs/first --cluster laptop_cpu --json
     """
+    from moemesh.config.errors import UserError
     from moemesh.report.explain import Planned
     from moemesh.report.explain import explain as explain_run
     from moemesh.trace.run import Run
 
     found, planned = Run.load(run), None
-    if cluster is not None:
-        from moemesh.config.load import load_run
-        from moemesh.planner.estimate import estimate_run
-
-        price = estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
-        parts = {name: value for name, value in price.seconds.items() if name != "total"}
-        planned = Planned(cluster=cluster, seconds=price.seconds["total"], parts=parts)
+    named = cluster or found.section("train").get("cluster")
+    # That of the configuration may have been a file that is elsewhere: then there is no price.
+    with suppress(UserError) if cluster is None else nullcontext():
+        if isinstance(named, str):
+            price = estimate_of(run, named)
+            parts = {name: value for name, value in price.seconds.items() if name != "total"}
+            planned = Planned(cluster=named, seconds=price.seconds["total"], parts=parts)
     explanation = explain_run(found, planned)
-    typer.echo(json.dumps(explanation.to_json(), indent=2) if as_json else explanation.text)
+    if as_json:
+        typer.echo(json.dumps(explanation.to_json(), indent=2))
+    else:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        typer.echo(explanation.wrapped(max(width, 40)))
+
+
+def estimate_of(run: Path, cluster: str) -> "Estimate":
+    """The planner's price of a step of `run` on `cluster`."""
+    from moemesh.config.load import load_run
+    from moemesh.planner.estimate import estimate_run
+
+    return estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
 
 
 @app.command(short_help="Where the time of a step goes, from a trace of all ranks.")

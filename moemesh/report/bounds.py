@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moemesh.report.evidence import GRADIENT_AXES, Evidence, busiest_axis
+from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory import format_bytes
+
+#: A product of fewer rows, or shorter ones, is bound by reading its weights, or by starting it: a
+#: GPU of today does about 300 operations of bfloat16 in the time in which it reads one byte.
+ENOUGH_ROWS, ENOUGH_COLUMNS = 300, 1024
+#: A lower share of the peak (MFU) asks for a reason.
+_LOW_MFU = 0.3
 
 #: `--set` arguments of one change.
 Overrides = tuple[str, ...]
@@ -28,6 +35,34 @@ class Bound(NamedTuple):
 
 def _share(evidence: Evidence, name: str) -> str:
     return f"{evidence.shares[name]:.0%} of a step"
+
+
+def small_products(evidence: Evidence) -> str:
+    """Why products are too small for the device, where the shape tells; "" where they are not."""
+    rows = rows_per_expert(evidence)
+    hidden = evidence.run.section("model").get("hidden_size")
+    found: list[str] = []
+    if rows is not None and rows < ENOUGH_ROWS:
+        found.append(f"an expert multiplies {rows:,.0f} rows at once (enough are {ENOUGH_ROWS})")
+    if isinstance(hidden, int) and hidden < ENOUGH_COLUMNS:
+        found.append(f"a row has {hidden:,} columns (enough are {ENOUGH_COLUMNS:,})")
+    return " and ".join(found)
+
+
+def rows_per_expert(evidence: Evidence) -> float | None:
+    """Rows of one product of an expert with uniform routing; None without experts."""
+    model, data = evidence.run.section("model"), evidence.run.section("data")
+    numbers = [data.get("global_batch"), data.get("seq_len"), model.get("experts_per_token")]
+    experts = model.get("num_experts")
+    choices = 1
+    for number in numbers:
+        if not isinstance(number, int):
+            return None
+        choices *= number
+    if not isinstance(experts, int) or experts < 1:
+        return None
+    copies = evidence.degree("edp") * evidence.degree("dispatch_chunks")
+    return choices / (experts * copies * evidence.degree("microbatches"))
 
 
 def _say_data(evidence: Evidence) -> str:
@@ -127,13 +162,21 @@ def _say_compute(evidence: Evidence) -> str:
     mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
     if mfu is not None:
         text += f", at {mfu:.1%} of the device's peak (MFU)"
+        if mfu < _LOW_MFU and (small := small_products(evidence)):
+            text += f": its products are small, {small}"
     elif rate is not None:
-        unit = (1.0, "TFLOP/s") if rate >= 1 else (1e3, "GFLOP/s")
-        text += f", at {rate * unit[0]:.3g} model {unit[1]} a rank"
+        text += f", at {flop_rate(rate)} a rank"
     inside = [axis for axis in ("tp", "cp", "ep") if evidence.degree(axis) > 1]
     if inside and "communication share" not in evidence.facts:
         text += f"; exchanges over {', '.join(inside)} inside the passes are part of it"
     return text + "."
+
+
+def _compute_changes(evidence: Evidence) -> Sequence[Overrides]:
+    mfu, microbatches = evidence.fact("mfu"), evidence.degree("microbatches")
+    is_low = mfu is not None and mfu < _LOW_MFU and bool(small_products(evidence))
+    fewer = is_low and microbatches > 1 and evidence.degree("pp") == 1
+    return [(f"plan.microbatches={microbatches // 2}",)] if fewer else []
 
 
 def _always(*changes: Overrides) -> Callable[[Evidence], Sequence[Overrides]]:
@@ -185,7 +228,7 @@ BOUNDS: tuple[Bound, ...] = (
     Bound(
         "compute",
         _say_compute,
-        "No change of the layout removes this; a profile shows the longest operations.",
-        _always(),
+        "No other layout removes this; larger microbatches, or what a profile shows, can.",
+        _compute_changes,
     ),
 )

@@ -63,7 +63,7 @@ def evidence_of(run: Run) -> Evidence:
             facts[key] = statistics.median(values), "metrics.jsonl"
     if run.timeline is not None and run.timeline.records:
         _from_timeline(run, run.timeline.last_step(), shares, facts)
-    elif "communication" in shares:
+    elif "communication" in shares or ("data" in shares and _num_ranks(run) == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
     _from_loads(run, facts)
     _from_traffic(run, facts)
@@ -75,6 +75,11 @@ def evidence_of(run: Run) -> Evidence:
             facts["held bytes predicted"] = float(foreseen[fullest.rank]), "memory.json"
             facts["held bytes measured"] = float(fullest.total), "memory.json"
     return Evidence(run=run, seconds=seconds, shares=shares, facts=facts)
+
+
+def _num_ranks(run: Run) -> int | None:
+    found = run.plan.get("world_size")
+    return found if isinstance(found, int) else None
 
 
 def _from_timeline(
@@ -108,7 +113,8 @@ def _from_timeline(
     exposed = (max(parts["reduce"] - lost, 0.0) + waiting - bubble) / span
     # Of all waiting for other ranks, what is neither of these happens inside the passes.
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
-    shares["communication"] = exposed + max(inside, 0.0)
+    # Of a run on one rank the same span holds its own sums of gradients, with nobody else.
+    shares["communication"] = 0.0 if _num_ranks(run) == 1 else exposed + max(inside, 0.0)
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
     again = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
     if again:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,34 @@ from moemesh.config.load import load_run
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.failures import cause_of, culprit_of
+from moemesh.report.health import losses_of, one_line, troubles_of
 from moemesh.report.page import command_of
+from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory import format_bytes
 from moemesh.trace.run import Run
 from moemesh.trace.state import State, state_of
 
 _MAX_MESSAGE = 400
+#: Labelled lines below the paragraph, and the width of a label.
+_MOST_LINES, _LABEL = 7, 10
+#: Smaller shares of a step are not listed.
+_SHOWN = 0.005
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+_STATES: dict[State, str] = {
+    "finished": "finished {step}",
+    "running": "is at {step}",
+    "stopped": "was stopped after {step},",
+    "interrupted": "ended after {step} without a word (it was killed, or the machine went down),",
+    "failed": "failed after {step},",
+}
+_WITHOUT_STEPS: dict[State, str] = {
+    "finished": "The run finished without a step.",
+    "running": "The run is at work and has finished no step so far.",
+    "stopped": "The run was stopped before its first step was finished.",
+    "interrupted": "The run ended before its first step was finished, without a word: it was "
+    "killed, or the machine went down; logs/ holds what its ranks wrote.",
+    "failed": "The run failed before its first step was finished.",
+}
 #: Causes that take less than this share of a step are not spoken of beside the first one.
 _MINOR = 0.1
 
@@ -35,13 +59,15 @@ class Planned:
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """`cause`: a name of the tables of causes, "unknown" where the files say too little. `shares`
-    of a step by cause, `facts`: name -> (number, file). `sentences` in the order of the paragraph;
-    `command`: what to run next, "" where nothing follows."""
+    of a step by cause, `facts`: name -> (number, file). `sentences` of the paragraph, the answer
+    first; `lines`: (label, text) of what stands below; `command`: what to run next, "" where
+    nothing follows."""
 
     run: str
     state: State
     cause: str
     sentences: tuple[str, ...]
+    lines: tuple[tuple[str, str], ...] = ()
     command: str = ""
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
     facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
@@ -50,9 +76,25 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """The paragraph, and the command on a line of its own."""
-        paragraph = " ".join(self.sentences)
-        return f"{paragraph}\nnext: {self.command}" if self.command else paragraph
+        """The paragraph, the command and the lines, each on a line of its own."""
+        return self.wrapped(1 << 20)
+
+    def wrapped(self, width: int) -> str:
+        """The same in lines of at most `width` characters; a command is never broken."""
+        found = textwrap.wrap(" ".join(self.sentences), width, **_WHOLE_WORDS)
+        if self.command:
+            found += [f"next: {self.command}"]
+        if self.lines:
+            found.append("")
+        for label, text in self.lines:
+            found += textwrap.wrap(
+                text,
+                width,
+                initial_indent=f"{label:<{_LABEL}}",
+                subsequent_indent=" " * _LABEL,
+                **_WHOLE_WORDS,
+            )
+        return "\n".join(found)
 
     def to_json(self) -> dict[str, Any]:
         planned = self.planned
@@ -61,6 +103,7 @@ class Explanation:
             "state": self.state,
             "cause": self.cause,
             "text": " ".join(self.sentences),
+            "lines": dict(self.lines),
             "command": self.command or None,
             "shares": dict(self.shares),
             "evidence": [
@@ -79,36 +122,38 @@ class Explanation:
 
 
 def explain(run: Run, planned: Planned | None = None) -> Explanation:
-    """What the folder of `run` says, and `planned` beside it where a cluster was named."""
+    """What the folder of `run` says, and `planned` beside it where a cluster is known."""
     state = state_of(run)
-    if run.failure is not None:
-        return _failed(run, run.failure)
     evidence = evidence_of(run)
-    sentences, command = [_progress(run, state)], ""
+    if run.failure is not None:
+        return _failed(run, evidence, run.failure)
     bounds = _ranked(evidence)
     cause = bounds[0].name if bounds else "unknown"
+    sentences, command = [_progress(run, state)], ""
+    losses = losses_of(run)
     if state == "interrupted":
-        sentences.append(
-            "It ended without a word: it was killed, or the machine went down. "
-            + _checkpoint(run.folder)
-        )
+        sentences.append(_checkpoint(run.folder))
         command, cause = _resume(run), "killed"
+    elif state == "stopped":
+        command = _resume(run)
+    if losses.verdict:
+        sentences.append(losses.verdict)
     if bounds:
-        sentences.append(f"Its speed is bounded by {bounds[0].name}.")
-        sentences += [bound.say(evidence) for bound in bounds]
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
-        sentences.append(remedy.advice)
+        sentences += _bounded(evidence, bounds[0], remedy)
+        sentences += _plan(evidence, planned)
+        if state != "interrupted":
+            sentences.append(remedy.advice)
         command = command or _next(run, remedy, evidence)
     elif run.metrics:
-        sentences.append(_unknown(run, state))
-    sentences += _plan(run, evidence, planned)
-    sentences += _alarms(run)
+        sentences += [_unknown(run, state), *_plan(evidence, planned)]
     return Explanation(
         run=str(run.folder),
         state=state,
         cause=cause,
         sentences=tuple(sentences),
+        lines=_lines(run, evidence, losses.line),
         command=command,
         shares=evidence.shares,
         facts=evidence.facts,
@@ -117,14 +162,62 @@ def explain(run: Run, planned: Planned | None = None) -> Explanation:
 
 
 def _progress(run: Run, state: State) -> str:
+    """The state of the run, in a sentence."""
     if not run.metrics:
-        return f"The run is {state} and has finished no step."
+        return _WITHOUT_STEPS[state]
     row = run.metrics[-1]
     wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-    return (
-        f"The run is {state} at step {row.step:,}{wanted}, with a loss of {row.loss:.4f} "
-        f"{run.loss_unit} and {row.tokens_per_second:,.0f} tokens a second."
-    )
+    verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
+    return f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
+
+
+def _bounded(evidence: Evidence, first: Bound, remedy: Bound) -> list[str]:
+    """What takes most of a step, and what a change could remove of it."""
+    sentences = [f"Its speed is bounded by {first.name}: {_lower(first.say(evidence))}"]
+    if remedy is not first:
+        sentences.append(f"Next comes {remedy.name}: {_lower(remedy.say(evidence))}")
+    return sentences
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], ...]:
+    """What stands below the paragraph: troubles first, then losses, time, speed and memory."""
+    found = troubles_of(run)
+    if losses:
+        found.append(("loss", losses))
+    shares = [(name, share) for name, share in evidence.shares.items() if share >= _SHOWN]
+    if shares:
+        shares.sort(key=lambda one: -one[1])
+        found.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
+    if speed := _speed(run, evidence):
+        found.append(("speed", speed))
+    expected, held = evidence.fact("held bytes predicted"), evidence.fact("held bytes measured")
+    if (peak := evidence.fact("peak bytes")) is not None:
+        text = f"highest peak of a rank {format_bytes(peak)}"
+        if expected is not None and held is not None:
+            text += (
+                f"; held by the fullest rank {format_bytes(held)}, predicted "
+                f"{format_bytes(expected)}"
+            )
+        found.append(("memory", text))
+    return tuple(found[:_MOST_LINES])
+
+
+def _speed(run: Run, evidence: Evidence) -> str:
+    rows = run.metrics[1:] or run.metrics
+    if not rows or evidence.seconds is None:
+        return ""
+    speed = statistics.median(row.tokens_per_second for row in rows)
+    parts = [f"{speed:,.0f} tokens/s", f"{evidence.seconds:.3g} s a step (median)"]
+    mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
+    if rate is not None:
+        parts.append(f"{flop_rate(rate)} a rank")
+    if mfu is not None:
+        parts.append(f"MFU {mfu:.1%}")
+    return ", ".join(parts)
 
 
 def _ranked(evidence: Evidence) -> list[Bound]:
@@ -147,39 +240,26 @@ def _unknown(run: Run, state: State) -> str:
     return f"Where the time of a step goes cannot be said: {rest}."
 
 
-def _plan(run: Run, evidence: Evidence, planned: Planned | None) -> list[str]:
-    """The predictions beside what was measured."""
-    sentences: list[str] = []
+def _plan(evidence: Evidence, planned: Planned | None) -> list[str]:
+    """The predictions beside what was measured, in one sentence."""
+    told: list[str] = []
     if planned is not None and evidence.seconds:
         largest = max(planned.parts, key=lambda name: planned.parts[name], default="")
         difference = planned.seconds / evidence.seconds - 1
-        sentences.append(
-            f"The planner expects {planned.seconds:.4g} s a step on {planned.cluster} "
-            f"(mostly {largest}), {evidence.seconds:.4g} s were measured "
-            f"({difference:+.0%} from the measurement)."
+        told.append(
+            f"{planned.seconds:.4g} s a step on {planned.cluster} (mostly {largest}), "
+            f"{evidence.seconds:.4g} s were measured ({difference:+.0%} from the measurement)"
         )
     bubble = evidence.fact("simulated bubble")
     if bubble is not None:
-        sentences.append(f"The schedule alone would leave {bubble:.0%} of the pipeline idle.")
-    for what, verb, before, after in (
-        ("of traffic a step", "sent", "bytes predicted", "bytes measured"),
-        ("on the fullest rank", "held", "held bytes predicted", "held bytes measured"),
-    ):
-        expected, found = evidence.fact(before), evidence.fact(after)
-        if expected is not None and found is not None:
-            sentences.append(
-                f"The plan foresaw {format_bytes(expected)} {what}, {format_bytes(found)} were "
-                f"{verb}."
-            )
-    return sentences
-
-
-def _alarms(run: Run) -> list[str]:
-    alarms = [event for event in run.events if event.kind == "alarm"]
-    if not alarms:
-        return []
-    more = f" (and {len(alarms) - 1} more)" if len(alarms) > 1 else ""
-    return [f"{_sentence(alarms[-1].text)}{more}."]
+        told.append(f"a pipeline that is idle in {bubble:.0%} of a step by its schedule alone")
+    expected, sent = evidence.fact("bytes predicted"), evidence.fact("bytes measured")
+    if expected is not None and sent is not None:
+        found = "as was sent" if format_bytes(expected) == format_bytes(sent) else (
+            f"{format_bytes(sent)} were sent"
+        )  # fmt: skip
+        told.append(f"{format_bytes(expected)} of traffic a step, {found}")
+    return [f"The plan expects {'; '.join(told)}."] if told else []
 
 
 def _next(run: Run, bound: Bound, evidence: Evidence) -> str:
@@ -199,23 +279,21 @@ def _next(run: Run, bound: Bound, evidence: Evidence) -> str:
     return shlex.join(["moemesh", "profile", str(file)])
 
 
-def _failed(run: Run, failure: Mapping[str, Any]) -> Explanation:
+def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explanation:
     cause = cause_of(failure)
     place = culprit_of(failure)
     kind = str(failure.get("kind", "an error"))
-    message = str(failure.get("message", "")).strip()
-    if len(message) > _MAX_MESSAGE:
-        message = f"{message[:_MAX_MESSAGE]} …"
+    message = one_line(str(failure.get("message", "")), _MAX_MESSAGE)
     last = f" after step {run.metrics[-1].step:,}" if run.metrics else " before its first step"
     sentences = [
         f"The run failed{last}: {cause.name}" + (f" ({place})." if place else "."),
-        f"{kind}: {_sentence(message)}." if message else f"{kind}.",
+        f"{kind}: {message}." if message else f"{kind}.",
     ]
     if action := failure.get("action"):
-        sentences.append(f"What was done: {_sentence(str(action))}.")
+        sentences.append(f"What was done: {one_line(str(action), _MAX_MESSAGE)}.")
     arguments: Sequence[str] = cause.arguments
     if advice := str(failure.get("advice") or ""):
-        sentences.append(f"{_sentence(advice)}.")
+        sentences.append(f"{one_line(advice, _MAX_MESSAGE)}.")
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]
     command = _resume(run, arguments)
@@ -223,20 +301,16 @@ def _failed(run: Run, failure: Mapping[str, Any]) -> Explanation:
         command = shlex.join(["moemesh", "checkpoint", "verify", str(run.folder)])
     if bundle := failure.get("bundle"):
         sentences.append(f"The step can be replayed from {bundle}.")
-    alarms = _alarms(run)
     return Explanation(
         run=str(run.folder),
         state="failed",
         cause=cause.name,
-        sentences=(*sentences, *alarms),
+        sentences=tuple(sentences),
+        lines=_lines(run, evidence, losses_of(run).line),
         command=command,
+        facts=evidence.facts,
         failure=failure,
     )
-
-
-def _sentence(text: str) -> str:
-    """On one line, without the full stop that follows anyway."""
-    return " ".join(text.split()).rstrip(".")
 
 
 def _checkpoint(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 
@@ -128,12 +128,13 @@ def _by_message(message: str) -> FailureCause | None:
     return next((c for c in CAUSES if c.message and re.search(c.message, text)), None)
 
 
-def culprit_of(failure: Mapping[str, Any]) -> str:
-    """Rank and place of the failure, as far as its report tells; "" where it tells nothing."""
+def culprit_of(failure: Mapping[str, Any], keys: Sequence[str] = _WHERE) -> str:
+    """Rank and place of the failure (`keys` of its report), as far as it tells; "" where it tells
+    nothing."""
     parts = [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
     parts += [
         f"{name} {failure[name]}"
-        for name in _WHERE
+        for name in keys
         if failure.get(name) is not None and failure[name] != -1
     ]
     collective = failure.get("collective")

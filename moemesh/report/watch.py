@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moemesh.trace.duration import duration
+from moemesh.trace.duration import duration, flop_rate
 from moemesh.trace.events import Event
 from moemesh.trace.run import MetricsRow
 
@@ -198,7 +198,7 @@ class View:
         if row.mfu is not None:
             yield f"MFU {row.mfu:.1%}"
         if row.tflops_per_rank is not None:
-            yield f"TFLOP/s {row.tflops_per_rank:,.4g} a rank"
+            yield f"{flop_rate(row.tflops_per_rank)} a rank"
         if row.memory_bytes is not None:
             yield f"memory {row.memory_bytes / 2**30:.2f} GiB"
         waits = {"data": row.data_seconds, "ranks": row.communication_seconds}

@@ -1,4 +1,4 @@
-"""Times for a person."""
+"""Times and rates for a person."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def flop_rate(tflops: float) -> str:
+    """10^12 operations a second for a person: ``3.2 GFLOP/s``, ``412.0 TFLOP/s``.
+
+    >>> flop_rate(0.00317), flop_rate(412)
+    ('3.2 GFLOP/s', '412.0 TFLOP/s')
+    """
+    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"

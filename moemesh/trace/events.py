@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: In the text of an event: a loss jumped.
+JUMPED = "deviations above the last ones"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

@@ -63,6 +63,10 @@ _OPTIONAL = (
 )
 
 
+#: Earlier failures that are read, at most.
+_MOST_FAILURES = 50
+
+
 class RunError(ValueError):
     """The folder holds no run."""
 
@@ -188,6 +192,8 @@ class Run:
     #: Records of the starts of the run, the first one first (`provenance.json`).
     starts: tuple[Mapping[str, Any], ...] = ()
     failure: dict[str, Any] | None = None
+    #: Failures that the run went on from, the oldest first (`failures/<epoch>/failure.json`).
+    earlier_failures: tuple[Mapping[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
 
@@ -245,6 +251,7 @@ class Run:
             starts=reader.json("provenance.json", _starts) or (),
             events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
+            earlier_failures=tuple(_earlier_failures(reader)),
             summary=reader.json("summary.json", _object) or {},
             warnings=tuple(reader.warnings),
         )
@@ -308,6 +315,14 @@ class _Reader:
         if bad:
             lines = "1 line is" if bad == 1 else f"{bad} lines are"
             self.warnings.append(f"{name}: {lines} left out, first {first}")
+
+
+def _earlier_failures(reader: _Reader) -> Iterator[Mapping[str, Any]]:
+    """The newest of them; replay bundles stand in the same folder under other names."""
+    numbers = [path.name for path in reader.folder.glob("failures/*") if path.name.isdecimal()]
+    for number in sorted(numbers, key=int)[-_MOST_FAILURES:]:
+        if (found := reader.json(f"failures/{number}/failure.json", _object)) is not None:
+            yield found
 
 
 def _starts(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

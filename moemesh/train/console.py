@@ -19,7 +19,7 @@ from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.report.watch import View
-from moemesh.trace.duration import duration
+from moemesh.trace.duration import duration, flop_rate
 from moemesh.trace.run import MetricsRow
 from moemesh.train.events import Events
 from moemesh.train.progress import Progress
@@ -187,7 +187,7 @@ def facts(row: MetricsRow) -> list[str]:
     found: list[str] = []
     if row.tflops_per_rank is not None:
         share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
-        found.append(f"{_rate(row.tflops_per_rank)} a rank{share}")
+        found.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
     if row.memory_bytes is not None:
         found.append(f"{row.memory_bytes / 2**30:.2f} GiB")
     waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
@@ -200,10 +200,6 @@ def facts(row: MetricsRow) -> list[str]:
     if row.epoch is not None:
         found.append(f"epoch {row.epoch:.2f}")
     return found
-
-
-def _rate(tflops: float) -> str:
-    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"
 
 
 def _point_at_nothing() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.config.train import TrainConfig
+from moemesh.trace.events import JUMPED
 from moemesh.train.examination import Finding
 from moemesh.train.spikes import Spikes
 from moemesh.train.step import StepResult
@@ -74,7 +75,7 @@ class Guard:
             self._spiked = 0
             return result
         self._spiked += 1
-        loss = f"step {step}: loss {result.loss:.4f} is {score:.1f} deviations above the last ones"
+        loss = f"step {step}: loss {result.loss:.4f} is {score:.1f} {JUMPED}"
         action = self._train.on_spike
         if action == "alarm" or self._spiked > self._train.max_skips:
             if self._spiked == 1 or action != "alarm":

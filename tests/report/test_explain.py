@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from moemesh.cli.insight import explain as explain_verb
+from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import Planned, explain
@@ -186,7 +188,7 @@ def test_why_a_run_failed(tmp_path, name):
         (folder / "failure.json").write_text(json.dumps({"rank": 2, "step": 12, **failure}))
         found = explain(Run.load(folder))
         assert (found.state, found.cause) == ("failed", name), failure
-        assert "rank 2, step 12" in found.text and failure["message"].rstrip(".") in found.text
+        assert "rank 2, step 12" in found.text and failure["message"].rstrip(". ") in found.text
         assert found.command.startswith("moemesh ")
         assert str(folder) in found.command
     if name == "hang":
@@ -238,3 +240,29 @@ def test_the_verb_needs_no_torch(tmp_path):
     command = [sys.executable, "-c", program, str(folder)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(found.stdout)["planned"]["seconds"] > 0
+
+
+def test_the_cluster_of_the_run_is_the_default_one(tmp_path, capsys):
+    def priced(name, cluster=None):
+        config = CONFIG.replace("[train]", f'[train]\ncluster = "{name}"')
+        folder = folder_of(tmp_path / "run", timeline(), config=config)
+        explain_verb(folder, cluster, True)
+        return json.loads(capsys.readouterr().out)["planned"]
+
+    assert priced("laptop_cpu")["cluster"] == "laptop_cpu"
+    assert priced("laptop_cpu", "dgx_h100")["cluster"] == "dgx_h100"
+    assert priced("gone.toml") is None  # it was there when the run began
+    with pytest.raises(ConfigError):
+        priced("laptop_cpu", "gone.toml")
+
+
+def test_small_products_are_a_reason_for_a_low_mfu(tmp_path):
+    run = folder_of(tmp_path / "run", timeline(), mfu=0.05)
+    found = explain(Run.load(run))
+    # 16 x 256 tokens, 2 choices each, in 4 microbatches to 16 experts.
+    assert "an expert multiplies 128 rows at once" in found.text
+    assert "a row has 256 columns" in found.text
+    assert (
+        "products are small"
+        not in explain(Run.load(folder_of(tmp_path / "b", timeline(), mfu=0.5))).text
+    )

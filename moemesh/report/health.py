@@ -1,0 +1,173 @@
+"""The health of a run: losses beside each other, steps that were left out, failures it survived."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moemesh.report.failures import cause_of, culprit_of
+from moemesh.trace.events import JUMPED, Event
+from moemesh.trace.run import MetricsRow, Run
+
+#: A loss that rose by less than this share is noise.
+_NOTICEABLE = 0.03
+#: Validation this much above training, and by this share of it, is a gap worth a word.
+_GAP, _GAP_SHARE = 0.1, 0.1
+#: A run is judged by its losses from so many steps on; they are taken in so many parts.
+_LEAST_STEPS, _PARTS = 40, 20
+_LONGEST = 160
+_MOST_FAILURES = 3
+
+
+class _Kind(NamedTuple):
+    """Events of a kind: the label of their line, and how one and several of them are called."""
+
+    kind: str
+    label: str
+    one: str
+    several: str
+
+
+#: Kinds of events that a reader of a run should know, the worst first.
+_KINDS: tuple[_Kind, ...] = (
+    _Kind("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
+    _Kind("skipped", "skipped", "step left out", "steps left out"),
+    _Kind("vote", "copies", "difference of copies repaired", "differences of copies repaired"),
+    _Kind("spike", "spikes", "jump of the loss", "jumps of the loss"),
+    _Kind("alarm", "alarms", "alarm", "alarms"),
+    _Kind("disk", "disk", "message", "messages"),
+    _Kind("damaged", "damaged", "file", "files"),
+    _Kind("sink", "sinks", "message", "messages"),
+    _Kind("warning", "warnings", "warning", "warnings"),
+)
+_MOST_KINDS = 3
+
+
+class Losses(NamedTuple):
+    """`line`: training and validation with what they are judged by; `verdict`: a sentence where
+    they are not as they should be, else ""."""
+
+    line: str
+    verdict: str
+
+
+def losses_of(run: Run) -> Losses:
+    """The newest losses of `run`, beside the unigram entropy of its data."""
+    rows = [row for row in run.metrics if math.isfinite(row.loss)]
+    if not rows:
+        return Losses("", "")
+    line = f"training {rows[-1].loss:.4f}"
+    validated = [(row.step, row.validation_loss) for row in rows
+                 if row.validation_loss is not None]  # fmt: skip
+    if validated:
+        step, loss = validated[-1]
+        line += f", validation {loss:.4f}"
+        if step != rows[-1].step:
+            line += f" (step {step:,})"
+    unigram = run.summary.get("unigram_loss")
+    if isinstance(unigram, int | float):
+        line += f", unigram model {unigram:.4f}"
+    else:
+        unigram = None
+    return Losses(f"{line} {run.loss_unit}", _verdict(run, rows, validated, unigram))
+
+
+def _verdict(
+    run: Run,
+    rows: Sequence[MetricsRow],
+    validated: Sequence[tuple[int, float]],
+    unigram: float | None,
+) -> str:
+    newest = rows[-1].step
+    if (newest >= _LEAST_STEPS or newest == run.num_steps) and unigram is not None:
+        name, loss = ("validation", validated[-1][1]) if validated else ("training", rows[-1].loss)
+        if loss >= unigram:
+            return (
+                f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
+                f"({unigram:.2f}), which knows only how often each token occurs: the run has "
+                "learned nothing yet, or has diverged."
+            )
+    if newest < _LEAST_STEPS:
+        return ""
+    if (rise := _rise(rows)) is not None:
+        return rise
+    lowest = min(validated, key=lambda one: one[1], default=(newest, 0.0))
+    if validated and validated[-1][1] > lowest[1] * (1 + _NOTICEABLE) + 1e-9:
+        epoch = rows[-1].epoch
+        read = f" after {epoch:.1f} epochs" if epoch is not None and epoch >= 1 else ""
+        return (
+            f"The validation loss was lowest at step {lowest[0]:,} ({lowest[1]:.4f}) and is "
+            f"{validated[-1][1]:.4f} now{read}: the run overfits; take that checkpoint, more data "
+            "or fewer steps."
+        )
+    if validated:
+        step, loss = validated[-1]
+        near = [row.loss for row in rows if step - _PARTS < row.step <= step]
+        gap = loss - statistics.fmean(near) if near else 0.0
+        if gap > max(_GAP, _GAP_SHARE * loss):
+            return (
+                f"The validation loss is {gap:.2f} above the training loss: the text that is held "
+                "out differs, or the run learns its samples by heart."
+            )
+    return ""
+
+
+def _rise(rows: Sequence[MetricsRow]) -> str | None:
+    """A training loss that went up again: of medians over twentieths of the run."""
+    cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
+    parts = [rows[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    medians = [statistics.median(row.loss for row in part) for part in parts]
+    lowest = min(range(len(medians)), key=medians.__getitem__)
+    if medians[-1] <= medians[lowest] + max(_GAP, _NOTICEABLE * medians[lowest]):
+        return None
+    first, last = parts[lowest][0].step, parts[lowest][-1].step
+    return (
+        f"The training loss rose again, from {medians[lowest]:.2f} at steps {first:,} to {last:,} "
+        f"to {medians[-1]:.2f}: lower train.lr or train.clip, or look at the data read since."
+    )
+
+
+def troubles_of(run: Run) -> list[tuple[str, str]]:
+    """(label, text) of what happened besides steps, the worst first: failures that the run went on
+    from, steps left out, jumps of the loss, alarms."""
+    found: list[tuple[str, str]] = []
+    if run.earlier_failures:
+        found.append(("survived", _survived(run)))
+    by_kind: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in run.events:
+        kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
+        by_kind[kind].append(event)
+    for kind in [one for one in _KINDS if by_kind[one.kind]][:_MOST_KINDS]:
+        events = by_kind[kind.kind]
+        number = f"1 {kind.one}" if len(events) == 1 else f"{len(events):,} {kind.several}"
+        last = "" if len(events) == 1 else ", the last"
+        text = one_line(events[-1].text.removeprefix("alarm: "))
+        found.append((kind.label, f"{number}{last}: {text}"))
+    if run.warnings:
+        found.append(("files", one_line("; ".join(run.warnings))))
+    return found
+
+
+def _survived(run: Run) -> str:
+    failures = run.earlier_failures
+    texts = [
+        one_line(
+            f"{cause_of(failure).name} ({culprit_of(failure, ('step',)) or 'place unknown'})"
+            + (f", {action}" if (action := failure.get("action")) else "")
+        )
+        for failure in failures[-_MOST_FAILURES:]
+    ]
+    number = "1 failure" if len(failures) == 1 else f"{len(failures)} failures"
+    newest = "" if len(failures) <= _MOST_FAILURES else f", the newest {_MOST_FAILURES}"
+    return f"{number}{newest}: " + "; ".join(texts) + " (failures/)"
+
+
+def one_line(text: str, longest: int = _LONGEST) -> str:
+    """The text on one line, without the full stop that follows anyway, cut after `longest`
+    characters."""
+    flat = " ".join(text.split()).rstrip(". ")
+    return flat if len(flat) <= longest else f"{flat[: longest - 2].rstrip()} …"

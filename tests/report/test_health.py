@@ -1,0 +1,129 @@
+"""Losses and events of a run as a reader is told of them; healthy runs are told of nothing."""
+
+import json
+
+import pytest
+
+from moemesh.report.explain import explain
+from moemesh.report.health import losses_of, troubles_of
+from moemesh.trace.events import JUMPED
+from moemesh.trace.run import MetricsRow, Run
+from moemesh.trace.state import state_of
+
+
+def run_of(folder, losses, validated=None, unigram=None, steps=None, events=(), **fields):
+    """A run with these training losses, validation losses by step, and events (kind, text)."""
+    folder.mkdir()
+    steps = len(losses) if steps is None else steps
+    (folder / "config.toml").write_text(f"[train]\nsteps = {steps}\n")
+    rows = [
+        MetricsRow(step=step, loss=loss, grad_norm=1.0, aux_loss=0.0, tokens=10, lr=1e-3,
+                   tokens_per_second=10.0, seconds=1.0,
+                   validation_loss=(validated or {}).get(step), **fields)
+        for step, loss in enumerate(losses, start=1)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(row.to_line() for row in rows))
+    if unigram is not None:
+        (folder / "summary.json").write_text(json.dumps({"steps": steps, "unigram_loss": unigram}))
+    lines = [json.dumps({"time": "", "step": 1, "kind": k, "text": t}) for k, t in events]
+    (folder / "events.jsonl").write_text("\n".join(lines))
+    return Run.load(folder)
+
+
+FALLING = [5.0 - 3.0 * step / 100 for step in range(100)]
+#: Losses, validation losses, unigram entropy; and a word of the verdict ("": none).
+CASES = {
+    "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, ""),
+    "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, ""),
+    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "not below"),
+    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below"),
+    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below"),
+    "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "lowest at step 50 (2.4000)"),
+    "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again"),
+    "gap": (FALLING, {50: 3.7, 100: 2.6}, 3.2, "above the training loss"),
+    "a first step": ([5.0], {}, None, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses(tmp_path, name):
+    losses, validated, unigram, word = CASES[name]
+    run = run_of(tmp_path / "run", losses, validated, unigram)
+    found = losses_of(run)
+    assert (word in found.verdict) if word else found.verdict == ""
+    assert f"training {losses[-1]:.4f}" in found.line
+    assert (found.verdict in explain(run).text) and found.line in explain(run).text
+
+
+def test_a_run_at_work_is_not_blamed_early(tmp_path):
+    assert losses_of(run_of(tmp_path / "a", [5.0] * 39, {39: 3.3}, 3.2, steps=100)).verdict == ""
+    assert losses_of(run_of(tmp_path / "b", [5.0] * 40, {40: 3.3}, 3.2, steps=100)).verdict
+
+
+def test_losses_that_are_no_numbers(tmp_path):
+    run = run_of(tmp_path / "run", [float("nan")] * 50)
+    assert losses_of(run) == ("", "")
+    assert "nan" in explain(run).text
+
+
+def test_troubles_are_counted_and_the_worst_stands_first(tmp_path):
+    events = [
+        ("alarm", f"step 3: loss 9.0 is 8.1 {JUMPED}"),
+        ("alarm", "alarm: step 4, layer 1: 1 expert (8) received no token"),
+        ("skipped", "step 5: a gradient is not finite"),
+        ("skipped", "step 6: a gradient\nis not finite." + 300 * "x"),
+        ("warning", "left out here: three kinds are told"),
+        ("note", "of no interest"),
+    ]
+    found = dict(troubles_of(run_of(tmp_path / "run", FALLING, events=events)))
+    assert list(found) == ["skipped", "spikes", "alarms"]
+    assert found["skipped"].startswith("2 steps left out, the last: step 6: a gradient is not")
+    assert found["spikes"].startswith("1 jump of the loss: step 3")
+    assert found["alarms"] == "1 alarm: step 4, layer 1: 1 expert (8) received no token"
+    assert max(map(len, found.values())) < 200
+
+
+def test_failures_that_a_run_survived(tmp_path):
+    run_of(tmp_path / "run", FALLING)
+    for epoch in (2, 10, 3, 4):
+        place = tmp_path / "run" / "failures" / str(epoch)
+        place.mkdir(parents=True)
+        failure = {"kind": "Killed", "message": "signal 9", "rank": epoch, "step": 7,
+                   "action": "restart 1 of 3, from step 5"}  # fmt: skip
+        (place / "failure.json").write_text(json.dumps(failure))
+    (tmp_path / "run" / "failures" / "step-9").mkdir()
+    (tmp_path / "run" / "failures" / "11").mkdir()
+    (tmp_path / "run" / "failures" / "11" / "failure.json").write_text("{")
+    run = Run.load(tmp_path / "run")
+    assert [failure["rank"] for failure in run.earlier_failures] == [2, 3, 4, 10]
+    told = dict(troubles_of(run))["survived"]
+    assert told.startswith("4 failures, the newest 3: killed (rank 3, step 7), restart 1 of 3")
+    assert told.index("rank 4") < told.index("rank 10") and "rank 2" not in told
+    assert "failures/11/failure.json" in dict(troubles_of(run))["files"]
+
+
+def test_runs_without_a_step(tmp_path):
+    run = run_of(tmp_path / "run", [], steps=10)
+    assert state_of(run) == "interrupted"
+    text = explain(run).text
+    assert "before its first step" in text and "no checkpoint" in text
+    (tmp_path / "run" / "failure.json").write_text('{"kind": "OSError", "message": "x"}')
+    assert "before its first step: exception" in explain(Run.load(tmp_path / "run")).text
+
+
+def test_rows_of_the_first_schema(tmp_path):
+    """Rows without a schema, of a version without waits, memory and events, and no plan."""
+    row = {"step": 1, "loss": 3.0, "grad_norm": 1, "aux_loss": 0, "tokens": 9, "lr": 0.1,
+           "tokens_per_second": 9, "seconds": 1}  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"step": 2}))
+    found = explain(Run.load(tmp_path))
+    assert found.cause == "killed" and "step 2" in found.text and "9 tokens/s" in found.text
+
+
+def test_the_page_fits_a_terminal(tmp_path):
+    events = [(kind, 50 * "many words ") for kind in ("rollback", "skipped", "vote", "alarm")]
+    found = explain(run_of(tmp_path / "run", FALLING, {100: 9.0}, 3.2, events=events))
+    for width in (60, 100):
+        lines = found.wrapped(width).splitlines()
+        assert max(len(line) for line in lines if not line.startswith("next: ")) <= width
+    assert len(found.lines) <= 7 and found.to_json()["lines"] == dict(found.lines)
