@@ -14,8 +14,8 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
-from moemesh.report.failures import cause_of, culprit_of
-from moemesh.report.health import losses_of, one_line, troubles_of
+from moemesh.report.failures import CAUSES, cause_of, culprit_of
+from moemesh.report.health import losses_of, lower_rate, one_line, troubles_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory import format_bytes
@@ -132,21 +132,21 @@ def explain(run: Run, planned: Planned | None = None) -> Explanation:
     sentences, command = [_progress(run, state)], ""
     losses = losses_of(run)
     if state == "interrupted":
-        sentences.append(_checkpoint(run.folder))
+        advice = next(one.advice for one in CAUSES if one.name == "killed")
+        sentences += [_checkpoint(run.folder), advice]
         command, cause = _resume(run), "killed"
     elif state == "stopped":
         command = _resume(run)
     if losses.verdict:
         sentences.append(losses.verdict)
-    if bounds:
+        command = command or _changed(run, (losses.change,) if losses.change else ())
+    if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
         sentences += _bounded(evidence, bounds[0], remedy)
-        sentences += _plan(evidence, planned)
-        if state != "interrupted":
-            sentences.append(remedy.advice)
+        sentences += [*_plan(evidence, planned), remedy.advice]
         command = command or _next(run, remedy, evidence)
-    elif run.metrics:
+    elif run.metrics and not bounds:
         sentences += [_unknown(run, state), *_plan(evidence, planned)]
     return Explanation(
         run=str(run.folder),
@@ -268,15 +268,24 @@ def _next(run: Run, bound: Bound, evidence: Evidence) -> str:
     if not file.is_file():
         return ""
     for overrides in bound.changes(evidence):
-        try:
-            load_run([file], overrides, environ={})
-        except ConfigError:
-            continue
-        changed = overrides[-1].replace("=", "-").replace("/", "-").replace(".", "-")
-        out = run.folder.with_name(f"{run.folder.name}-{changed}")
-        arguments = [argument for override in overrides for argument in ("--set", override)]
-        return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(out)])
+        if found := _changed(run, overrides):
+            return found
     return shlex.join(["moemesh", "profile", str(file)])
+
+
+def _changed(run: Run, overrides: Sequence[str]) -> str:
+    """The command of a new run that differs in `overrides`; "" where that is none, or illegal."""
+    file = run.folder / "config.toml"
+    if not overrides or not file.is_file():
+        return ""
+    try:
+        load_run([file], overrides, environ={})
+    except ConfigError:
+        return ""
+    changed = overrides[-1].replace("=", "-").replace("/", "-").replace(".", "-")
+    out = run.folder.with_name(f"{run.folder.name}-{changed}")
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(out)])
 
 
 def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explanation:
@@ -292,14 +301,16 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     if action := failure.get("action"):
         sentences.append(f"What was done: {one_line(str(action), _MAX_MESSAGE)}.")
     arguments: Sequence[str] = cause.arguments
-    if advice := str(failure.get("advice") or ""):
-        sentences.append(f"{one_line(advice, _MAX_MESSAGE)}.")
+    if cause.name == "diverged" and (lower := lower_rate(run)):
+        arguments = ("--set", lower, "--allow-change", "train.lr")
+    if advice := one_line(str(failure.get("advice") or ""), _MAX_MESSAGE):
+        sentences.append(f"{advice[:1].upper()}{advice[1:]}.")
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]
     command = _resume(run, arguments)
     if cause.name == "damaged checkpoint":
         command = shlex.join(["moemesh", "checkpoint", "verify", str(run.folder)])
-    if bundle := failure.get("bundle"):
+    if (bundle := failure.get("bundle")) and str(bundle) not in message:
         sentences.append(f"The step can be replayed from {bundle}.")
     return Explanation(
         run=str(run.folder),

@@ -49,17 +49,18 @@ _MOST_KINDS = 3
 
 class Losses(NamedTuple):
     """`line`: training and validation with what they are judged by; `verdict`: a sentence where
-    they are not as they should be, else ""."""
+    they are not as they should be, else ""; `change`: a `--set` argument against it, or ""."""
 
-    line: str
-    verdict: str
+    line: str = ""
+    verdict: str = ""
+    change: str = ""
 
 
 def losses_of(run: Run) -> Losses:
     """The newest losses of `run`, beside the unigram entropy of its data."""
     rows = [row for row in run.metrics if math.isfinite(row.loss)]
     if not rows:
-        return Losses("", "")
+        return Losses()
     line = f"training {rows[-1].loss:.4f}"
     validated = [(row.step, row.validation_loss) for row in rows
                  if row.validation_loss is not None]  # fmt: skip
@@ -73,7 +74,7 @@ def losses_of(run: Run) -> Losses:
         line += f", unigram model {unigram:.4f}"
     else:
         unigram = None
-    return Losses(f"{line} {run.loss_unit}", _verdict(run, rows, validated, unigram))
+    return Losses(f"{line} {run.loss_unit}", *_verdict(run, rows, validated, unigram))
 
 
 def _verdict(
@@ -81,54 +82,75 @@ def _verdict(
     rows: Sequence[MetricsRow],
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
-) -> str:
-    newest = rows[-1].step
-    if (newest >= _LEAST_STEPS or newest == run.num_steps) and unigram is not None:
-        name, loss = ("validation", validated[-1][1]) if validated else ("training", rows[-1].loss)
-        if loss >= unigram:
-            return (
-                f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
-                f"({unigram:.2f}), which knows only how often each token occurs: the run has "
-                "learned nothing yet, or has diverged."
-            )
+) -> tuple[str, str]:
+    newest, parts = rows[-1].step, _parts(rows)
+    lowest = min(parts, key=lambda part: part.median)
+    rose = parts[-1].median > lowest.median + max(_GAP, _NOTICEABLE * lowest.median)
+    name, loss = ("validation", validated[-1][1]) if validated else ("training", rows[-1].loss)
+    is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
+    if is_judged and unigram is not None and loss >= unigram:
+        # A loss that still falls only needs time.
+        is_early = lowest is parts[-1] and rows[0].loss - lowest.median > _GAP
+        why = "it needs more steps" if is_early else "its learning rate is probably wrong"
+        return (
+            f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
+            f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
+            f"learned, {why}.",
+            f"train.steps={4 * newest}" if is_early else lower_rate(run),
+        )
     if newest < _LEAST_STEPS:
-        return ""
-    if (rise := _rise(rows)) is not None:
-        return rise
-    lowest = min(validated, key=lambda one: one[1], default=(newest, 0.0))
-    if validated and validated[-1][1] > lowest[1] * (1 + _NOTICEABLE) + 1e-9:
+        return "", ""
+    if rose:
+        return (
+            f"The training loss rose again, from {lowest.median:.2f} at steps {lowest.first:,} to "
+            f"{lowest.last:,} to {parts[-1].median:.2f}: lower train.lr or train.clip, or look at "
+            "the data read since.",
+            lower_rate(run),
+        )
+    best = min(validated, key=lambda one: one[1], default=(newest, 0.0))
+    if validated and loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
         read = f" after {epoch:.1f} epochs" if epoch is not None and epoch >= 1 else ""
         return (
-            f"The validation loss was lowest at step {lowest[0]:,} ({lowest[1]:.4f}) and is "
-            f"{validated[-1][1]:.4f} now{read}: the run overfits; take that checkpoint, more data "
-            "or fewer steps."
+            f"The validation loss was lowest at step {best[0]:,} ({best[1]:.4f}) and is "
+            f"{loss:.4f} now{read}: the run overfits; take more data or fewer steps.",
+            f"train.steps={best[0]}",
         )
     if validated:
-        step, loss = validated[-1]
+        step = validated[-1][0]
         near = [row.loss for row in rows if step - _PARTS < row.step <= step]
         gap = loss - statistics.fmean(near) if near else 0.0
         if gap > max(_GAP, _GAP_SHARE * loss):
             return (
                 f"The validation loss is {gap:.2f} above the training loss: the text that is held "
-                "out differs, or the run learns its samples by heart."
+                "out differs, or the run learns its samples by heart.",
+                "",
             )
-    return ""
+    return "", ""
 
 
-def _rise(rows: Sequence[MetricsRow]) -> str | None:
-    """A training loss that went up again: of medians over twentieths of the run."""
+def lower_rate(run: Run) -> str:
+    """The override for a tenth of the learning rate; "" where the run does not say its own."""
+    rate = run.section("train").get("lr")
+    return f"train.lr={rate / 10:.3g}" if isinstance(rate, int | float) else ""
+
+
+class _Part(NamedTuple):
+    """Neighbouring steps, and the median of their losses."""
+
+    first: int
+    last: int
+    median: float
+
+
+def _parts(rows: Sequence[MetricsRow]) -> list[_Part]:
+    """Twentieths of a run, or single steps of a shorter one."""
     cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
     parts = [rows[a:b] for a, b in itertools.pairwise(cuts) if b > a]
-    medians = [statistics.median(row.loss for row in part) for part in parts]
-    lowest = min(range(len(medians)), key=medians.__getitem__)
-    if medians[-1] <= medians[lowest] + max(_GAP, _NOTICEABLE * medians[lowest]):
-        return None
-    first, last = parts[lowest][0].step, parts[lowest][-1].step
-    return (
-        f"The training loss rose again, from {medians[lowest]:.2f} at steps {first:,} to {last:,} "
-        f"to {medians[-1]:.2f}: lower train.lr or train.clip, or look at the data read since."
-    )
+    return [
+        _Part(part[0].step, part[-1].step, statistics.median(row.loss for row in part))
+        for part in parts
+    ]
 
 
 def troubles_of(run: Run) -> list[tuple[str, str]]:

@@ -191,6 +191,8 @@ def test_why_a_run_failed(tmp_path, name):
         assert "rank 2, step 12" in found.text and failure["message"].rstrip(". ") in found.text
         assert found.command.startswith("moemesh ")
         assert str(folder) in found.command
+    if name == "diverged":
+        assert "--set train.lr=0.0001 --allow-change train.lr" in found.command
     if name == "hang":
         folder = folder_of(tmp_path / "other", timeline())
         (folder / "failure.json").write_text(json.dumps(FAILURES[name][0]))

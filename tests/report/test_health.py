@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moemesh.report.explain import explain
-from moemesh.report.health import losses_of, troubles_of
+from moemesh.report.health import Losses, losses_of, troubles_of
 from moemesh.trace.events import JUMPED
 from moemesh.trace.run import MetricsRow, Run
 from moemesh.trace.state import state_of
@@ -15,7 +15,7 @@ def run_of(folder, losses, validated=None, unigram=None, steps=None, events=(), 
     """A run with these training losses, validation losses by step, and events (kind, text)."""
     folder.mkdir()
     steps = len(losses) if steps is None else steps
-    (folder / "config.toml").write_text(f"[train]\nsteps = {steps}\n")
+    (folder / "config.toml").write_text(f"[train]\nsteps = {steps}\nlr = 0.03\n")
     rows = [
         MetricsRow(step=step, loss=loss, grad_norm=1.0, aux_loss=0.0, tokens=10, lr=1e-3,
                    tokens_per_second=10.0, seconds=1.0,
@@ -31,28 +31,31 @@ def run_of(folder, losses, validated=None, unigram=None, steps=None, events=(), 
 
 
 FALLING = [5.0 - 3.0 * step / 100 for step in range(100)]
-#: Losses, validation losses, unigram entropy; and a word of the verdict ("": none).
+#: Losses, validation losses, unigram entropy; a word of the verdict ("": none) and the change.
 CASES = {
-    "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, ""),
-    "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, ""),
-    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "not below"),
-    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below"),
-    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below"),
-    "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "lowest at step 50 (2.4000)"),
-    "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again"),
-    "gap": (FALLING, {50: 3.7, 100: 2.6}, 3.2, "above the training loss"),
-    "a first step": ([5.0], {}, None, ""),
+    "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, "", ""),
+    "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, "", ""),
+    "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "not below", "train.lr=0.003"),
+    "still falling": (FALLING, {100: 2.05}, 2.0, "needs more steps", "train.steps=400"),
+    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", "train.lr=0.003"),
+    "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", "train.lr=0.003"),
+    "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "at step 50 (2.4000)", "train.steps=50"),
+    "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again", "train.lr=0.003"),
+    "gap": (FALLING, {50: 3.7, 100: 2.6}, 3.2, "above the training loss", ""),
+    "a first step": ([5.0], {}, None, "", ""),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses(tmp_path, name):
-    losses, validated, unigram, word = CASES[name]
+    losses, validated, unigram, word, change = CASES[name]
     run = run_of(tmp_path / "run", losses, validated, unigram)
     found = losses_of(run)
     assert (word in found.verdict) if word else found.verdict == ""
-    assert f"training {losses[-1]:.4f}" in found.line
-    assert (found.verdict in explain(run).text) and found.line in explain(run).text
+    assert found.change == change and f"training {losses[-1]:.4f}" in found.line
+    told = explain(run)
+    assert found.verdict in told.text and found.line in told.text
+    assert f"--set {change} " in told.command if change else "--set train" not in told.command
 
 
 def test_a_run_at_work_is_not_blamed_early(tmp_path):
@@ -62,7 +65,7 @@ def test_a_run_at_work_is_not_blamed_early(tmp_path):
 
 def test_losses_that_are_no_numbers(tmp_path):
     run = run_of(tmp_path / "run", [float("nan")] * 50)
-    assert losses_of(run) == ("", "")
+    assert losses_of(run) == Losses()
     assert "nan" in explain(run).text
 
 
