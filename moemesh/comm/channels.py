@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moemesh.comm.groups import new_group
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import pair_of, record
 from moemesh.comm.watched_work import watched
@@ -59,15 +60,13 @@ class Channels:
         # Groups are made by all ranks in one order, whether or not they are members.
         for ranks in mesh.layout.groups(axis):
             if tagged:
-                group = dist.new_group(
-                    list(ranks), backend=backend, timeout=timeout, group_desc="channels"
-                )
+                group = new_group(ranks, name="channels", timeout=timeout, backend=backend)
                 if ranks == own.ranks:
                     found = dict.fromkeys(pairs, group)
                 continue
             for source, destination in pairs:
                 members = [ranks[source], ranks[destination]]
-                group = dist.new_group(members, timeout=timeout, group_desc=f"channel {members}")
+                group = new_group(members, name=f"channel {members}", timeout=timeout)
                 if ranks == own.ranks and own.index in (source, destination):
                     found[source, destination] = group
         return cls(own, found, tagged=tagged)

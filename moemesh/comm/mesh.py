@@ -7,7 +7,8 @@ all ranks has the group that the mesh was made of, and an axis of size 1 has no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moemesh.comm.groups import new_group
 from moemesh.config.layout import AXES, Layout
 from moemesh.trace.ledger import Ledger
+
+#: Axes whose hosts tell one another numbers, beside those of all ranks: sizes of exchanges, and
+#: tokens of a step.
+HOST_AXES = ("ep_etp", "dp_cp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +92,12 @@ class Mesh:
         rank: int,
         device: torch.device,
         groups: dict[tuple[int, ...], ProcessGroup | None],
-        control_group: ProcessGroup | None,
+        host_groups: dict[tuple[int, ...], ProcessGroup | None] | None = None,
         global_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups` are this rank's, by
-        their ranks in the mesh; ``global_ranks[rank]`` defaults to ``rank``."""
+        their ranks in the mesh, and `host_groups` those on the CPU beside them, where tensors
+        travel by another backend than gloo; ``global_ranks[rank]`` defaults to ``rank``."""
         self.layout = layout
         self._global_ranks = global_ranks or tuple(range(layout.world_size))
         self.rank = rank
@@ -99,18 +106,12 @@ class Mesh:
         self.coordinates: dict[str, int] = layout.coordinates(rank)
         self._groups = groups
         self._axes = {name: self._axis(name, layout.group_of(name, rank)) for name in AXES}
+        self._host_groups = host_groups
         #: The axis of all ranks for control messages on the CPU: its own gloo group where tensors
         #: travel by another backend, the world axis itself otherwise.
         self.control = self["world"]
-        if control_group is not None:
-            self.control = Axis(
-                name="control",
-                ranks=self["world"].ranks,
-                index=rank,
-                group=control_group,
-                device=torch.device("cpu"),
-                ledger=self.ledger,
-            )
+        if host_groups is not None:
+            self.control = replace(self.host("world"), name="control")
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
@@ -148,30 +149,31 @@ class Mesh:
             raise ValueError(f"a pipeline (pp = {layout.pp}) needs a mesh over all ranks")
         timeout = _timeout(group, whole.device)
         groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(whole.size)): whole.group}
-        for name in AXES:
-            for ranks in layout.groups(name):
-                if len(ranks) == 1 or ranks in groups:
-                    continue
-                groups[ranks] = None
-                is_member = whole.index in ranks
-                if is_member or not is_local:
-                    made = dist.new_group(
-                        [whole.ranks[rank] for rank in ranks],
-                        timeout=timeout,
-                        use_local_synchronization=is_local,
-                        group_desc=name,
-                    )
-                    groups[ranks] = made if is_member else None
-        control_group = None
+
+        def make_groups(
+            groups: dict[tuple[int, ...], ProcessGroup | None],
+            names: Iterable[str],
+            backend: str | None = None,
+        ) -> None:
+            for name in names:
+                for ranks in layout.groups(name):
+                    if len(ranks) == 1 or ranks in groups:
+                        continue
+                    groups[ranks] = None
+                    is_member = whole.index in ranks
+                    if is_member or not is_local:
+                        members = [whole.ranks[rank] for rank in ranks]
+                        made = new_group(
+                            members, name=name, timeout=timeout, backend=backend, is_local=is_local
+                        )
+                        groups[ranks] = made if is_member else None
+
+        make_groups(groups, AXES)
+        host_groups = None
         if whole.size > 1 and whole.backend != "gloo":
-            control_group = dist.new_group(
-                list(whole.ranks),
-                backend="gloo",
-                timeout=timeout,
-                use_local_synchronization=is_local,
-                group_desc="control",
-            )
-        return cls(layout, whole.index, whole.device, groups, control_group, whole.ranks)
+            host_groups = {}
+            make_groups(host_groups, ("world", *HOST_AXES), "gloo")
+        return cls(layout, whole.index, whole.device, groups, host_groups, whole.ranks)
 
     @classmethod
     def single(cls, device: torch.device | str) -> Mesh:
@@ -191,6 +193,16 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         """The axis `name`, one of `moemesh.config.layout.AXES`."""
         return self._axes[name]
+
+    def host(self, name: str) -> Axis:
+        """The ranks of "world" or of an axis of :data:`HOST_AXES` for numbers that hosts tell one
+        another, on the CPU: by gloo, beside the group of the axis, so that nobody waits for a
+        device. The axis itself where its tensors are on the CPU."""
+        axis = self[name]
+        if self._host_groups is None or axis.size == 1:
+            return axis
+        ranks = self.layout.group_of(name, self.rank)
+        return replace(axis, group=self._host_groups[ranks], device=torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.layout}, {self.device})"

@@ -64,9 +64,11 @@ def grouped_gemm(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
-    # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there.
-    if out is None and _has_fast_path(x_RI, weight_EIO):
-        return F.grouped_mm(x_RI, weight_EIO, offs=ends_E)
+    # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there;
+    # on a device the loop would wait for its ends.
+    if (out is None or out.device.type != "cpu") and _has_fast_path(x_RI, weight_EIO):
+        y_RO = F.grouped_mm(x_RI, weight_EIO, offs=ends_E)
+        return y_RO if out is None else out.copy_(y_RO)
     return grouped_gemm_loop(x_RI, weight_EIO, ends_E, out)
 
 

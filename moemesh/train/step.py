@@ -141,14 +141,12 @@ def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> S
             *scopes,
         ]
     )
-    # With tensors on the CPU, ranks that differ in dp and cp sum; else all ranks do, on the CPU:
-    # the host knows the counts, and would wait until its device has done the step before.
-    axis = mesh["dp_cp"] if mesh.device.type == "cpu" else mesh.control
-    others = [] if mesh.device.type == "cpu" else ["tp", "pp"]
-    if any(mesh[name].index for name in ["cp", *others]):
+    if mesh["cp"].index:
         # These ranks are given the same sequences: the first of them counts.
         counts.zero_()
-    all_reduce_(counts, axis, caller="step.counts", phase="forward")
+    # Between hosts, which know the counts and need not wait until their devices have done the step
+    # before; only of one stage, since stages come here at points of their own.
+    all_reduce_(counts, mesh.host("dp_cp"), caller="step.counts", phase="forward")
     num_tokens, *rest = counts.tolist()
     ahead, scopes = rest[: len(depths)], rest[len(depths) :]
     # A global scope exists when any rank has a token in that microbatch.

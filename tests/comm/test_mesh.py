@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from moemesh.comm import collectives
 from moemesh.comm.consensus import run_with_consensus
+from moemesh.comm.groups import new_group
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.layout import AXES, Layout
 from tests.ranks import RankFailed, mesh_on_ranks, run_on_ranks
@@ -141,3 +145,26 @@ def test_a_single_rank_needs_no_process_group():
     assert not dist.is_initialized()
     assert all(mesh[name].size == 1 and mesh[name].group is None for name in AXES)
     assert mesh.rank == 0 and mesh.world_size == 1 and set(mesh.coordinates.values()) == {0}
+
+
+def beside_an_eager_world(rank: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    waiting: list[torch.device] = []
+    source = SimpleNamespace(supports_splitting=True, perform_nocolor_split=waiting.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_split_source", lambda group: source)
+        bound = world.bound_device_id = torch.device("cuda", 0)
+        try:
+            new_group([0, 1], name="host", backend="gloo")
+            if rank < 2:
+                new_group([0, 1], name="own", is_local=True)
+            assert not waiting and world.bound_device_id == bound
+            new_group([0, 1], name="split")
+            assert len(waiting) == (rank == 2)
+        finally:
+            world.bound_device_id = None
+
+
+def test_groups_of_gloo_and_of_members_alone_are_not_split_from_the_world() -> None:
+    run_on_ranks(3, beside_an_eager_world)

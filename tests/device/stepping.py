@@ -25,21 +25,27 @@ HIDDEN, WIDTH, TOKENS = 32, 16, 16
 
 
 class Counted(NamedTuple):
-    """Of one rank: waits by region with the lines that caused them, kernels by region, and losses
-    of the steps."""
+    """Of one rank: waits by region with the lines that caused them, kernels by region, losses of
+    the steps, and their ledger."""
 
     waits: dict[str, Counter[str]]
     kernels: dict[str, int]
     losses: list[float]
+    ledger: list[dict[str, Any]]
 
 
-def counted(device: SimulatedDevice, losses: list[float]) -> Counted:
+def counted(device: SimulatedDevice, losses: list[float], mesh: Mesh) -> Counted:
     regions = {name: totals for name, totals in device.regions.items() if name}
     waits = {
         name: Counter(f"{wait.why}, {wait.line}" for wait in totals.waited)
         for name, totals in regions.items()
     }
-    return Counted(waits, {name: totals.kernels for name, totals in regions.items()}, losses)
+    return Counted(
+        waits,
+        {name: totals.kernels for name, totals in regions.items()},
+        losses,
+        mesh.ledger.rows(),
+    )
 
 
 def steps_on_rank(
@@ -72,7 +78,7 @@ def steps_on_rank(
             with device.region(f"update{suffix}"):
                 update(parallel, optimizer, result, lr=train.lr, clip=1e-3)
             losses.append(result.loss)
-        return counted(device, losses)
+        return counted(device, losses, mesh)
 
 
 def dispatch_on_rank(rank: int, name: str, num_ranks: int, empty_rank: int = -1) -> Counted:
@@ -108,4 +114,4 @@ def dispatch_on_rank(rank: int, name: str, num_ranks: int, empty_rank: int = -1)
             y_TH.backward(upstream_TH)
         assert x_TH.grad is not None and weights_TK.grad is not None
         numbers = x_TH.grad.float().sum() + weights_TK.grad.sum()
-        return counted(device, [float(y_TH.float().sum()), float(numbers)])
+        return counted(device, [float(y_TH.float().sum()), float(numbers)], mesh)

@@ -72,7 +72,9 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
             return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
-            return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, form)
+            return AllGatherDispatcher(
+                ep, mesh["ep_etp"], NUM_EXPERTS, form, host=mesh.host("ep_etp")
+            )
         case _:
             raise ValueError(name)
 

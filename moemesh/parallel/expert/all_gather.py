@@ -17,7 +17,9 @@ each owner knows the routing and so knows what comes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -51,19 +53,36 @@ class Return:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherPlan:
+class Kept:
     """The rows that this rank computes, and how results return.
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
     for the dense form, compressed to visited tokens for the uneven form (then `back` is set).
     """
 
-    sizes: list[int]
     tokens_A: RowMap
     slot_R: Tensor
-    counts_L: Tensor
     results: RowMap
     back: Return | None
+
+
+class AllGatherPlan:
+    """Tokens of each rank, rows of each local expert, and which rows those are.
+
+    The gather needs none of :attr:`kept`, whose sizes depend on the routing: the host waits for
+    them at the first use, behind the start of the gather and what is computed meanwhile.
+    """
+
+    def __init__(self, sizes: list[int], counts_L: Tensor, decide: Callable[[], Kept]) -> None:
+        self.sizes, self.counts_L = sizes, counts_L
+        self._decide: Callable[[], Kept] | None = decide
+
+    @cached_property
+    def kept(self) -> Kept:
+        """The rows; the first use waits for their number."""
+        assert self._decide is not None
+        kept, self._decide = self._decide(), None
+        return kept
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -77,46 +96,45 @@ class AllGatherDispatcher(Dispatcher):
         form: Form = "fewest_bytes",
         *,
         codec: Codec | None = None,
+        host: Axis | None = None,
     ) -> None:
+        """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to tell them on the CPU how many
+        tokens come, so that nobody waits for a device; None: its device tells them."""
         self.group, self.form = ep_etp, form
+        self.host = host or ep_etp
         self.codec = codec
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ranks_per_shard = ep_etp.size // ep.size
         self.first = ep.index * self.num_local
 
     def plan(self, experts_TK: Tensor) -> AllGatherPlan:
-        own = constant([len(experts_TK)], experts_TK.device)
-        sizes: list[int] = HostCopy(
-            collectives.all_gather(own, self.group, caller="moe.counts")
-        ).tolist()
+        own = constant([len(experts_TK)], self.host.device)
+        sizes: list[int] = collectives.all_gather(own, self.host, caller="moe.counts").tolist()
         experts_AK = collectives.all_gather(experts_TK, self.group, sizes, caller="moe.counts")
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
         found = SortedByExpert(local_AK, self.num_local)
         # Which group tokens have an expert on which rank of the group. Padding has none.
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
-        shards = torch.arange(self.group.size, device=own.device) // self.ranks_per_shard
+        shards = torch.arange(self.group.size, device=experts_TK.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
         # Tokens of each rank that visit each other one: [rank of the token, rank of the expert].
         visits = torch.stack([block.sum(0) for block in visits_AG.split(sizes)])
         copied = HostCopy(torch.cat([found.counts_E.sum(0, keepdim=True), visits.flatten()]))
-        num_rows, *flat = copied.tolist()
-        count = self.group.size
-        visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
-        tokens_A, slot_R = found.rows(num_rows)
-        back, results = None, tokens_A
-        if self._uneven_sends_less(sum(flat), visits_AG.numel()):
-            back = self._way_back(visits_AG, visits_GG, sizes)
-            place_A = visits_AG[:, self.group.index].cumsum(0) - 1
-            results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
-        return AllGatherPlan(
-            sizes=sizes,
-            tokens_A=tokens_A,
-            slot_R=slot_R,
-            counts_L=found.counts_E,
-            results=results,
-            back=back,
-        )
+
+        def decide() -> Kept:
+            num_rows, *flat = copied.tolist()
+            count = self.group.size
+            visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
+            tokens_A, slot_R = found.rows(num_rows)
+            back, results = None, tokens_A
+            if self._uneven_sends_less(sum(flat), visits_AG.numel()):
+                back = self._way_back(visits_AG, visits_GG, sizes)
+                place_A = visits_AG[:, self.group.index].cumsum(0) - 1
+                results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
+            return Kept(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
+
+        return AllGatherPlan(sizes, found.counts_E, decide)
 
     def rows_per_owner(self, plan: AllGatherPlan) -> Tensor:
         counts_L = plan.counts_L
@@ -127,9 +145,9 @@ class AllGatherDispatcher(Dispatcher):
             output_size=sum(plan.sizes),
         )
         expert_R = torch.repeat_interleave(
-            places[: self.num_local], counts_L, output_size=plan.tokens_A.num_rows
+            places[: self.num_local], counts_L, output_size=plan.kept.tokens_A.num_rows
         )
-        key_R = expert_R * self.group.size + owner_A[plan.tokens_A.source_R]
+        key_R = expert_R * self.group.size + owner_A[plan.kept.tokens_A.source_R]
         counts = count_ids(key_R, self.num_local * self.group.size)
         return counts.view(self.num_local, self.group.size)
 
@@ -158,23 +176,23 @@ class AllGatherDispatcher(Dispatcher):
 
         def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
             x_AH, weights_AK = pair
-            weights_R = pick_weights(weights_AK, plan.slot_R)
-            return Rows(x_AH, plan.tokens_A, weights_R, plan.counts_L)
+            kept = plan.kept
+            weights_R = pick_weights(weights_AK, kept.slot_R)
+            return Rows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
 
         return gathered.join(weights).then(arrived)
 
     def combine(self, y_RH: Tensor, plan: AllGatherPlan) -> Pending[Tensor]:
-        partial = unpermute(y_RH, plan.results)
-        if plan.back is None:
+        partial, back = unpermute(y_RH, plan.kept.results), plan.kept.back
+        if back is None:
             return Pending.ready(
                 collectives.reduce_scatter(partial, self.group, plan.sizes, caller="moe.combine")
             )
         returned = all_to_all_start(
             partial,
             self.group,
-            plan.back.input_splits,
-            plan.back.output_splits,
+            back.input_splits,
+            back.output_splits,
             caller="moe.combine",
         )
-        tokens = plan.back.tokens
-        return returned.then(lambda rows: unpermute(rows, tokens))
+        return returned.then(lambda rows: unpermute(rows, back.tokens))

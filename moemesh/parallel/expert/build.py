@@ -119,7 +119,8 @@ def make_dispatcher(
         case "all_to_all":
             made = AllToAllDispatcher(ep, etp, experts, codec=codec)
         case "all_gather":
-            made = AllGatherDispatcher(ep, mesh["ep_etp"], experts, codec=codec)
+            host = mesh.host("ep_etp")
+            made = AllGatherDispatcher(ep, mesh["ep_etp"], experts, codec=codec, host=host)
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
             made = HierarchicalDispatcher(ep, rail, node, etp, experts, codec=codec)

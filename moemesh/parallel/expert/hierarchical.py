@@ -27,10 +27,9 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, exchange_start
 from moemesh.comm.worker_thread import WorkerThread
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
-from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, count_ids, unpermute
-from moemesh.parallel.expert.relay import CombinePath, DispatchPath, Relay, plan_relay
+from moemesh.parallel.expert.relay import CombinePath, DispatchPath, Relay, count_rows, plan_relay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class HierarchicalPlan:
     slot_R: Tensor
     counts_L: Tensor
     owner_N: Tensor
-    #: Rows at the experts of tokens that did not cross between nodes.
+    #: Rows at the experts of tokens that did not cross between nodes (without etp).
     num_near: int
 
 
@@ -65,38 +64,33 @@ class HierarchicalDispatcher(Dispatcher):
         self.codec, self.worker = codec, WorkerThread()
 
     def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
-        owner = self.ep.index * self.etp.size + self.etp.index
+        owner, caller = self.ep.index * self.etp.size + self.etp.index, "moe.counts"
+        counts = count_rows(
+            experts_TK, self.num_local, self.rail, self.node, self.etp, caller=caller
+        )
         relay, rows = plan_relay(
             experts_TK,
             owner,
             self.num_local,
             self.rail,
             self.node,
+            counts,
             self.worker,
-            caller="moe.counts",
+            caller=caller,
         )
-        lane_rows = [len(rows)]
-        if self.etp.size > 1:
-            own = rows.new_full((1,), len(rows), dtype=torch.int64)
-            lane_rows = HostCopy(
-                collectives.all_gather(own, self.etp, caller="moe.counts")
-            ).tolist()
-        rows = collectives.all_gather(rows, self.etp, lane_rows, caller="moe.counts").long()
+        rows = collectives.all_gather(rows, self.etp, counts.lane_rows, caller=caller).long()
         experts_NK, owner_N = rows[:, :-1], rows[:, -1]
         num_owners = self.ep.size * self.etp.size
         found = SortedByExpert(experts_NK, self.num_local, owner_N, num_owners)
-        # Pairs in all rows, and in those of tokens of this node, which come first.
-        near = (experts_NK[: sum(relay.own.received)] >= 0).sum()
-        num_rows, num_near = HostCopy(torch.stack([found.counts_E.sum(), near])).tolist()
-        by_expert, slot_R = found.rows(num_rows)
+        by_expert, slot_R = found.rows(sum(counts.lane_pairs))
         return HierarchicalPlan(
             relay=relay,
-            lane_rows=lane_rows,
+            lane_rows=counts.lane_rows,
             by_expert=by_expert,
             slot_R=slot_R,
             counts_L=found.counts_E,
             owner_N=owner_N,
-            num_near=num_near,
+            num_near=counts.near_pairs,
         )
 
     def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:

@@ -31,6 +31,7 @@ from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
+    count_ids,
     gather_rows,
     map_from_sources,
     places_of_true,
@@ -215,27 +216,76 @@ def _wait(work: Work | None) -> None:
         work.wait()
 
 
+class RelayCounts(NamedTuple):
+    """All sizes of one exchange that the host has to know: rows over the rail and inside the node
+    (as in :class:`Relay`), pairs of a row and a local expert among the rows of this node's tokens,
+    and of each lane (rank of the etp axis) the rows and all such pairs."""
+
+    across: Splits
+    own: Splits
+    onward: Splits
+    near_pairs: int
+    lane_rows: list[int]
+    lane_pairs: list[int]
+
+
+def count_rows(
+    experts_TK: Tensor, num_local: int, rail: Axis, node: Axis, etp: Axis, *, caller: str
+) -> RelayCounts:
+    """Sizes of both hops from counts alone, before any row or id has moved: the host waits once.
+
+    A rank tells the one in its place of every node how many of its tokens go there, and how many
+    tokens and pairs each rank of that node gets from it; that one adds up what it will send on.
+    """
+    visits_TP = _visits(experts_TK, num_local, rail.size * node.size)
+    visits_RN = visits_TP.sum(0).view(rail.size, node.size)
+    sent_R = visits_TP.view(-1, rail.size, node.size).any(2).sum(0)
+    pairs_E = count_ids(experts_TK.reshape(-1), num_local * rail.size * node.size)
+    pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
+    told = torch.cat([sent_R[:, None], _packed(visits_RN, pairs_RN)], dim=1)
+    told = collectives.exchange_counts(told, rail, caller=caller)
+    received_R, (visits_RN, pairs_RN) = told[:, 0], _unpacked(told[:, 1:])
+    own_N, near_N = visits_RN[rail.index], pairs_RN[rail.index]
+    onward_N, far_N = visits_RN.sum(0) - own_N, pairs_RN.sum(0) - near_N
+    packed = torch.stack([_packed(own_N, onward_N), _packed(near_N, far_N)], dim=1)
+    packed = collectives.exchange_counts(packed, node, caller=caller)
+    (own_in, onward_in), (near, far) = map(_unpacked, packed.unbind(1))
+    lane = torch.stack([(own_in + onward_in).sum(), (near + far).sum()])
+    lanes = collectives.all_gather(lane[None], etp, caller=caller)
+    parts = (sent_R, received_R, own_N, own_in, onward_N, onward_in, near.sum()[None], *lanes.t())
+    copied: list[int] = HostCopy(torch.cat(parts)).tolist()
+    numbers = iter(copied)
+    out = [[next(numbers) for _ in part] for part in parts]
+    return RelayCounts(
+        across=Splits(out[0], out[1]),
+        own=Splits(out[2], out[3]),
+        onward=Splits(out[4], out[5]),
+        near_pairs=out[6][0],
+        lane_rows=out[7],
+        lane_pairs=out[8],
+    )
+
+
 def plan_relay(
     experts_TK: Tensor,
     owner: int,
     num_local: int,
     rail: Axis,
     node: Axis,
+    counts: RelayCounts,
     worker: WorkerThread,
     *,
     caller: str,
 ) -> tuple[Relay, Tensor]:
     """The relay that brings each token to the ranks of its experts, and the ids of its rows.
 
-    Exchanges a count per pair of ranks and hop, and ids once per row. The second result holds, for
-    each received row, its experts, counted from this rank's first one (-1 elsewhere), and behind
-    them its owner (int32 [N, K + 1]).
+    Exchanges ids once per row and hop. The second result holds, for each received row, its experts,
+    counted from this rank's first one (-1 elsewhere), and behind them its owner (int32 [N, K + 1]).
     """
+    across, own, onward = counts.across, counts.own, counts.onward
     owner_T1 = experts_TK.new_full((len(experts_TK), 1), owner)
     ids = torch.cat([experts_TK, owner_T1], dim=1).to(torch.int32)
-    visits_TR = _visits(ids, num_local * node.size, rail.size)
-    sent_R = visits_TR.sum(0)
-    (across,) = _splits((sent_R, collectives.exchange_counts(sent_R, rail, caller=caller)))
+    visits_TR = _visits(experts_TK, num_local * node.size, rail.size)
     tokens = _rows_by_part(visits_TR, sum(across.sent))[1]  # by node, then by token
     ids_M = collectives.all_to_all(ids[tokens], rail, *across, caller=caller)
     ids_M = _local(ids_M, rail.index, num_local * node.size)
@@ -243,16 +293,11 @@ def plan_relay(
     first, num_staying = sum(across.received[: rail.index]), across.received[rail.index]
     is_own_M = torch.zeros(len(ids_M), dtype=torch.bool, device=ids_M.device)
     is_own_M[first : first + num_staying] = True
-    visits_MN = _visits(ids_M, num_local, node.size)
-    visits = [visits_MN & mask[:, None] for mask in (is_own_M, ~is_own_M)]
-    sent_N2 = torch.stack([part.sum(0) for part in visits], dim=1)
-    # Two counts travel as one number.
-    packed_N = sent_N2.to(torch.int32).view(torch.int64)[:, 0]
-    packed_N = collectives.exchange_counts(packed_N, node, caller=caller)
-    received_N2 = packed_N[:, None].view(torch.int32).to(torch.int64)
-    own, onward = _splits(*zip(sent_N2.t(), received_N2.t(), strict=True))
-    counts = sum(own.sent), sum(onward.sent)
-    parts = [_rows_by_part(part, count) for part, count in zip(visits, counts, strict=True)]
+    visits_MN = _visits(ids_M[:, :-1], num_local, node.size)
+    parts = [
+        _rows_by_part(visits_MN & mask[:, None], sum(splits.sent))
+        for mask, splits in ((is_own_M, own), (~is_own_M, onward))
+    ]
     ids_N = _send_ids(ids_M, parts, own, onward, node, caller)
     stay = sum(across.sent[: rail.index])
     staying, away = tokens[stay : stay + num_staying], across.sent.copy()
@@ -298,11 +343,10 @@ def _send_ids(
     return torch.cat([*blocks[::2], *blocks[1::2]])
 
 
-def _visits(ids: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
+def _visits(experts: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
     """[rows, parts]: whether a row has an expert in each of `num_parts` equal parts."""
-    experts = ids[:, :-1]
     part = torch.where(experts < 0, -1, experts // experts_per_part)
-    parts = torch.arange(num_parts, dtype=torch.int32, device=ids.device)
+    parts = torch.arange(num_parts, dtype=experts.dtype, device=experts.device)
     return (part[:, :, None] == parts).any(1)
 
 
@@ -320,7 +364,11 @@ def _rows_by_part(visits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return places // num_rows, places % num_rows
 
 
-def _splits(*pairs: tuple[Tensor, Tensor]) -> list[Splits]:
-    """From what is sent and received, in one copy to the host."""
-    numbers = HostCopy(torch.stack([torch.stack(pair) for pair in pairs])).tolist()
-    return [Splits(*pair) for pair in numbers]
+def _packed(low: Tensor, high: Tensor) -> Tensor:
+    """Two counts as one int64."""
+    return torch.stack([low, high], dim=-1).to(torch.int32).view(torch.int64)[..., 0]
+
+
+def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = packed[..., None].view(torch.int32).long().unbind(-1)
+    return low, high

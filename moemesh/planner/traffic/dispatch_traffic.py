@@ -222,14 +222,17 @@ class DispatchTraffic:
         lanes = [self._arriving(lane) for lane in lines.members("etp")]
         slots = max(self.sent_by(peer).slots for peer in lines.members("ep"))
         ids = _INT32 * (slots + 1)
+        # Tokens to a node, tokens and pairs to each rank there (two counts in a number); then
+        # tokens and pairs, of the node and of others; then rows and pairs.
+        counts = {"ep_rail": 1 + layout.ep_node, "ep_node": 2}
         for axis, out, into in (
             ("ep_rail", across_out, across_in),
             ("ep_node", inside_out, inside_in),
         ):
-            block = [float(_INT64)] * len(out)
+            block = [float(counts[axis] * _INT64)] * len(out)
             lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
             self._exchange(axis, out, into, ids, None, _COUNTS)
-        lines.all_gather("etp", [float(_INT64)] * self.plan.etp, "forward", _COUNTS, times)
+        lines.all_gather("etp", [2.0 * _INT64] * self.plan.etp, "forward", _COUNTS, times)
         self._lanes(lanes, ids, _COUNTS, backward=False)
         rows, exact = self.rows, self.exact
         for axis, out, into in (

@@ -1,0 +1,45 @@
+"""New process groups, also beside a world whose NCCL communicator exists already.
+
+torch makes a group by splitting the communicator of a world that is bound to a device
+(``init_process_group(device_id=...)``), and ``ncclCommSplit`` is collective over the whole world.
+Two kinds of groups would wait in it for ever: those of gloo, whose members do not call it while the
+others do, and those that their members make among themselves. For them the binding is hidden; NCCL
+then connects them through the store, at their first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def new_group(
+    ranks: Sequence[int],
+    *,
+    name: str,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    is_local: bool = False,
+) -> ProcessGroup:
+    """The group of the global `ranks`; `backend` None is that of the world.
+
+    All ranks of the world call this in one order; with `is_local` the members alone do.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "groups need a process group of all ranks"
+    device = world.bound_device_id
+    if is_local or backend == "gloo":
+        world.bound_device_id = None
+    try:
+        return dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=is_local,
+            group_desc=name,
+        )
+    finally:
+        world.bound_device_id = device
