@@ -15,132 +15,28 @@ the report says so and names the parameters whose gradients were not finite in t
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import asdict
 
-import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from moemesh.comm.collectives import gather_json
-from moemesh.model.batch import Batch, Context
-from moemesh.model.faults import NO_FAULT
-from moemesh.model.router import Routing
+from moemesh.model.batch import Batch
 from moemesh.model.transformer import Output, Part
 from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
-from moemesh.parallel.pipeline.pipeline import Pipeline
-from moemesh.schedule.action import Op
-from moemesh.schedule.one_f_one_b import one_f_one_b
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.finding import Finding, Sighting, origin, sighting
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.sightings import Look, is_finite
 from moemesh.train.step import StepSums, count_over_step
-
-#: So many sightings of each phase travel to the other ranks: the first ones.
-_MOST_SIGHTINGS = 32
-#: So many sample ids, experts and parameters are named.
-_MOST_NAMED = 16
-#: In the order of the computation; "backward" and "gradient" are compared by layer.
-PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sighting:
-    """Numbers that are not finite, seen on one rank. `place` orders what is in one layer;
-    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known."""
-
-    rank: int
-    phase: str
-    name: str
-    value: str
-    microbatch: int = 0
-    layer: int = -1
-    place: int = 0
-    is_fresh: bool = False
-    experts: tuple[int, ...] = ()
-    sequences: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Where a value that is not finite came from, the same on every rank.
-
-    `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
-    parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
-    and `expert` are None where there is none; `samples`: ids in the data, of the sequences
-    concerned. `parameters`: those whose gradients were not finite in the step itself.
-    ``is_damage``: other ranks hold finite copies of the same weight.
-    """
-
-    phase: str
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    name: str = ""
-    value: str = ""
-    microbatch: int | None = None
-    layer: int | None = None
-    expert: int | None = None
-    experts: tuple[int, ...] = ()
-    samples: tuple[int, ...] = ()
-    parameters: tuple[str, ...] = ()
-    is_damage: bool = False
-
-    def facts(self) -> dict[str, Any]:
-        """The keys of failure.json that it knows."""
-        found: dict[str, Any] = {"phase": self.phase}
-        is_parameter = self.phase in ("weight", "gradient", "sum")
-        values: dict[str, Any] = {
-            "rank": self.rank,
-            "ranks": list(self.ranks),
-            "microbatch": self.microbatch,
-            "layer": self.layer,
-            "expert": self.expert,
-            "experts": list(self.experts),
-            "parameter" if is_parameter else "module": self.name,
-            "parameters": list(self.parameters),
-            "value": self.value,
-            "samples": list(self.samples),
-        }
-        return found | {key: value for key, value in values.items() if value not in (None, [], "")}
-
-    def __str__(self) -> str:
-        if self.phase == "unrepeated":
-            text = "it does not come again with the same numbers: a fault of the hardware, perhaps"
-            if self.parameters:
-                named = ", ".join(self.parameters[:3])
-                more = len(self.parameters) - 3
-                text += f"; gradients of {named}{f' and {more} others' if more > 0 else ''}"
-            return text
-        what = {
-            "weight": f"the weight {self.name} is",
-            "forward": f"the output of {self.name} is",
-            "loss": "the loss is",
-            "backward": f"the gradient that leaves {self.name} is",
-            "gradient": f"the gradient of {self.name} is",
-            "sum": f"the sum over ranks of the gradient of {self.name} is",
-        }[self.phase]
-        where = [f"rank {self.rank}"]
-        if len(self.ranks) > 1:
-            where = ["ranks " + ", ".join(map(str, self.ranks))]
-        if self.microbatch is not None:
-            where.append(f"microbatch {self.microbatch}")
-        if self.layer is not None:
-            where.append(f"layer {self.layer}")
-        if self.expert is not None:
-            where.append(f"expert {self.expert}")
-        if self.samples:
-            where.append("samples " + ", ".join(map(str, self.samples)))
-        return f"{what} {self.value} first ({'; '.join(where)})"
 
 
 def first_look(parallel: ParallelModel) -> tuple[str, ...]:
     """Names of the parameters whose sums of gradients, of the step that just ended, are not finite
     on any rank; all ranks call."""
     reducer = parallel.reducer
-    own = [name for name, gradient in reducer.gradients.items() if not _is_finite(gradient)]
+    own = [name for name, gradient in reducer.gradients.items() if not is_finite(gradient)]
     found = gather_json(own, parallel.mesh.control)
     seen = {name for names in found for name in names}
     return tuple(name for name in parallel.trained if name in seen)
@@ -161,7 +57,7 @@ def examine(
     """
     mesh = parallel.mesh
     with mesh.ledger.paused():
-        look = _Look(parallel, microbatches)
+        look = Look(parallel, microbatches)
         look.at_weights(optimizer)
         with look.looking_on() as pipeline:
             counts = count_over_step(parallel, microbatches)
@@ -177,404 +73,23 @@ def examine(
             parallel.reducer.finish()
             _forget_tokens(parallel)
         look.at_sums()
-        gathered = gather_json([asdict(one) for one in look.first_sightings()], mesh.control)
-    sightings = [_sighting(one) for rank in gathered for one in rank]
-    return _origin(parallel, sightings, sample_ids, parameters)
+        sightings = _of_all_ranks(look)
+    return origin(parallel, sightings, sample_ids, parameters)
 
 
 def examine_state(parallel: ParallelModel, optimizer: Optimizer) -> Finding | None:
     """Where weights or moments are not finite; None where all are. All ranks call."""
-    look = _Look(parallel, ())
+    look = Look(parallel, ())
     look.at_weights(optimizer)
+    sightings = _of_all_ranks(look)
+    return origin(parallel, sightings, (), ()) if sightings else None
+
+
+def _of_all_ranks(look: Look) -> list[Sighting]:
     own = [asdict(one) for one in look.first_sightings()]
-    gathered = gather_json(own, parallel.mesh.control)
-    sightings = [_sighting(one) for rank in gathered for one in rank]
-    return _origin(parallel, sightings, (), ()) if sightings else None
+    return [sighting(one) for rank in gather_json(own, look.mesh.control) for one in rank]
 
 
 def _forget_tokens(parallel: ParallelModel) -> None:
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)
-
-
-class _Look:
-    """What is seen on this rank."""
-
-    def __init__(self, parallel: ParallelModel, microbatches: Sequence[Batch]) -> None:
-        self._parallel, self._mesh = parallel, parallel.mesh
-        self._num_microbatches = len(microbatches)
-        self._seen: dict[tuple[object, ...], Sighting] = {}
-        self._microbatch_of = {
-            sequence: index
-            for index, batch in enumerate(microbatches)
-            for sequence in batch.sequences_B.tolist()
-        }
-        self._names = {p: name for name, p in parallel.model.named_parameters()}
-        #: Of the operation that runs now, or of the gradient that was seen last.
-        self._current = 0
-        #: Of each layer, the context of its forward now; that of the last layer that began.
-        self._contexts: dict[int, Context] = {}
-        self._latest: Context | None = None
-        self._watched = WeakTensorKeyDictionary()
-        self._started: dict[tuple[int, str], int] = {}
-        self._ended: dict[tuple[int, str], int] = {}
-
-    def first_sightings(self) -> list[Sighting]:
-        """The first of each phase."""
-        found: list[Sighting] = []
-        for phase in PHASES:
-            ordered = sorted((one for one in self._seen.values() if one.phase == phase), key=_order)
-            found += ordered[:_MOST_SIGHTINGS]
-        return found
-
-    def at_weights(self, optimizer: Optimizer | None) -> None:
-        """Parameters, buffers, masters and moments."""
-        model = self._parallel.model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, tensor in held.items():
-            self._at_parameter("weight", name, tensor)
-        for name, tensor in self._parallel.reducer.held_weights.items():
-            self._at_parameter("weight", name, tensor)
-        if optimizer is not None:
-            for name, tensor in optimizer.masters.items():
-                self._at_parameter("weight", name, tensor)
-            for kind, tensors in optimizer.state().items():
-                for name, tensor in tensors.items():
-                    self._at_parameter("weight", f"optimizer.{kind}.{name}", tensor)
-
-    @contextmanager
-    def looking_on(self) -> Iterator[Pipeline]:
-        """The pipeline to run the step with, while everything in it is looked at."""
-        pipeline = _synchronous(self._parallel, self._num_microbatches)
-        reducer = self._parallel.reducer
-        handles = [
-            handle
-            for name, module in self._parallel.model.named_modules()
-            if (layer := self._layer(name)) is not None
-            for handle in self._hooks(name, layer, module)
-        ]
-
-        def watched(parameter: nn.Parameter, gradient: Tensor) -> None:
-            if (name := self._names.get(parameter)) is not None:
-                self._at_parameter("gradient", name, gradient, self._current)
-
-        def started(op: Op) -> None:
-            self._current = pipeline.schedule.sample(op)
-
-        pipeline.hooks.watch = started
-        reducer.watch = watched
-        try:
-            yield pipeline
-        finally:
-            pipeline.hooks.watch = reducer.watch = None
-            for handle in handles:
-                handle.remove()
-
-    def at_losses(self, output: Output, batch: Batch) -> None:
-        """The losses of a forward, by sequence."""
-        if output.losses_T is None:
-            return
-        depths = dict(enumerate(output.ahead_losses, start=1))
-        for depth, losses_T in {0: output.losses_T, **depths}.items():
-            mask_T = batch.loss_mask_T() if not depth else batch.ahead(depth).loss_BS.flatten()
-            bad_T = ~torch.isfinite(losses_T)
-            bad_T = bad_T if mask_T is None else bad_T & mask_T
-            if bad_T.any():
-                rows = bad_T.view(len(batch.sequences_B), -1).any(1)
-                sequences = tuple(batch.sequences_B[rows].tolist())
-                self._add("loss", "loss", losses_T[bad_T], sequences=sequences)
-        if not _is_finite(output.aux):
-            sequences = tuple(batch.sequences_B.tolist())
-            self._add("loss", "auxiliary loss", output.aux, place=1, sequences=sequences)
-
-    def at_sums(self) -> None:
-        """Gradients behind the sums over ranks."""
-        for name, gradient in self._parallel.reducer.gradients.items():
-            self._at_parameter("sum", name, gradient)
-
-    # Modules.
-
-    def _layer(self, name: str) -> int | None:
-        """The layer of a module; the norms before heads count as a layer behind all."""
-        if (layer := _layer_in(name)) >= 0:
-            return layer
-        parts = name.split(".")
-        if parts[0] == "norm" or (parts[0] == "ahead_norms" and len(parts) > 1):
-            config = self._parallel.model.config
-            return config.num_layers + config.num_mtp_layers
-        return None
-
-    def _hooks(self, name: str, layer: int, module: nn.Module) -> Iterator[Any]:
-        def begin(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any]) -> None:
-            for value in (*args, *keys.values()):
-                if isinstance(value, Context):
-                    self._contexts[layer] = self._latest = value
-            place = self._started.setdefault((layer, name), len(self._started))
-            microbatch = self._microbatch(layer)
-            for x in _floats((*args, *keys.values())):
-                # Modules inside that are given the same tensor cannot be told apart by it.
-                if x.requires_grad and x not in self._watched:
-                    self._watched[x] = True
-                    context = self._contexts.get(layer)
-                    x.register_hook(self._gradient_hook(name, layer, place, microbatch, context))
-
-        def end(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any], output: Any) -> None:
-            place = self._ended.setdefault((layer, name), len(self._ended))
-            microbatch = self._microbatch(layer)
-            bad = [x for x in _floats(output) if not _is_finite(x)]
-            experts, sequences = (), ()
-            if isinstance(output, Routing) and int(output.fault) != NO_FAULT:
-                code, size = int(output.fault), output.logits_TE.shape[1]
-                experts = (code % size,)
-                sequences = (code // size // self._contexts[layer].length,)
-                bad = bad or [output.logits_TE]
-            for x in bad[:1]:
-                self._add(
-                    "forward",
-                    name,
-                    x,
-                    microbatch=microbatch,
-                    layer=layer,
-                    place=place,
-                    is_fresh=all(_is_finite(x) for x in _floats((*args, *keys.values()))),
-                    experts=experts or self._experts_of(name, args, x),
-                    sequences=sequences or _sequences(self._contexts.get(layer), x),
-                )
-            for x in _floats(output):
-                if x.requires_grad:
-                    x.register_hook(self._follow(microbatch))
-
-        yield module.register_forward_pre_hook(begin, with_kwargs=True)
-        yield module.register_forward_hook(end, with_kwargs=True)
-
-    def _gradient_hook(
-        self, name: str, layer: int, place: int, microbatch: int, context: Context | None
-    ) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self._current = microbatch
-            if not _is_finite(gradient):
-                self._add(
-                    "backward",
-                    name,
-                    gradient,
-                    microbatch=microbatch,
-                    layer=layer,
-                    place=place,
-                    sequences=_sequences(context, gradient),
-                )
-
-        return look
-
-    def _follow(self, microbatch: int) -> Callable[[Tensor], None]:
-        def follow(_: Tensor) -> None:
-            self._current = microbatch
-
-        return follow
-
-    def _microbatch(self, layer: int) -> int:
-        """Of the forward of `layer` that runs now."""
-        context = self._contexts.get(layer, self._latest)
-        if context is None or not len(context.token_ids_T):
-            return self._current
-        sequence = int(context.token_ids_T[0]) // max(context.length, 1)
-        return self._microbatch_of.get(sequence, self._current)
-
-    def _experts_of(self, name: str, args: tuple[Any, ...], x: Tensor) -> tuple[int, ...]:
-        """The experts of the rows that are not finite, where a module computes experts."""
-        counts_L = getattr(args[0], "counts_L", None) if args else None
-        where = self._parallel.placements.get(f"{name}.gate_up")
-        if not isinstance(counts_L, Tensor) or where is None or int(counts_L.sum()) != len(x):
-            return ()
-        bad_R = ~torch.isfinite(x).all(1)
-        experts_R = torch.repeat_interleave(
-            torch.arange(len(counts_L), device=x.device), counts_L.to(x.device)
-        )
-        own = where.experts(self._mesh)
-        return tuple(own[place] for place in experts_R[bad_R].unique().tolist())
-
-    def _at_parameter(self, phase: str, name: str, tensor: Tensor, microbatch: int = 0) -> None:
-        tensor = tensor.detach()
-        if tensor.untyped_storage().size() < tensor.numel() * tensor.element_size():
-            return  # its memory is not here between steps (zero3)
-        if not tensor.is_floating_point() or _is_finite(tensor):
-            return
-        experts: tuple[int, ...] = ()
-        where = self._parallel.placements.get(name)
-        if where is not None and where.is_expert and tensor.ndim == len(where.shape):
-            bad_L = ~torch.isfinite(tensor.flatten(1)).all(1)
-            own = where.experts(self._mesh)
-            experts = tuple(own[place] for place in bad_L.nonzero().flatten().tolist())
-        elif where is not None and where.is_expert:
-            experts = self._experts_of_range(name, tensor)
-        self._add(
-            phase,
-            name,
-            tensor,
-            microbatch=microbatch,
-            layer=_layer_in(name),
-            place=list(self._parallel.placements).index(name) if where is not None else 0,
-            experts=experts,
-        )
-
-    def _experts_of_range(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """As above, of the range of a stack that this rank owns."""
-        where, own = self._parallel.placements[name], self._parallel.reducer.held.get(name)
-        if own is None or len(own.numbers) != tensor.numel():
-            return ()
-        row = 1
-        for part in where.slices(self._mesh)[1:]:
-            row *= len(part)
-        bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + own.numbers.start
-        held = where.experts(self._mesh)
-        return tuple(held[place] for place in (bad // row).unique().tolist())
-
-    def _add(self, phase: str, name: str, tensor: Tensor, **where: Any) -> None:
-        where.setdefault("microbatch", self._current if phase == "loss" else 0)
-        key = phase, name, where["microbatch"]
-        if key not in self._seen:
-            for many in ("experts", "sequences"):
-                where[many] = tuple(where.get(many, ()))[:_MOST_NAMED]
-            value = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
-            rank = self._mesh.rank
-            self._seen[key] = Sighting(rank=rank, phase=phase, name=name, value=value, **where)
-
-
-def _sequences(context: Context | None, x: Tensor) -> tuple[int, ...]:
-    """The sequences of the rows that are not finite, where rows are this rank's tokens."""
-    if context is None or x.ndim != 2 or len(x) != len(context.token_ids_T):
-        return ()
-    bad_T = ~torch.isfinite(x).all(1)
-    return tuple((context.token_ids_T[bad_T] // context.length).unique().tolist())
-
-
-def _layer_in(name: str) -> int:
-    """The layer that the name of a parameter, of a moment or of a module has; -1: none."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)", name)
-    return -1 if found is None else int(found[1])
-
-
-def _is_finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x.detach()).all())
-
-
-def _floats(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a value: a tensor, or tuples of them."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, tuple | list):
-        for part in cast(Sequence[Any], value):
-            yield from _floats(part)
-
-
-def _synchronous(parallel: ParallelModel, num_microbatches: int) -> Pipeline:
-    """The pipeline itself; of an asynchronous schedule one that does not update in between."""
-    pipeline = parallel.pipeline
-    schedule = pipeline.schedule
-    if schedule.update is None:
-        return pipeline
-    return Pipeline(
-        one_f_one_b(schedule.num_ranks, num_microbatches),
-        pipeline.parts,
-        parallel.model,
-        parallel.reducer,
-        parallel.mesh,
-        lambda seq_len: (seq_len,),
-        overlap_blocks=False,
-    )
-
-
-# From what all ranks have seen to the origin.
-
-
-def _order(one: Sighting) -> tuple[int, ...]:
-    if one.phase == "backward":
-        return one.microbatch, -one.layer, -one.place
-    if one.phase in ("weight", "gradient", "sum"):
-        return one.microbatch, one.place
-    return one.microbatch, one.layer, one.place
-
-
-def _origin(
-    parallel: ParallelModel,
-    sightings: Sequence[Sighting],
-    sample_ids: Sequence[int],
-    parameters: tuple[str, ...],
-) -> Finding:
-    for phase in PHASES:
-        found = [one for one in sightings if one.phase == phase]
-        if found:
-            if phase == "backward":
-                found = _before_weights(found, sightings)
-            finding = _finding(found, sightings, sample_ids, parameters)
-            damaged = phase == "weight" and _is_damage(parallel, finding)
-            return replace(finding, is_damage=damaged)
-    return Finding(phase="unrepeated", parameters=parameters[:_MOST_NAMED])
-
-
-def _is_damage(parallel: ParallelModel, finding: Finding) -> bool:
-    """Whether a weight has finite copies beside the one that is not; all ranks call."""
-    name = re.sub(r"^optimizer\.[^.]+\.", "", finding.name)
-    where, data = parallel.placements.get(name), parallel.reducer.data
-    if where is None or data == "zero3" or (name != finding.name and data != "replicate"):
-        return False  # each rank has a part of its own
-    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
-    return not set(copies[finding.rank or 0]) <= set(finding.ranks)
-
-
-def _before_weights(backward: list[Sighting], sightings: Sequence[Sighting]) -> list[Sighting]:
-    """`backward`, or the gradients of weights where one of a later layer, or of an earlier
-    microbatch, is not finite: a backward goes from the last layer to the first."""
-    gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
-    first = min(backward, key=_order)
-    earlier = [
-        one for one in gradients if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
-    ]
-    return earlier or backward
-
-
-def _finding(
-    found: list[Sighting],
-    sightings: Sequence[Sighting],
-    sample_ids: Sequence[int],
-    parameters: tuple[str, ...],
-) -> Finding:
-    first = min(found, key=lambda one: (_order(one), not one.is_fresh, one.rank))
-    same = [
-        one
-        for one in found
-        if _order(one) == _order(first)
-        and one.name == first.name
-        and one.is_fresh == first.is_fresh
-    ]
-    in_step = first.phase not in ("weight", "sum")
-    sequences = {sequence for one in same for sequence in one.sequences}
-    if in_step and not sequences:
-        # Rows of experts are tokens of other ranks: these see them in the same layer.
-        sequences = {
-            sequence
-            for one in sightings
-            if (one.phase, one.microbatch, one.layer)
-            == (first.phase, first.microbatch, first.layer)
-            for sequence in one.sequences
-        }
-    experts = tuple(sorted({expert for one in same for expert in one.experts}))
-    layer = _layer_in(first.name)
-    return Finding(
-        phase=first.phase,
-        rank=first.rank,
-        ranks=tuple(sorted({one.rank for one in same})),
-        name=first.name,
-        value=first.value,
-        microbatch=first.microbatch if in_step else None,
-        layer=None if layer < 0 else layer,
-        expert=experts[0] if len(experts) == 1 else None,
-        experts=experts[:_MOST_NAMED],
-        samples=tuple(int(sample_ids[one]) for one in sorted(sequences))[:_MOST_NAMED],
-        parameters=parameters[:_MOST_NAMED],
-    )
-
-
-def _sighting(values: Mapping[str, Any]) -> Sighting:
-    lists = {key: tuple(values[key]) for key in ("experts", "sequences")}
-    return Sighting(**{**values, **lists})

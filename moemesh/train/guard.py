@@ -19,7 +19,7 @@ from typing import Any
 
 from moemesh.config.train import TrainConfig
 from moemesh.trace.events import JUMPED
-from moemesh.train.examination import Finding
+from moemesh.train.finding import Finding
 from moemesh.train.spikes import Spikes
 from moemesh.train.step import StepResult
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from moemesh.checkpoint import together
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
@@ -16,8 +14,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
+from moemesh.train.construction import construct
 from moemesh.train.conversion import open_weights
 from moemesh.train.folder import CHECKPOINTS
 from moemesh.train.optimizer import Optimizer
@@ -43,16 +42,7 @@ def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh],
 
 def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
     """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
-    data, train = config.data, config.train
-    parallel = parallelize(
-        config.model,
-        config.plan,
-        mesh,
-        seed=train.seed,
-        dtype=getattr(torch, train.dtype),
-        tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
-        tuning=config.tuning,
-    )
+    parallel = construct(config, mesh)
     # Masters, so that weights are rounded once; an optimizer without state beside them.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():

@@ -6,17 +6,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from moemesh.checkpoint import together
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
-from moemesh.parallel.parallelize import parallelize
 from moemesh.train import saving
 from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundle
-from moemesh.train.examination import Finding, examine
+from moemesh.train.construction import construct
+from moemesh.train.examination import examine
+from moemesh.train.finding import Finding
 from moemesh.train.inference import on_ranks
 from moemesh.train.optimizer import Optimizer
 
@@ -60,16 +59,8 @@ def replay(
 def run(bundle: Bundle, mesh: Mesh) -> Finding:
     """Run the step again; all ranks call."""
     config = bundle.config
-    train, data = config.train, config.data
-    parallel = parallelize(
-        config.model,
-        config.plan,
-        mesh,
-        seed=train.seed,
-        dtype=getattr(torch, train.dtype),
-        tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
-        tuning=config.tuning,
-    )
+    train = config.train
+    parallel = construct(config, mesh)
     optimizer = Optimizer.of(parallel, train.model_copy(update={"optimizer": "sgd"}))
     checkpoint, _ = together.open_together(bundle.weights, mesh.control, bundle.step)
     assert checkpoint is not None, "a step that is named is opened or refused"

@@ -14,7 +14,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import ParallelModel
 from moemesh.schedule.action import Schedule
 from moemesh.trace import progress_words
 from moemesh.trace.run import MetricsRow
@@ -25,9 +25,11 @@ from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundles
 from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
+from moemesh.train.construction import construct
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.cursor import Cursor
-from moemesh.train.examination import Finding, examine, examine_state, first_look
+from moemesh.train.examination import examine, examine_state, first_look
+from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
@@ -93,16 +95,7 @@ class Session:
         when there are checkpoints and none of them can be read.
         """
         train, data = config.train, config.data
-        parallel = parallelize(
-            config.model,
-            config.plan,
-            mesh,
-            seed=train.seed,
-            dtype=getattr(torch, train.dtype),
-            tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
-            schedule=schedule,
-            tuning=config.tuning,
-        )
+        parallel = construct(config, mesh, schedule)
         optimizer = Optimizer.of(parallel, train)
         artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
         rehoming = Rehoming(parallel, optimizer, train.rebalance_every)

@@ -160,11 +160,11 @@ def test_a_process_killed_before_every_call(
 FULL_DISK = """
 import os, sys, torch
 from pathlib import Path
-from moemesh.checkpoint import saver
+from moemesh.checkpoint import job
 from moemesh.checkpoint.store import latest
 from tests.checkpoint.simulate import whole
 from tests.checkpoint.test_saver import one_rank
-saver.PAUSES = ()
+job.PAUSES = ()
 folder, size = Path(sys.argv[1]), 100_000
 tensor = torch.arange(size / 4)
 def save(step, keep=2):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import files, saver, staging, writing
+from moemesh.checkpoint import files, job, staging, writing
 from moemesh.checkpoint.saver import Outcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, latest, open_checkpoint
 from tests.checkpoint.simulate import Ranks, cut, save_as_ranks, whole
@@ -27,7 +27,7 @@ TENSOR = torch.arange(60.0).reshape(20, 3)
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
 
 
 def one_rank(folder: Path, *, keep: int = 2, in_background: bool = True) -> Saver:
@@ -122,7 +122,7 @@ def test_start_returns_before_the_disk_does(
     monkeypatch.setattr(writing, "write_file", write)
     own = one_rank(tmp_path)
     own.start(1, shards(), {})
-    assert own.is_busy and candidates(tmp_path) == []
+    assert candidates(tmp_path) == []
     may_write.set()
     outcome = own.finish()
     assert outcome is not None and outcome.problem is None and candidates(tmp_path) == [1]
@@ -203,7 +203,7 @@ def test_a_full_disk_is_tried_again(
 
 
 def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_part, real_report = writing.write_file, saver.replace_file
+    real_part, real_report = writing.write_file, job.replace_file
     broken = [True]
 
     def write(path: Path, parts: Any) -> files.Written:
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
         real_report(path, content)
 
     monkeypatch.setattr(writing, "write_file", write)
-    monkeypatch.setattr(saver, "replace_file", report)
+    monkeypatch.setattr(job, "replace_file", report)
 
     def work(rank: int, own: Saver) -> tuple[Outcome | None, list[str]]:
         own.start(1, shards()[rank::2], {})
@@ -230,7 +230,7 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "FOLDER_SECONDS", 0.2)
+    monkeypatch.setattr(job, "FOLDER_SECONDS", 0.2)
 
     def work(rank: int, own: Saver) -> Outcome | None:
         own.folder = tmp_path / str(rank)
@@ -374,7 +374,7 @@ raise ValueError("training broke")
 
 
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "PAUSES", (60.0,))
+    monkeypatch.setattr(job, "PAUSES", (60.0,))
 
     def write(path: Path, parts: Any) -> files.Written:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -16,7 +16,8 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch, Context
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.examination import Finding, examine, first_look
+from moemesh.train.examination import examine, first_look
+from moemesh.train.finding import Finding
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, microbatches

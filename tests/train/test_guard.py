@@ -24,7 +24,7 @@ from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
 from moemesh.train.events import Events
-from moemesh.train.examination import Finding
+from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Diverged
 from moemesh.train.optimizer import Optimizer

@@ -1,0 +1,310 @@
+"""One save on one rank: written in a thread, told to the other ranks by files, tried again.
+
+A writer thread calls no collective, because threads of different ranks would enter theirs at
+different points between the collectives of training, and every group, a group of its own included,
+would need the same order on all ranks. So the ranks talk through files of the temporary folder:
+
+- rank 0 makes ``step-N.tmp-<id>``; the id of every attempt follows from the step's, which all know;
+- every rank writes and reads back its file there, then ``report-NNNNN.json``, by a rename;
+- rank 0 commits when it has all reports, by the rename that the others wait for. When something
+  fails it removes the folder, waits, and makes that of the next attempt, in which all write again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.checkpoint.files import (
+    CheckpointError,
+    explain,
+    list_names,
+    make_folder,
+    read_start,
+    remove_file,
+    remove_folder,
+    replace_file,
+)
+from moemesh.checkpoint.load import Shard
+from moemesh.checkpoint.manifest import MANIFEST_LIMIT, Manifest
+from moemesh.checkpoint.retention import Standing, prune, remember
+from moemesh.checkpoint.writing import Report, commit, read_back, write_part
+
+#: Seconds between the attempts of one save.
+PAUSES = (0.5, 2.0, 5.0, 10.0)
+#: Seconds that a rank whose training has ended in an error waits for others without any news.
+_LAST_WAIT = 10.0
+#: Seconds in which the folder that rank 0 makes is seen by all others.
+FOLDER_SECONDS = 60.0
+#: Seconds between two looks at the folder: the first, and the longest.
+_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.25
+
+
+class Outcome(NamedTuple):
+    """How a save ended: `problem` None where it was committed, `seconds` from its start to there,
+    `nonfinite` the tensors with numbers that are not finite."""
+
+    step: int
+    problem: str | None
+    seconds: float
+    nonfinite: Sequence[str] = ()
+
+
+class _Stopped(Exception):
+    """This save is not to be finished."""
+
+
+class Place(NamedTuple):
+    """The part of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
+    `note` takes what failed and did not end a save."""
+
+    folder: Path
+    rank: int
+    world_size: int
+    keep: int
+    note: Callable[[str], None]
+
+
+class Job:
+    """One save on one rank, in a thread of its own or not."""
+
+    def __init__(
+        self,
+        place: Place,
+        step: int,
+        identity: str,
+        keyed: Mapping[str, Shard],
+        state: str,
+        since: float,
+    ) -> None:
+        self._place, self._step, self._identity = place, step, identity
+        self._keyed, self._state, self._since = keyed, state, since
+        self._final = place.folder / f"step-{step}"
+        self._stop, self._hurry = threading.Event(), threading.Event()
+        self._ended = threading.Event()
+        self._told: dict[int | None, str] = {}
+        self.outcome: Outcome | None = None
+        #: What this rank could not report, and in which attempt (None: in any), because the folder
+        #: takes nothing any more.
+        self.untold: tuple[int | None, str] | None = None
+        # No daemon: where training ends in an error, the interpreter still waits for the save.
+        self._thread = threading.Thread(target=self.run, name=f"save-{step}", daemon=False)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wait(self, seconds: float) -> None:
+        self._ended.wait(seconds)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def hurry(self) -> None:
+        self._hurry.set()
+
+    def tell(self, attempt: int | None, problem: str) -> None:
+        """Rank 0 learns by another way what it waits for in vain."""
+        self._told[attempt] = problem
+
+    def run(self) -> None:
+        problem: str | None
+        nonfinite: Sequence[str] = ()
+        try:
+            if self._place.rank == 0:
+                problem, nonfinite = self._lead()
+            else:
+                problem = self._follow()
+        except _Stopped:
+            problem = "stopped"
+        except Exception as error:  # whatever it is: the others must not wait for this rank
+            problem = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - self._since
+        self.outcome = Outcome(self._step, problem, seconds, nonfinite)
+        self._ended.set()
+
+    # --- rank 0 ---
+
+    def _lead(self) -> tuple[str | None, Sequence[str]]:
+        """Attempts until one is committed; what was wrong with the last, or the tensors that are
+        not finite."""
+        problem = ""
+        for number, pause in enumerate((*PAUSES, None)):
+            try:
+                manifest = self._attempt(number)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+                remove_folder(self._temporary(number))
+            else:
+                found = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
+                self._clean(found)
+                return None, manifest.nonfinite or ()
+            if pause is None or self._hurry.is_set():
+                break
+            self._place.note(f"{problem}; trying again in {pause:g} s")
+            self._pause(pause)
+            if self._hurry.is_set():
+                break
+        return problem, ()
+
+    def _attempt(self, number: int) -> Manifest:
+        temporary = self._temporary(number)
+        try:
+            self._place.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(temporary)
+        except OSError as error:
+            raise explain(error, temporary) from error
+        reports = [self._part(temporary), *self._collected(number)]
+        try:
+            for rank in range(1, self._place.world_size):
+                remove_file(temporary / _report_name(rank))
+            return commit(temporary, self._final, self._step, reports, json.loads(self._state))
+        except OSError as error:
+            raise explain(error, temporary) from error
+
+    def _collected(self, number: int) -> list[Report]:
+        """The reports of the other ranks in an attempt, in their order."""
+        temporary = self._temporary(number)
+        waiting, reports = set(range(1, self._place.world_size)), dict[int, Report]()
+        look = _Looks(self)
+        while waiting:
+            names = set(list_names(temporary))
+            for rank in sorted(rank for rank in waiting if _report_name(rank) in names):
+                reply = _read_report(temporary / _report_name(rank))
+                if reply["problem"]:
+                    raise CheckpointError(f"rank {rank}: {reply['problem']}")
+                reports[rank] = reply["report"]
+                waiting.remove(rank)
+                look.found_something()
+            for attempt in (number, None):
+                if attempt in self._told:
+                    raise CheckpointError(self._told[attempt])
+            if waiting:
+                look.wait()
+        return [reports[rank] for rank in sorted(reports)]
+
+    def _clean(self, found: Standing) -> None:
+        """Retention; what fails here costs space, no checkpoint."""
+        folder = self._place.folder
+        try:
+            remember(folder, [found])
+            prune(folder, self._place.keep)
+        except (CheckpointError, OSError) as error:
+            self._place.note(f"older checkpoints were not cleaned up: {error}")
+
+    # --- the other ranks ---
+
+    def _follow(self) -> str | None:
+        """Write in every attempt, until rank 0 has committed."""
+        number, is_told = 0, False
+        look = _Looks(self)
+        while True:
+            if self._final.is_dir():
+                return None
+            # Attempts may have come and gone between two looks.
+            later = range(len(PAUSES), number, -1)
+            if newer := [n for n in later if self._temporary(n).is_dir()]:
+                number, is_told, self.untold = newer[0], False, None
+                look.found_something()
+            temporary = self._temporary(number)
+            if not is_told and temporary.is_dir():
+                is_told = True
+                self._report(number)
+                look.found_something()
+            if not is_told and number == 0 and look.seconds > FOLDER_SECONDS:
+                problem = f"{temporary} did not appear in {FOLDER_SECONDS:g} s"
+                self.untold = None, f"{problem}: is it on a file system that all ranks share?"
+            look.wait()
+
+    def _report(self, number: int) -> None:
+        """Write this rank's part in an attempt, and what became of it."""
+        temporary = self._temporary(number)
+        reply: dict[str, Any]
+        try:
+            reply = {"problem": None, "report": self._part(temporary)}
+        except (CheckpointError, OSError) as error:
+            reply = {"problem": str(error), "report": None}
+            with suppress(OSError):  # its space is needed for the report
+                remove_file(temporary / f"rank-{self._place.rank:05d}.safetensors")
+        try:
+            text = json.dumps(reply).encode()
+            replace_file(temporary / _report_name(self._place.rank), text)
+        except OSError as error:
+            self.untold = number, reply["problem"] or str(explain(error, temporary))
+
+    # --- all of them ---
+
+    def _part(self, temporary: Path) -> Report:
+        report = write_part(temporary, self._place.rank, self._keyed, self.check)
+        # Before the commit, not after it: what reads back wrong is written again from memory.
+        read_back(temporary, report)
+        return report
+
+    def _temporary(self, number: int) -> Path:
+        """The folder of an attempt; the name of the first is that of any save."""
+        identity = self._identity
+        if number:
+            identity = uuid.uuid5(uuid.UUID(identity), str(number)).hex
+        return self._final.with_name(f"{self._final.name}.tmp-{identity}")
+
+    def sweep(self) -> None:
+        """Remove what is left of failed attempts, in which other ranks may have written longer than
+        rank 0 did; now all have ended."""
+        for number in range(len(PAUSES) + 1):
+            if self._temporary(number).is_dir():
+                remove_folder(self._temporary(number))
+
+    def check(self) -> None:
+        """Raises where this save is not to be finished."""
+        if self._stop.is_set():
+            raise _Stopped
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        look = _Looks(self)
+        while time.monotonic() < end and not self._hurry.is_set():
+            look.wait()
+
+
+class _Looks:
+    """The pauses between looks at a folder, a tenth of the time since something was found. They end
+    a save whose process has ended otherwise, when nothing new has come for a while."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._since = job, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since something was found."""
+        return time.monotonic() - self._since
+
+    def found_something(self) -> None:
+        self._since = time.monotonic()
+
+    def wait(self) -> None:
+        self._job.check()
+        if not threading.main_thread().is_alive() and self.seconds > _LAST_WAIT:
+            raise _Stopped
+        time.sleep(min(max(self.seconds / 10, _FIRST_LOOK), _LONGEST_LOOK))
+
+
+def _report_name(rank: int) -> str:
+    return f"report-{rank:05d}.json"
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """What another rank wrote; CheckpointError where it is no report."""
+    try:
+        content = json.loads(read_start(path, MANIFEST_LIMIT))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return content

@@ -1,0 +1,205 @@
+"""The origin of a value that is not finite, among all that the ranks have seen of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moemesh.comm.collectives import gather_json
+from moemesh.parallel.parallelize import ParallelModel
+
+#: So many sample ids, experts and parameters are named.
+MOST_NAMED = 16
+#: In the order of the computation; "backward" and "gradient" are compared by layer.
+PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """Numbers that are not finite, seen on one rank. `place` orders what is in one layer;
+    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known."""
+
+    rank: int
+    phase: str
+    name: str
+    value: str
+    microbatch: int = 0
+    layer: int = -1
+    place: int = 0
+    is_fresh: bool = False
+    experts: tuple[int, ...] = ()
+    sequences: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where a value that is not finite came from, the same on every rank.
+
+    `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
+    parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
+    and `expert` are None where there is none; `samples`: ids in the data, of the sequences
+    concerned. `parameters`: those whose gradients were not finite in the step itself.
+    ``is_damage``: other ranks hold finite copies of the same weight.
+    """
+
+    phase: str
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    value: str = ""
+    microbatch: int | None = None
+    layer: int | None = None
+    expert: int | None = None
+    experts: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    is_damage: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The keys of failure.json that it knows."""
+        found: dict[str, Any] = {"phase": self.phase}
+        is_parameter = self.phase in ("weight", "gradient", "sum")
+        values: dict[str, Any] = {
+            "rank": self.rank,
+            "ranks": list(self.ranks),
+            "microbatch": self.microbatch,
+            "layer": self.layer,
+            "expert": self.expert,
+            "experts": list(self.experts),
+            "parameter" if is_parameter else "module": self.name,
+            "parameters": list(self.parameters),
+            "value": self.value,
+            "samples": list(self.samples),
+        }
+        return found | {key: value for key, value in values.items() if value not in (None, [], "")}
+
+    def __str__(self) -> str:
+        if self.phase == "unrepeated":
+            text = "it does not come again with the same numbers: a fault of the hardware, perhaps"
+            if self.parameters:
+                named = ", ".join(self.parameters[:3])
+                more = len(self.parameters) - 3
+                text += f"; gradients of {named}{f' and {more} others' if more > 0 else ''}"
+            return text
+        what = {
+            "weight": f"the weight {self.name} is",
+            "forward": f"the output of {self.name} is",
+            "loss": "the loss is",
+            "backward": f"the gradient that leaves {self.name} is",
+            "gradient": f"the gradient of {self.name} is",
+            "sum": f"the sum over ranks of the gradient of {self.name} is",
+        }[self.phase]
+        where = [f"rank {self.rank}"]
+        if len(self.ranks) > 1:
+            where = ["ranks " + ", ".join(map(str, self.ranks))]
+        if self.microbatch is not None:
+            where.append(f"microbatch {self.microbatch}")
+        if self.layer is not None:
+            where.append(f"layer {self.layer}")
+        if self.expert is not None:
+            where.append(f"expert {self.expert}")
+        if self.samples:
+            where.append("samples " + ", ".join(map(str, self.samples)))
+        return f"{what} {self.value} first ({'; '.join(where)})"
+
+
+def order(one: Sighting) -> tuple[int, ...]:
+    """Of the sightings of one phase, the computation's."""
+    if one.phase == "backward":
+        return one.microbatch, -one.layer, -one.place
+    if one.phase in ("weight", "gradient", "sum"):
+        return one.microbatch, one.place
+    return one.microbatch, one.layer, one.place
+
+
+def origin(
+    parallel: ParallelModel,
+    sightings: Sequence[Sighting],
+    sample_ids: Sequence[int],
+    parameters: tuple[str, ...],
+) -> Finding:
+    """The first in the order of the computation; all ranks call with what all have seen."""
+    for phase in PHASES:
+        found = [one for one in sightings if one.phase == phase]
+        if found:
+            if phase == "backward":
+                found = _before_weights(found, sightings)
+            finding = _finding(found, sightings, sample_ids, parameters)
+            damaged = phase == "weight" and _is_damage(parallel, finding)
+            return replace(finding, is_damage=damaged)
+    return Finding(phase="unrepeated", parameters=parameters[:MOST_NAMED])
+
+
+def _is_damage(parallel: ParallelModel, finding: Finding) -> bool:
+    """Whether a weight has finite copies beside the one that is not; all ranks call."""
+    name = re.sub(r"^optimizer\.[^.]+\.", "", finding.name)
+    where, data = parallel.placements.get(name), parallel.reducer.data
+    if where is None or data == "zero3" or (name != finding.name and data != "replicate"):
+        return False  # each rank has a part of its own
+    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
+    return not set(copies[finding.rank or 0]) <= set(finding.ranks)
+
+
+def _before_weights(backward: list[Sighting], sightings: Sequence[Sighting]) -> list[Sighting]:
+    """`backward`, or the gradients of weights where one of a later layer, or of an earlier
+    microbatch, is not finite: a backward goes from the last layer to the first."""
+    gradients = [one for one in sightings if one.phase == "gradient" and one.layer >= 0]
+    first = min(backward, key=order)
+    earlier = [
+        one for one in gradients if (one.microbatch, -one.layer) < (first.microbatch, -first.layer)
+    ]
+    return earlier or backward
+
+
+def _finding(
+    found: list[Sighting],
+    sightings: Sequence[Sighting],
+    sample_ids: Sequence[int],
+    parameters: tuple[str, ...],
+) -> Finding:
+    first = min(found, key=lambda one: (order(one), not one.is_fresh, one.rank))
+    same = [
+        one
+        for one in found
+        if order(one) == order(first) and one.name == first.name and one.is_fresh == first.is_fresh
+    ]
+    in_step = first.phase not in ("weight", "sum")
+    sequences = {sequence for one in same for sequence in one.sequences}
+    if in_step and not sequences:
+        # Rows of experts are tokens of other ranks: these see them in the same layer.
+        sequences = {
+            sequence
+            for one in sightings
+            if (one.phase, one.microbatch, one.layer)
+            == (first.phase, first.microbatch, first.layer)
+            for sequence in one.sequences
+        }
+    experts = tuple(sorted({expert for one in same for expert in one.experts}))
+    layer = layer_in(first.name)
+    return Finding(
+        phase=first.phase,
+        rank=first.rank,
+        ranks=tuple(sorted({one.rank for one in same})),
+        name=first.name,
+        value=first.value,
+        microbatch=first.microbatch if in_step else None,
+        layer=None if layer < 0 else layer,
+        expert=experts[0] if len(experts) == 1 else None,
+        experts=experts[:MOST_NAMED],
+        samples=tuple(int(sample_ids[one]) for one in sorted(sequences))[:MOST_NAMED],
+        parameters=parameters[:MOST_NAMED],
+    )
+
+
+def layer_in(name: str) -> int:
+    """The layer that the name of a parameter, of a moment or of a module has; -1: none."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)", name)
+    return -1 if found is None else int(found[1])
+
+
+def sighting(values: Mapping[str, Any]) -> Sighting:
+    """One that came from another rank as JSON."""
+    lists = {key: tuple(values[key]) for key in ("experts", "sequences")}
+    return Sighting(**{**values, **lists})
