@@ -19,7 +19,8 @@ import torch
 
 from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import CheckpointSettings
-from moemesh.checkpoint.files import CHUNK_BYTES, hash_bytes, write_file
+from moemesh.checkpoint.digests import hash_bytes
+from moemesh.checkpoint.files import CHUNK_BYTES, write_file
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.saver import Saver
 from moemesh.comm.collectives import barrier, gather_json

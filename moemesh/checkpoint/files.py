@@ -7,16 +7,16 @@ stop the store at each of them. Files are created exclusively, symbolic links ar
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moemesh.checkpoint.digests import hash_bytes
 from moemesh.config.errors import UserError
 
 #: Bytes read, hashed or written at once.
@@ -56,6 +56,16 @@ def free_bytes(path: Path) -> int:
 def make_folder(path: Path) -> None:
     """Creates one folder, which must not exist."""
     os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Creates a folder and those above it where they are missing, and makes their names durable."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    with suppress(FileExistsError):
+        make_folder(path)
+        sync_folder(path.parent)
 
 
 class Written(NamedTuple):
@@ -98,7 +108,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """As :func:`replace_file`, for content that comes in parts."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
+    remove_file(temporary)
     write_file(temporary, chunks)
     os.replace(temporary, path)
     sync_folder(path.parent)
@@ -188,28 +198,10 @@ def read_chunks(file: BinaryIO, size: int, chunk_bytes: int = CHUNK_BYTES) -> It
         size -= wanted
 
 
-def hash_file(path: Path) -> str:
-    """The digest of a file as the disk holds it."""
-    digest = new_digest()
+def read_whole(path: Path) -> bytes:
+    """The content of a small file as the disk holds it."""
     with reading(path, from_disk=True) as file:
-        for chunk in read_chunks(file, file_size(path)):
-            digest.update(chunk)
-    return digest_text(digest)
-
-
-def hash_bytes(content: bytes | memoryview) -> str:
-    """The digest of bytes, without the name of the function."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def new_digest() -> hashlib.blake2b:
-    """The store's hash function."""
-    return hashlib.blake2b(digest_size=16)
-
-
-def digest_text(digest: hashlib.blake2b | str) -> str:
-    """A digest as the manifest spells it."""
-    return f"blake2b-128:{digest if isinstance(digest, str) else digest.hexdigest()}"
+        return b"".join(read_chunks(file, file_size(path)))
 
 
 def list_names(path: Path) -> Sequence[str]:

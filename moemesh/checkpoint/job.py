@@ -26,6 +26,7 @@ from moemesh.checkpoint.files import (
     explain,
     list_names,
     make_folder,
+    make_folders,
     read_start,
     remove_file,
     remove_folder,
@@ -159,7 +160,7 @@ class Job:
     def _attempt(self, number: int) -> Manifest:
         temporary = self._temporary(number)
         try:
-            self._place.folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._place.folder)
             make_folder(temporary)
         except OSError as error:
             raise explain(error, temporary) from error

@@ -3,9 +3,9 @@
 The manifest is canonical JSON (sorted keys, no spaces) with a digest of itself, so that any change
 of the file is seen, and its slices cover every logical tensor exactly: no hole, no overlap.
 
-Format 2 has digests of every chunk of every slice and of each file's header, which together are all
-bytes, and the names of the tensors that hold numbers that are not finite. Format 1, still read, has
-one digest a file.
+Format 3 has digests of every chunk of every slice and of each file's header, which together are all
+bytes, the name of their hash function, and the names of the tensors that hold numbers that are not
+finite. Older formats are still read: format 2 has BLAKE2b for all, format 1 one digest a file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moemesh.checkpoint.files import CheckpointError, digest_text, new_digest
+from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
+from moemesh.checkpoint.files import CheckpointError
 
 #: The format that is written, and all that are read.
-FORMAT = 2
-READABLE = (1, 2)
+FORMAT = 3
+READABLE = (1, 2, 3)
 MANIFEST = "manifest.json"
 #: Upper bound of a manifest that will be parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
@@ -31,8 +32,8 @@ MAX_ELEMENTS = 1 << 60
 
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,7}\.safetensors$")]
-Digest = Annotated[str, Field(pattern=r"^blake2b-128:[0-9a-f]{32}$")]
-#: A digest by the same function, without its name.
+Digest = Annotated[str, Field(pattern=r"^(blake2b|xxh3)-128:[0-9a-f]{32}$")]
+#: A digest without the name of its function.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: torch's names of the dtypes that a checkpoint may hold -> safetensors' names.
 DTYPES = {
@@ -98,19 +99,26 @@ class WholeFile(_Strict):
 class Manifest(_Strict):
     """All of a checkpoint but the tensors' bytes; `state` is the caller's JSON.
 
+    `hash`: the name of the function that chunks and headers have digests by; None before format 3.
     `nonfinite`: sorted names of the tensors that hold infinities or NaN; None in format 1, which
     does not say. `digest` is that of the manifest itself, where it was read.
     """
 
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     step: Size
     world_size: Annotated[int, Field(strict=True, ge=1)]
     chunk_bytes: Annotated[int, Field(strict=True, ge=1, le=1 << 30)] | None = None
+    hash: Literal["blake2b-128", "xxh3-128"] | None = None
     nonfinite: tuple[str, ...] | None = None
     tensors: dict[str, Entry]
     files: dict[FileName, File | WholeFile]
     state: dict[str, Any]
     digest: Annotated[str, Field(exclude=True)] = ""
+
+    @property
+    def hash_name(self) -> str:
+        """Of the function of all digests but the manifest's own."""
+        return self.hash or BLAKE2B
 
     def check(self) -> None:
         """Raises CheckpointError unless the slices cover every tensor and use every file, and the
@@ -119,6 +127,7 @@ class Manifest(_Strict):
         if (
             (self.chunk_bytes is not None) != is_new
             or (self.nonfinite is not None) != is_new
+            or (self.hash is not None) != (self.format > 2)
             or any(isinstance(file, File) != is_new for file in self.files.values())
         ):
             raise CheckpointError(f"{MANIFEST}: these are not the fields of format {self.format}")
@@ -259,6 +268,4 @@ def _words(piece: Slice) -> str:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    digest = new_digest()
-    digest.update(encode_json(content))
-    return digest_text(digest)
+    return digest_text(blake2b(encode_json(content)), BLAKE2B)

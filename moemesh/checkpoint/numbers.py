@@ -16,6 +16,8 @@ from moemesh.checkpoint.manifest import ITEM_BYTES
 from moemesh.checkpoint.stored import Stored
 
 Array = np.ndarray[Any, np.dtype[Any]]
+#: Numbers that are looked at together.
+_BLOCK = 1 << 16
 #: Dtypes of floats: bits of the exponent, and the bits that are compared with them. A number whose
 #: exponent has all bits set is infinite or NaN; float8_e4m3fn has one NaN, all bits but the sign.
 _EXPONENTS = {
@@ -34,7 +36,9 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
         return 0
     bits = _bits(content, dtype)
     mask = bits.dtype.type(_EXPONENTS[dtype])
-    return int(np.count_nonzero((bits & mask) == mask))
+    # In blocks that stay in a cache: their intermediate results cost four times as much elsewhere.
+    blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
+    return sum(int(np.count_nonzero((block & mask) == mask)) for block in blocks)
 
 
 class Difference(NamedTuple):

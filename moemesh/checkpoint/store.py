@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemesh.checkpoint.files import CheckpointError, make_folder, remove_folder
+from moemesh.checkpoint.files import CheckpointError, make_folder, make_folders, remove_folder
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.stored import candidates
@@ -111,6 +111,6 @@ def _begin(
     keyed = check_shards(shards)
     check_step(final, state if rank == 0 else {})
     if rank == 0:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(final.parent)
         make_folder(final.parent / f"{final.name}.tmp-{identity}")
     return keyed

@@ -11,14 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
     COMMITTED,
     CheckpointError,
     check_folder,
-    digest_text,
     file_size,
-    hash_bytes,
-    hash_file,
     list_names,
     read_chunks,
     read_start,
@@ -102,19 +100,23 @@ class Stored:
         """What of a file, read from the disk, is not what was written."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
-            if (actual := hash_file(self.path / file)) != known.digest:
+            with reading(self.path / file, from_disk=True) as opened:
+                actual = digest_text(blake2b_of(read_chunks(opened, known.size)), BLAKE2B)
+            if actual != known.digest:
                 yield Damage(file, f"digest {actual}, expected {known.digest}")
             return
         assert self.manifest.chunk_bytes is not None
+        name = self.manifest.hash_name
+        digest_of = hash_by(name)
         slices = self.slices(file)
         start = known.size - sum(piece.num_bytes for piece in slices)
         with reading(self.path / file, from_disk=True) as opened:
             header = b"".join(read_chunks(opened, start))
-            if (actual := digest_text(hash_bytes(header))) != known.header:
+            if (actual := digest_text(digest_of(header), name)) != known.header:
                 yield Damage(file, f"the header has digest {actual}, expected {known.header}")
             for piece in slices:
                 chunks = read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
-                found = [hash_bytes(chunk) for chunk in chunks]
+                found = [digest_of(chunk) for chunk in chunks]
                 found += [""] * (len(piece.stored.chunks) - len(found))
                 for place, expected in enumerate(piece.stored.chunks):
                     if found[place] != expected:

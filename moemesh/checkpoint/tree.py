@@ -6,7 +6,6 @@ exp_avg``. An integer key (and a place in a list) begins with "#", so that it co
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.store import Shard
 from moemesh.comm.collectives import gather_json
@@ -153,7 +153,7 @@ def _hashable(value: Any) -> Any:
 
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+    return hash_bytes(memoryview(flat.numpy()))
 
 
 def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
 from moemesh.checkpoint.files import (
     CHUNK_BYTES,
     COMMITTED,
     CheckpointError,
-    digest_text,
     explain,
-    hash_bytes,
-    hash_file,
+    read_whole,
     rename,
     sync_folder,
     write_file,
@@ -101,7 +100,7 @@ def write_part(
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
             raise explain(error, temporary / name, needed) from error
-        file = {"size": written.size, "header": digest_text(header)}
+        file = {"size": written.size, "header": digest_text(header, WRITTEN)}
         digests = dict(zip(order, written.digests[1:], strict=True))
     slices = [
         [s.name, list(s.shape), dtype_of(s), key, list(s.offset), list(s.tensor.shape)]
@@ -112,6 +111,7 @@ def write_part(
         "file": file,
         "slices": [[*one, digests.get(one[3], [])] for one in slices],
         "nonfinite": sorted(nonfinite),
+        "hash": WRITTEN,
     }
 
 
@@ -131,7 +131,7 @@ def commit(
     try:
         write_file(temporary / MANIFEST, [content])
         sync_folder(temporary)
-        if hash_file(temporary / MANIFEST) != digest_text(hash_bytes(content)):
+        if read_whole(temporary / MANIFEST) != content:
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
         rename(temporary, final)
         try:
@@ -146,6 +146,10 @@ def commit(
 
 def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:
     """The slices of all `reports` put together; CheckpointError where they disagree."""
+    if len(names := sorted({report["hash"] for report in reports})) > 1:
+        raise CheckpointError(
+            f"ranks hash by {' and '.join(names)}: install the package xxhash on all machines"
+        )
     tensors: dict[str, dict[str, Any]] = {}
     for rank, report in enumerate(reports):
         for name, shape, dtype, key, offset, size, chunks in report["slices"]:
@@ -170,6 +174,7 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
         step=step,
         world_size=len(reports),
         chunk_bytes=CHUNK_BYTES,
+        hash=names[0],
         nonfinite=tuple(sorted({name for report in reports for name in report["nonfinite"]})),
         tensors={
             name: Entry(**{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]})

@@ -7,7 +7,7 @@ import torch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.parallel.parallelize import ParallelModel, parallelize
-from moemesh.schedule.schedule import Schedule
+from moemesh.schedule.action import Schedule
 
 
 def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> ParallelModel:

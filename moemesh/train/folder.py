@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from moemesh.checkpoint.files import make_folders, sync_folder
 from moemesh.config.renames import SCHEMA_KEY
 from moemesh.config.schema import SECTIONS, all_keys
 from moemesh.config.suggest import explain_unknown_key
@@ -53,7 +54,7 @@ class RunFolder:
         """
         folder = RunFolder.inspect(path, resume)
         try:
-            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            make_folders(folder.checkpoints)
         except OSError as error:
             message = f"{folder.path}: cannot be created ({error.strerror})"
             raise RunFolderError(message) from error
@@ -166,6 +167,7 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
+            sync_folder(target.parent)
         except OSError as error:  # that of a full disk names no file
             raise OSError(error.errno, error.strerror, str(target)) from error
         return target

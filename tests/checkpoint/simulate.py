@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moemesh.checkpoint.files import digest_text, hash_bytes, hash_file
+from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
 from moemesh.checkpoint.manifest import MANIFEST, encode_json
 from moemesh.checkpoint.store import Shard, save
 from moemesh.config.layout import shard_range
@@ -113,17 +113,45 @@ def cut(name: str, tensor: torch.Tensor, parts: Sequence[int]) -> list[Shard]:
     ]
 
 
+def as_format_2(checkpoint: Path) -> None:
+    """Turns a stored checkpoint into one whose digests are BLAKE2b and unnamed."""
+    content = _manifest(checkpoint)
+    content["format"] = 2
+    del content["hash"]
+    for name, known in content["files"].items():
+        raw = (checkpoint / name).read_bytes()
+        length = 8 + int.from_bytes(raw[:8], "little")
+        known["header"] = digest_text(blake2b(raw[:length]), BLAKE2B)
+        places = json.loads(raw[8:length])
+        for piece in (s for entry in content["tensors"].values() for s in entry["slices"]):
+            if piece["file"] == name:
+                start, end = (length + n for n in places[piece["key"]]["data_offsets"])
+                size = content["chunk_bytes"]
+                chunks = [raw[first : min(first + size, end)] for first in range(start, end, size)]
+                piece["chunks"] = [blake2b(chunk) for chunk in chunks]
+    _replace_manifest(checkpoint, content)
+
+
 def as_format_1(checkpoint: Path) -> None:
     """Turns a stored checkpoint into what the first version of this package wrote."""
-    file = checkpoint / MANIFEST
-    content = json.loads(file.read_bytes())
-    del content["digest"], content["chunk_bytes"], content["nonfinite"]
+    content = _manifest(checkpoint)
+    del content["chunk_bytes"], content["nonfinite"], content["hash"]
     content["format"] = 1
     for entry in content["tensors"].values():
         for piece in entry["slices"]:
             del piece["chunks"]
     for name, known in content["files"].items():
         del known["header"]
-        known["digest"] = hash_file(checkpoint / name)
-    digest = digest_text(hash_bytes(encode_json(content)))
-    file.write_bytes(encode_json({**content, "digest": digest}))
+        known["digest"] = digest_text(blake2b((checkpoint / name).read_bytes()), BLAKE2B)
+    _replace_manifest(checkpoint, content)
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    content = json.loads((checkpoint / MANIFEST).read_bytes())
+    del content["digest"]
+    return content
+
+
+def _replace_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+    digest = digest_text(blake2b(encode_json(content)), BLAKE2B)
+    (checkpoint / MANIFEST).write_bytes(encode_json({**content, "digest": digest}))

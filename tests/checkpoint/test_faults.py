@@ -255,7 +255,7 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format=3), "format 3; this version reads the formats 1, 2"),
+        (lambda m: m.update(format=4), "format 4; this version reads the formats 1, 2, 3"),
         (lambda m: m.update(format=1), "not the fields of format 1"),
         (lambda m: m.update(chunk_bytes=None), "not the fields of format 2"),
         (lambda m: m.update(nonfinite=["v"]), "nonfinite names v"),
