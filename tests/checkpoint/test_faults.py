@@ -62,6 +62,7 @@ def shards(value: float) -> list[Shard]:
 
 
 def count_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    (tmp_path / "count").mkdir()
     with monkeypatch.context() as patch:
         faulty = FaultyOs(-1, Killed)
         patch.setattr(files, "os", faulty)
@@ -257,7 +258,8 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [
         (lambda m: m.update(format=4), "format 4; this version reads the formats 1, 2, 3"),
         (lambda m: m.update(format=1), "not the fields of format 1"),
-        (lambda m: m.update(chunk_bytes=None), "not the fields of format 2"),
+        (lambda m: m.update(format=2), "not the fields of format 2"),
+        (lambda m: m.update(chunk_bytes=None), "not the fields of format 3"),
         (lambda m: m.update(nonfinite=["v"]), "nonfinite names v"),
         (lambda m: m["tensors"]["w"]["slices"][0].update(chunks=[]), "0 digests in rank"),
         (lambda m: m.update(extra=1), "extra"),
