@@ -141,6 +141,13 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
     deferred = "dp=2,pp=2,zero=3,schedule=zb_h1,microbatch=4"
     layout = mm.estimate(**task, global_batch=64, plan=deferred)
     assert layout.plan.zero == 3 and layout.command is None and layout.not_trained
+    asked = mm.plan(**task, global_batch=64, tokens="1T", headroom="60GiB", why="tp=4,data=zero1")
+    assert asked[0]["speed"]["days"] == pytest.approx(
+        1e12 / (256 * 64) * asked[0].seconds / 86_400, rel=1e-12
+    )
+    assert asked.why == asked.details["why"] and asked.why[0]["asked"] == "tp=4,data=zero1"
+    assert asked.why[0]["slower_seconds"] > 0
+    assert asked.details["usable_share"] * 80 == pytest.approx(20)
     with pytest.raises(mm.ConfigError, match="tpp"):
         mm.estimate(**task, global_batch=64, plan={"tpp": 2})
     with pytest.raises(mm.ConfigError, match="3 problems"):

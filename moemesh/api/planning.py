@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from moemesh.config.plan import Plan
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.search.command import candidate_json, not_trained, plan_named, train_command
+from moemesh.planner.search.command import not_trained, plan_named, to_json, train_command
 from moemesh.planner.shapes.load import Model
 
 
@@ -39,6 +39,21 @@ class Answer:
         return self.details[key]
 
 
+class Answers(list[Answer]):
+    """The best layouts, fastest first. ``details`` is the object that ``moemesh plan --json``
+    prints (certificate, binding limit, sensitivity, ...), ``why`` its judgement of each layout that
+    was asked about, in the order of asking."""
+
+    def __init__(self, answers: Iterable[Answer], details: dict[str, Any]) -> None:
+        super().__init__(answers)
+        self.details = details
+
+    @property
+    def why(self) -> list[dict[str, Any]]:
+        """``details["why"]``: ``verdict``, and seconds, bytes and parts or the broken rules."""
+        return self.details["why"]
+
+
 def plan(
     *,
     model: str | Path | ModelConfig | Model,
@@ -50,13 +65,17 @@ def plan(
     precision: Precision = "bfloat16",
     anywhere: bool = False,
     trainable: bool = False,
+    tokens: str | float | None = None,
     headroom: str | float | None = None,
+    why: Sequence[str] = (),
     settings: Sequence[str] = (),
-) -> list[Answer]:
+) -> Answers:
     """Returns the `top` best layouts, fastest first; options as of ``moemesh plan``.
 
-    `model` and `cluster`: a configuration, the path of one, or the name of a preset. Raises
-    ConfigError with every problem, NothingFits (a ValueError) when no layout fits in memory.
+    `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens` of
+    the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``;
+    `why` names layouts to be judged ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
+    problem, NothingFits (a ValueError) when no layout fits in memory.
     """
     found = plan_named(
         model,
@@ -68,20 +87,24 @@ def plan(
         precision=precision,
         anywhere=anywhere,
         trainable=trainable,
+        tokens=tokens,
         headroom=headroom,
+        why=(why,) if isinstance(why, str) else why,
         settings=settings,
     )
-    return [
+    details = to_json(found)
+    answers = (
         _answer(
             plan_of(candidate.layout),
             candidate.layout,
             found.model,
             candidate.breakdown,
             candidate.memory.needed,
-            candidate_json(found, candidate),
+            said,
         )
-        for candidate in found.candidates
-    ]
+        for candidate, said in zip(found.candidates, details["plans"], strict=True)
+    )
+    return Answers(answers, details)
 
 
 def estimate(

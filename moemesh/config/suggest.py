@@ -15,6 +15,9 @@ from moemesh.config.schema import SECTIONS, all_keys, keys_of, sections_with
 #: Names of values in other trainers.
 _VALUE_ALIASES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
+#: Choices beside the nearest one.
+_MOST_LISTED = 40
+
 
 @cache
 def _alias_file() -> dict[str, Any]:
@@ -79,7 +82,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
 
 
 def nearest_choice(value: str, choices: Sequence[str]) -> str:
-    """The fix for a value outside a list of names: the nearest one, then all of them.
+    """The fix for a value outside a list of names: the nearest one, then all of them, unless they
+    are so many that they would hide it.
 
     Case and hyphens do not count as differences.
     """
@@ -88,6 +92,8 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
         folded = _VALUE_ALIASES[folded]
     near = [folded] if folded in choices else _close(folded, choices, 0.5)
     listed = ", ".join(choices)
+    if near and len(choices) > _MOST_LISTED:
+        return f"did you mean {near[0]}?"
     return f"did you mean {near[0]}? (choices: {listed})" if near else f"choices: {listed}"
 
 

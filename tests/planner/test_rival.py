@@ -80,7 +80,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
         ("tp=4,dp=8", "dp 8 x tp 4 = 32 does not divide the 8 devices", "dp = 2"),
         ("pp=2,dp=1,tp=2,cp=1", "= 4 is not the 8 devices", "dp = 2"),
         ("ep=48", "ep*etp (48) must divide dp*cp*tp (8)", "ep = 8"),
+        ("ep=48,dp=4", "ep*etp (48) must divide dp*cp*tp (8)", "ep = 8"),
         ("pp=8,ep=8", "ep*etp (8) must divide dp*cp*tp (1)", "ep = 1"),
+        ("pp=8,stages_per_rank=4", "stages need at least as many layers", "stages_per_rank = 3"),
     ],
 )
 def test_what_is_illegal_names_the_rule_and_the_nearest_legal(
@@ -89,7 +91,24 @@ def test_what_is_illegal_names_the_rule_and_the_nearest_legal(
     rival = judged(asked)
     assert rival.verdict == "illegal"
     assert any(message in problem.message for problem in rival.problems)
-    assert any(fix in problem.fix for problem in rival.problems)
+    # The fix is legal on as many devices, with all else that was asked.
+    fixed = [problem.fix for problem in rival.problems if problem.fix]
+    assert fix in fixed
+    for name, _, values in (one.partition(" = ") for one in fixed):
+        for value in values.split(" or "):
+            pairs = dict(pair.split("=") for pair in asked.split(",")) | {name: value}
+            again = judged(",".join(f"{key}={number}" for key, number in pairs.items()))
+            assert again.verdict != "illegal"
+
+
+def test_words_of_what_is_asked_are_read_before_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moemesh.planner.search.command.plan", lambda *_, **__: pytest.fail())
+    with pytest.raises(ConfigError) as error:
+        plan_named("tiny", "laptop_cpu", 64, 8, why=["tp=2,dota=zero1", "schedule=1f2b"])
+    assert [one.key for one in error.value.problems] == ["plan.dota", "plan.schedule"]
+    assert error.value.problems[0].fix == "did you mean data?"
 
 
 @pytest.mark.parametrize("asked", ["tq=8", "data=zero9", "tp=8,tp=4", "tp", "tp=0", "tp=many"])

@@ -20,7 +20,7 @@ from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of, untrained
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
-from moemesh.planner.search.rival import Rival, why_not
+from moemesh.planner.search.rival import Rival, rival_table, why_not
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_both, load_model
@@ -165,6 +165,11 @@ def plan_named(
                 else "nodes = 1",
             )
         )
+    for asked in why:
+        try:
+            rival_table(asked, known, _legal_size(seq_len), _legal_size(global_batch))
+        except ConfigError as error:
+            problems += error.problems
     if problems or known is None or machine is None:
         raise ConfigError(problems)
     tuned = None
@@ -292,6 +297,11 @@ def _set(section: str, values: Section, defaults: Section) -> list[str]:
     ]
 
 
+def _legal_size(value: int) -> int:
+    """The nearest number of sequences or tokens that is one."""
+    return min(max(value, 1), LARGEST_SIZE)
+
+
 def _out_of_range(name: str, value: int) -> Problem:
     bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
     return Problem(
@@ -299,5 +309,5 @@ def _out_of_range(name: str, value: int) -> Problem:
         key=name,
         value=value,
         message=f"{name} must be {bound}",
-        fix=f"{name} = {1 if value < 1 else LARGEST_SIZE}",
+        fix=f"{name} = {_legal_size(value)}",
     )

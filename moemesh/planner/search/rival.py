@@ -6,21 +6,22 @@ that has these three. Keys that no search varies (a dispatcher, a payload, ...) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.config.section import divisors, nearest_divisors
+from moemesh.config.section import divisors
 from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.peak_memory import PeakMemory
 from moemesh.planner.plan_text import plan_table, read_plan
 from moemesh.planner.search.advice import difference
 from moemesh.planner.search.nearest import Nearest, nearest_that_fits
 from moemesh.planner.search.search import Candidate, Found
-from moemesh.planner.search.space import EXITS, Space
+from moemesh.planner.search.space import EXITS, Space, families
 from moemesh.planner.shapes.load import Model
 
 Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chosen"]
@@ -82,23 +83,33 @@ class Rival:
         }
 
 
-def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
-    """Judge the layout `asked` ("tp=8,ep=64,data=zero3") against the best of `found`. Raises
-    ConfigError for a text that is no plan."""
+def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int) -> dict[str, Any]:
+    """The keys of the layout `asked` ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
+    ConfigError for a text that is no plan, with every key and value that no other degrees mend."""
     table = plan_table(asked)
     for name in ("seq_len", "global_batch"):
         table.pop(name, None)
-    space = found.space
-    if problems := _broken_words(table, model, space):
+    one = {**table, "microbatch": table.get("microbatch", 1)}
+    if "microbatches" in table:
+        del one["microbatch"]
+    found = _problems(one, model, seq_len, global_batch)
+    if problems := [problem for problem in found if problem.code in _WORDS]:
         raise ConfigError(problems)
+    return table
+
+
+def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
+    """Judge the layout `asked` ("tp=8,ep=64,data=zero3") against the best of `found`. Raises
+    ConfigError for a text that is no plan."""
+    space = found.space
+    table = rival_table(asked, model, space.seq_len, space.global_batch)
     if problems := _world_problems(table, space.num_devices):
-        return Rival(asked=asked, verdict="illegal", problems=tuple(problems))
+        return _illegal(asked, table, problems, found)
     narrow, beyond = _space_of(table, space)
     try:
         within = Found(found.shape, found.cluster, narrow)
     except ConfigError:
-        problems = _why_illegal(table, model, space)
-        return Rival(asked=asked, verdict="illegal", problems=problems)
+        return _illegal(asked, table, _why_illegal(table, model, space), found)
     fitting = within.fitting(within.capacity, 1)
     # Where nothing fits, the layout that needs least is the one to look at.
     candidate = within.candidate(fitting[0] if fitting else within.smallest())
@@ -150,13 +161,48 @@ def _memory_beyond(memory: PeakMemory, best: PeakMemory) -> list[tuple[str, floa
     return sorted(more, key=lambda item: -item[1])
 
 
-def _broken_words(table: Mapping[str, Any], model: Model, space: Space) -> list[Problem]:
-    """Keys and values that are none of a plan, whatever the other keys say."""
-    one = {**table, "microbatch": table.get("microbatch", 1)}
-    if "microbatches" in table:
-        del one["microbatch"]
-    found = _problems(one, model, space)
-    return [problem for problem in found if problem.code in _WORDS]
+def _illegal(
+    asked: str, table: Mapping[str, Any], problems: Sequence[Problem], found: Found
+) -> Rival:
+    """The verdict, each problem with the nearest change to as many devices that is legal."""
+    fixes = {problem.key: _nearest_legal(problem, table, found) for problem in problems}
+    return Rival(
+        asked=asked,
+        verdict="illegal",
+        problems=tuple(replace(problem, fix=fixes[problem.key]) for problem in problems),
+    )
+
+
+def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: Found) -> str:
+    """One key of `table`, the broken one if that helps, with its nearest values of which the space
+    has a layout; the problem's own fix where it is about no number that the search varies."""
+    broken = problem.key.removeprefix("plan.")
+    keys = [key for key in _FIXED if key in table]
+    if broken in _FIXED:
+        keys.sort(key=lambda key: key != broken)
+    elif problem.code != "no-plan":
+        return problem.fix
+    for key in keys:
+        legal = _legal_values(key, table, found)
+        wanted = table[key]
+        near = [max([v for v in legal if v < wanted], default=0)]
+        near.append(min([v for v in legal if v > wanted], default=0))
+        if any(near):
+            return f"{key} = {' or '.join(str(value) for value in near if value)}"
+    return "name fewer keys"
+
+
+def _legal_values(key: str, table: Mapping[str, Any], found: Found) -> set[int]:
+    """Values of `key` with which the space has a layout that has all else of `table`."""
+    space, _ = _space_of({name: value for name, value in table.items() if name != key}, found.space)
+    space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
+    legal: set[int] = set()
+    for family in families(found.shape, space, Counter()):
+        if hasattr(family.columns, key):
+            legal.update(int(value) for value in set(getattr(family.columns, key).tolist()))
+        else:
+            legal.add(int(getattr(family, key)))
+    return legal
 
 
 def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
@@ -166,45 +212,44 @@ def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
     if devices % product == 0 and (len(named) < len(_WORLD) or product == devices):
         return []
     key = "dp" if len(named) == len(_WORLD) else max(named, key=lambda name: named[name])
-    rest, shown = product // named[key], " x ".join(f"{k} {v}" for k, v in named.items())
+    shown = " x ".join(f"{k} {v}" for k, v in named.items())
     if len(named) > 1:
         shown += f" = {product}"
-    if devices % rest:
-        fix = f"degrees whose product divides {devices}"
-    elif len(named) == len(_WORLD):
-        fix = f"{key} = {devices // rest}"
-    else:
-        fix = f"{key} = {nearest_divisors(devices // rest, named[key])}"
     is_whole = len(named) == len(_WORLD)
     message = f"{shown} {'is not' if is_whole else 'does not divide'} the {devices} devices"
     return [
-        Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message, fix=fix)
+        Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message)
     ]
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
     """The rules that break under the completion which breaks fewest."""
     best: list[Problem] | None = None
+    open_keys = [key for key in ("dp", "tp", "cp") if key not in table]
     for pp in [table["pp"]] if "pp" in table else divisors(space.num_devices):
-        rest = pp * table.get("cp", 1) * table.get("tp", 1)
-        if "dp" not in table and space.num_devices % rest:
-            continue
-        filled = {"dp": space.num_devices // rest, "pp": pp, **table}
+        filled = {"pp": pp, **table}
         if "microbatches" not in table:
             filled.setdefault("microbatch", 1)
-        problems = _problems(filled, model, space)
-        if best is None or len(problems) < len(best):
-            best = problems
+        left, rest = divmod(space.num_devices, prod(filled.get(key, 1) for key in _WORLD))
+        if rest or (left > 1 and not open_keys):
+            continue
+        for key in open_keys or ("pp",):
+            one = filled if left == 1 else {**filled, key: left}
+            problems = _problems(one, model, space.seq_len, space.global_batch)
+            if best is None or len(problems) < len(best):
+                best = problems
     shown = ", ".join(f"{key} = {value}" for key, value in table.items())
     message = f"no layout of {space.num_devices} devices and {space.global_batch} sequences has it"
-    whole = Problem(code="no-plan", key="plan", value=shown, message=message, fix="name fewer keys")
+    whole = Problem(code="no-plan", key="plan", value=shown, message=message)
     return tuple(best) if best else (whole,)
 
 
-def _problems(table: Mapping[str, Any], model: Model, space: Space) -> list[Problem]:
+def _problems(
+    table: Mapping[str, Any], model: Model | None, seq_len: int, global_batch: int
+) -> list[Problem]:
     """What is wrong with a complete plan."""
     try:
-        read_plan(table, seq_len=space.seq_len, global_batch=space.global_batch, model=model)
+        read_plan(table, seq_len=seq_len, global_batch=global_batch, model=model)
     except ConfigError as error:
         return list(error.problems)
     return []
