@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh import __version__
+from moemesh.cli.completion import settings
 
 if TYPE_CHECKING:
     from moemesh.config.load import Resolved
@@ -55,6 +56,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
+        autocompletion=settings,
         help="Set one key, over the file and the environment. May be repeated.",
     ),
 ]

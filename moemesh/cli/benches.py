@@ -24,6 +24,7 @@ from moemesh.bench.settings import (
     TokenizeSettings,
     described,
 )
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
 
@@ -51,7 +52,7 @@ def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | N
 
 
 @bench_app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
-@options_from(LayerSettings)
+@options_from(LayerSettings, workload=completion.workloads)
 def bench_layer(
     settings: LayerSettings,
     out: OutFile = None,
@@ -69,7 +70,7 @@ bench_layer.__doc__ = f"{bench_layer.__doc__}\n\n{_SHAPES}"
 
 
 @bench_app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)
-@options_from(DispatchSettings)
+@options_from(DispatchSettings, dispatcher=completion.dispatchers, workload=completion.workloads)
 def bench_dispatch(
     settings: DispatchSettings, as_json: AsJson = False, found: FoundFile = None
 ) -> None:
@@ -90,7 +91,7 @@ bench_app.command("layers", hidden=True)(bench_layer)
 
 
 @bench_app.command("links", short_help="Collectives over sizes and groups.")
-@options_from(LinksSettings)
+@options_from(LinksSettings, operations=completion.collectives)
 def bench_links(
     settings: LinksSettings,
     name: Annotated[str, typer.Option(help="Of the cluster in the file.")] = "measured",
@@ -119,7 +120,7 @@ def bench_links(
 
 
 @bench_app.command("pipeline", short_help="The executor of pipelines.")
-@options_from(PipelineSettings)
+@options_from(PipelineSettings, schedule=completion.schedules)
 def bench_pipeline(
     settings: PipelineSettings,
     out: OutFile = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, cluster_app
 from moemesh.cli.table import table
 
@@ -23,7 +24,13 @@ _NVLINK, _PCIE, _NETWORK = 100e9, 10e9, 20e9
 def init(
     out: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="File to write.")],
     preset: Annotated[
-        str | None, typer.Option("--from", metavar="C", help="Start from a preset or a file.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="C",
+            autocompletion=completion.clusters,
+            help="Start from a preset or a file.",
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -80,7 +87,12 @@ def init(
 
 @cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
 def show(
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Preset or TOML file.")],
+    cluster: Annotated[
+        str,
+        typer.Argument(
+            metavar="CLUSTER", autocompletion=completion.clusters, help="Preset or TOML file."
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.table import table
 
@@ -25,6 +26,7 @@ def show_dispatch(
         str | None,
         typer.Argument(
             metavar="ROUTING",
+            autocompletion=completion.routings,
             help="A packaged routing, or a JSON or TOML file; without it tokens choose at random.",
         ),
     ] = None,
@@ -32,7 +34,8 @@ def show_dispatch(
         str | None, typer.Option(help='Such as "dp=4,ep=4"; by default that of the routing.')
     ] = None,
     dispatcher: Annotated[
-        list[str] | None, typer.Option(help="Show this one. May be repeated.")
+        list[str] | None,
+        typer.Option(autocompletion=completion.dispatchers, help="Show this one. May be repeated."),
     ] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Experts (random routing). [default: 8, or 256]")
@@ -55,7 +58,12 @@ def show_dispatch(
         ),
     ] = False,
     cluster: Annotated[
-        str | None, typer.Option(metavar="C", help="With --compare: cluster preset or TOML file.")
+        str | None,
+        typer.Option(
+            metavar="C",
+            autocompletion=completion.clusters,
+            help="With --compare: cluster preset or TOML file.",
+        ),
     ] = None,
     ep: Annotated[
         list[int] | None,

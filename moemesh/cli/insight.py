@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 
 if TYPE_CHECKING:
@@ -57,7 +58,12 @@ def explain(
     run: RunFolder,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="C", help="Cluster that the planner's price is for."),
+        typer.Option(
+            "--cluster",
+            metavar="C",
+            autocompletion=completion.clusters,
+            help="Cluster that the planner's price is for.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

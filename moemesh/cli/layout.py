@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
 from moemesh.cli.table import table
 
@@ -27,10 +28,17 @@ def show_layout(
     overrides: Overrides = None,
     plan: Annotated[
         str | None,
-        typer.Option(help='Such as "tp=2,dp=4,ep=8", a packaged plan or a TOML file.'),
+        typer.Option(
+            autocompletion=completion.plans,
+            help='Such as "tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Preset, folder of transformers, config.json or TOML file.")
+        str | None,
+        typer.Option(
+            autocompletion=completion.models,
+            help="Preset, folder of transformers, config.json or TOML file.",
+        ),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step.")] = None,

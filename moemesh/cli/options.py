@@ -1,26 +1,31 @@
 """Options of a verb from the fields of a frozen dataclass."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from moemesh.cli.completion import Complete
 
-def options_from(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def options_from(
+    settings: type, **completions: Complete
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the first parameter of a verb by one option for each field of `settings`.
 
     An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
     keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
     and `argument` True for an argument. Its default is the field's. The verb gets an instance.
+    `completions` complete the values of fields in a shell.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb)
         _, *others = signature.parameters.values()
-        own = list(_parameters(settings))
+        own = list(_parameters(settings, completions))
         names = [parameter.name for parameter in own]
 
         @wraps(verb)
@@ -37,7 +42,7 @@ def options_from(settings: type) -> Callable[[Callable[..., None]], Callable[...
     return decorate
 
 
-def _parameters(settings: type) -> list[inspect.Parameter]:
+def _parameters(settings: type, completions: Mapping[str, Complete]) -> list[inspect.Parameter]:
     hints = get_type_hints(settings, include_extras=True)
     found: list[inspect.Parameter] = []
     for field in fields(settings):
@@ -47,6 +52,8 @@ def _parameters(settings: type) -> list[inspect.Parameter]:
         keywords: dict[str, Any] = dict(more[0]) if more else {}
         make = typer.Argument if keywords.pop("argument", False) else typer.Option
         names = keywords.pop("names", ())
+        if field.name in completions:
+            keywords["autocompletion"] = completions[field.name]
         found.append(
             inspect.Parameter(
                 field.name,

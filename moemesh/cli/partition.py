@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.table import table
 
@@ -21,9 +22,15 @@ _MOST_NAMES = 4
 @app.command(short_help="Stages and operator strategies of a model.")
 def partition(
     model: Annotated[
-        str, typer.Option(help="Preset, config.json, TOML file, or branching-alexnet.")
+        str,
+        typer.Option(
+            autocompletion=completion.models,
+            help="Preset, config.json, TOML file, or branching-alexnet.",
+        ),
     ],
-    cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
+    cluster: Annotated[
+        str, typer.Option(autocompletion=completion.clusters, help="Preset or TOML file.")
+    ],
     global_batch: Annotated[int, typer.Option(help="Sequences (or images) of one step.")],
     method: Annotated[str, typer.Option(help="dp, ilp, random, learned, or all.")] = "dp",
     seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
 from moemesh.cli.table import table
@@ -29,7 +30,7 @@ microbatches long."""
 
 
 @app.command("schedule", short_help="Simulate, draw and check a pipeline.")
-@options_from(Request)
+@options_from(Request, name=completion.schedules)
 def show_schedule(
     request: Request,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 
 
@@ -33,14 +34,31 @@ Headroom = Annotated[
 @app.command(short_help="What one layout costs, without running it.")
 def estimate(
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="C", help="Cluster preset or TOML file.")
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="C",
+            autocompletion=completion.clusters,
+            help="Cluster preset or TOML file.",
+        ),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="Preset, config.json or TOML file.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="M",
+            autocompletion=completion.models,
+            help="Preset, config.json or TOML file.",
+        ),
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option("--plan", metavar="PLAN", help='"tp=8,pp=4,...", a preset or a TOML file.'),
+        typer.Option(
+            "--plan",
+            metavar="PLAN",
+            autocompletion=completion.plans,
+            help='"tp=8,pp=4,...", a preset or a TOML file.',
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -117,8 +135,13 @@ def _refuse_beside_config(*given: object) -> None:
 
 @app.command(short_help="The best layouts of a model on a cluster.")
 def plan(
-    model: Annotated[str, typer.Option(help="Preset, config.json or TOML file.")],
-    cluster: Annotated[str, typer.Option(help="Preset or TOML file.")],
+    model: Annotated[
+        str,
+        typer.Option(autocompletion=completion.models, help="Preset, config.json or TOML file."),
+    ],
+    cluster: Annotated[
+        str, typer.Option(autocompletion=completion.clusters, help="Preset or TOML file.")
+    ],
     seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")],
     global_batch: Annotated[int, typer.Option(help="Sequences of one step.")],
     nodes: Annotated[
@@ -150,6 +173,7 @@ def plan(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
+            autocompletion=completion.settings,
             help="What trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
         ),
     ] = None,

@@ -217,9 +217,7 @@ def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
         shown += f" = {product}"
     is_whole = len(named) == len(_WORLD)
     message = f"{shown} {'is not' if is_whole else 'does not divide'} the {devices} devices"
-    return [
-        Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message)
-    ]
+    return [Problem(code="not-divisible", key=f"plan.{key}", value=named[key], message=message)]
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:

@@ -1,0 +1,77 @@
+"""Completion of a shell, by the protocol of its script: words in the environment, names out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from moemesh.bench.settings import OPERATIONS
+from moemesh.config.plan import Dispatcher, ScheduleName
+from moemesh.config.schema import all_keys
+from moemesh.config.sources import preset_names
+from tests.test_cli import run, run_guarded
+
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
+
+def ask(monkeypatch: Patch, line: str, shell: str = "bash") -> None:
+    """Ask as the script of a shell does for the last word of `line`."""
+    monkeypatch.setenv("_MOEMESH_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("plan --model ", {*preset_names(), *preset_names("shapes")}),
+        ("plan --cluster dgx_h", {"dgx_h100", "dgx_h200"}),
+        ("partition --cluster lap", {"laptop_cpu"}),
+        ("explain runs/first --cluster lap", {"laptop_cpu"}),
+        ("cluster show lap", {"laptop_cpu"}),
+        ("estimate --plan ", set(preset_names("plans"))),
+        ("dispatch ", set(preset_names("routings"))),
+        ("dispatch --dispatcher ", set(get_args(Dispatcher))),
+        ("bench dispatch --dispatcher deepep,hier", {"deepep,hierarchical"}),
+        ("schedule ", {*get_args(ScheduleName), "search"}),
+        ("bench pipeline --schedule zb_h", {"zb_h1", "zb_h2"}),
+        ("bench links --operations ", {"all", *OPERATIONS}),
+        ("bench layer --workload W1", {"W1"}),
+        ("train --set ", {f"{key}=" for key in all_keys()}),
+        ("config show --set plan.schedule=zb_h", {"plan.schedule=zb_h1", "plan.schedule=zb_h2"}),
+        ("layout --set model.preset=ti", {"model.preset=tiny"}),
+        ("train --set plan.overlap_blocks=t", {"plan.overlap_blocks=true"}),
+        ("train --set plan.tp=", set()),
+        ("train --set nowhere.tp=", set()),
+    ],
+)
+def test_names(capsys: Capture, monkeypatch: Patch, line: str, names: set[str]) -> None:
+    ask(monkeypatch, f"moemesh {line}")
+    code, out, err = run(capsys, monkeypatch)
+    assert (code, err, set(out.split())) == (0, "", names)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells(capsys: Capture, monkeypatch: Patch, shell: str) -> None:
+    ask(monkeypatch, "moemesh plan --model tin", shell)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    code, out, _ = run(capsys, monkeypatch)
+    assert code == 0 and "tiny" in out
+
+
+def test_keys_need_neither_torch_nor_numpy(monkeypatch: Patch) -> None:
+    ask(monkeypatch, "moemesh train --set plan.dispatch")
+    found = run_guarded({"torch", "numpy"})
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.split() == ["plan.dispatcher=", "plan.dispatch_chunks="]
+
+
+def test_the_script_is_installed(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = run_guarded({"torch", "numpy"}, "--install-completion", "bash")
+    assert found.returncode == 0, found.stdout + found.stderr
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("_MOEMESH_COMPLETE" in path.read_text() for path in scripts)
