@@ -101,7 +101,7 @@ def _text(found: "Partition") -> str:
         for number, stage in enumerate(found.stages)
     ]
     of_stage = "layers" if found.implied or not found.stages[0].operators else "operators"
-    heads = ("stage", of_stage, "ranks", "seconds", "memory", "in flight", "assignment")
+    heads = ("stage", of_stage, "ranks", "seconds", "held", "in flight", "assignment")
     lines.append(table(heads, rows, left=3))
     for number, assignment in enumerate(found.assignments):
         if any(stage.assignment == number for stage in found.stages):
@@ -113,7 +113,7 @@ def _text(found: "Partition") -> str:
 
 
 def _plan(found: "Partition") -> list[str]:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
 
     implied = found.implied
     if implied is None:
@@ -122,8 +122,8 @@ def _plan(found: "Partition") -> list[str]:
     lines = [
         f"plan: {keys}",
         f"  carries out {implied.agreement:.0%} of the operator time as above; `moemesh estimate` "
-        f"gives {implied.seconds:.6g} s and {format_bytes(round(implied.memory_bytes))}"
-        + ("" if implied.fits else ", which does not fit"),
+        f"gives {implied.seconds:.6g} s and {format_bytes(round(implied.memory_bytes))} "
+        f"({PREDICTED_PEAK})" + ("" if implied.fits else ", which does not fit"),
     ]
     if implied.differing:
         shown = ", ".join(implied.differing[:_MOST_NAMES])

@@ -6,10 +6,14 @@ from collections import defaultdict
 
 from moemesh.cli.plan_text import (
     COLUMNS,
+    INTERVAL,
     PARTS,
     between,
     cells,
     command_lines,
+    legend,
+    memory_unit,
+    mfu_words,
     rival_sentences,
     step_parts,
 )
@@ -22,9 +26,7 @@ from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.report.plan_page import Bar, Bars, Part, PlanPage, WhyNot, render
 from moemesh.report.section import Table
 from moemesh.report.svg import COLOURS
-from moemesh.trace.memory import format_bytes
-
-GIB = 2.0**30
+from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
 
 
 def plan_html(planned: Planned, asked: str) -> str:
@@ -39,6 +41,13 @@ def plan_html(planned: Planned, asked: str) -> str:
         choice=[(COLUMNS[name], value) for name, value in cells(best.layout).items()],
         facts=_facts(planned, best),
         tables=_tables(planned),
+        legend=[
+            *legend([cells(one.layout) for one in planned.candidates]),
+            f"memory: {PREDICTED_PEAK}, of the fullest device: what is held, and what allocator "
+            "and libraries add",
+            INTERVAL,
+            mfu_words(planned),
+        ],
         charts=[_time_bars(planned), _memory_bars(planned, capacity)],
         why_not=_why_not(planned, best, capacity),
         traffic=_traffic(planned, best),
@@ -50,11 +59,12 @@ def plan_html(planned: Planned, asked: str) -> str:
 
 def _facts(planned: Planned, best: Candidate) -> list[tuple[str, str]]:
     speed, memory = planned.speed(best), best.memory.needed
+    name, unit = memory_unit(planned)
     facts = [
         ("seconds a step", f"{best.seconds:.4g}"),
-        ("80 % interval", between(planned.seconds_interval(best), 1.0)),
-        ("memory", format_bytes(round(memory))),
-        ("80 % interval, GiB", between(planned.memory_interval(best), GIB)),
+        ("80 % interval, seconds", between(planned.seconds_interval(best), 1.0)),
+        (f"memory: {PREDICTED_PEAK}", format_bytes(round(memory))),
+        (f"80 % interval, {name}", between(planned.memory_interval(best), unit)),
         ("tokens a second", f"{speed.tokens_per_second:,.0f}"),
         ("tokens a second and device", f"{speed.tokens_per_second_per_gpu:,.1f}"),
         ("MFU", f"{speed.mfu:.1%}"),
@@ -69,21 +79,31 @@ def _facts(planned: Planned, best: Candidate) -> list[tuple[str, str]]:
 
 def _tables(planned: Planned) -> list[Table]:
     numbered = list(enumerate(planned.candidates, start=1))
+    name, unit = memory_unit(planned)
     layouts = Table(
         caption="The fastest layouts that fit",
         header=("#", *COLUMNS.values()),
         rows=[(str(number), *cells(one.layout).values()) for number, one in numbered],
     )
     figures = Table(
-        caption="Their figures",
-        header=("#", "Seconds", "80 %", "GiB", "80 %", "Tokens/s", "A device", "MFU"),
+        caption="Time, memory and speed of each",
+        header=(
+            "#",
+            "Seconds a step",
+            "80 % interval, s",
+            f"Memory, {name}",
+            f"80 % interval, {name}",
+            "Tokens/s",
+            "Tokens/s a device",
+            "MFU",
+        ),
         rows=[
             (
                 str(number),
                 f"{one.seconds:.3f}",
                 between(planned.seconds_interval(one), 1.0),
-                f"{one.memory.needed / GIB:.1f}",
-                between(planned.memory_interval(one), GIB),
+                f"{one.memory.needed / unit:.1f}",
+                between(planned.memory_interval(one), unit),
                 f"{planned.speed(one).tokens_per_second:,.0f}",
                 f"{planned.speed(one).tokens_per_second_per_gpu:,.1f}",
                 f"{planned.speed(one).mfu:.1%}",
@@ -120,7 +140,7 @@ def _time_bars(planned: Planned) -> Bars:
         total = planned.candidates[number - 1].seconds
         bars.append(Bar(name=f"layout {number}", parts=parts, text=f"{total:.4g} s"))
     note = "; ".join(f"{name}: {PARTS[name]}" for name in shown if name in PARTS)
-    return Bars(title="A step, by part", note=note, bars=bars)
+    return Bars(title="Seconds of a step, by part", note=note, bars=bars)
 
 
 def _memory_bars(planned: Planned, capacity: float) -> Bars:
@@ -140,8 +160,9 @@ def _memory_bars(planned: Planned, capacity: float) -> Bars:
             )
         )
     return Bars(
-        title="Memory of the fullest device, by part",
-        note="states: weights, gradients and optimizer; working: what exists while one layer runs",
+        title=f"Memory of the fullest device ({PREDICTED_PEAK}), by part",
+        note="states: weights, gradients and optimizer; activations: kept for the backward; "
+        "working: what exists while one layer runs; libraries: of device, collectives, kernels",
         bars=bars,
         limit=capacity,
         limit_text=f"usable: {format_bytes(round(capacity))} ({planned.usable_share:.1%})",
@@ -167,7 +188,7 @@ def _traffic(planned: Planned, best: Candidate) -> Table | None:
         return None
     return Table(
         caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
-        header=("Axis", "Operation", "Transfers", "One", "All", "Share"),
+        header=("Axis", "Operation", "Transfers", "Bytes of one", "Bytes of all", "Share of bytes"),
         rows=[
             (
                 row.axis,
@@ -193,7 +214,6 @@ def _priced(planned: Planned, best: Candidate) -> Estimate:
 def _notes(planned: Planned) -> list[str]:
     certificate = planned.certificate
     return [
-        "80 %: the interval that held four in five runs of sources which the fit had not seen.",
         f"{certificate.examined:,} layouts were examined; none of them that fits is faster under "
         f"this model. Computing alone takes {certificate.compute_floor_seconds:.3f} s.",
         f"Binding: {planned.advice.binding}.",

@@ -15,7 +15,7 @@ from moemesh.planner.layout_sources import untrained
 from moemesh.planner.search.command import Planned, not_trained, plan_keys, train_command
 from moemesh.planner.search.rival import Rival
 from moemesh.planner.search.search import Candidate
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
 
 WIDTH = 80
 #: Columns of the table of layouts, as keys of [plan], and their heads.
@@ -53,6 +53,7 @@ _LEGEND = {
     "attention_exit": "exit: the collective behind attention (reduce_scatter, all_to_all)",
     "dispatcher": "dispatch: of tokens to experts (all_to_all; nodes is hierarchical)",
 }
+INTERVAL = "80 %: the interval that held four in five runs of sources which the fit had not seen"
 #: What the parts of a step are.
 PARTS = {
     "compute": "dense matrix products",
@@ -86,10 +87,9 @@ def plan_text(planned: Planned, asked: str) -> str:
         "",
         _figures(planned),
         *wrapped(
-            "80 %: the interval that held four in five runs of sources which the fit had not seen"
+            f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"
         ),
-        *wrapped(f"MFU: model FLOPs of a step / (seconds x {cluster.num_devices} devices x "
-                 f"{planned.speed(best).peak_flops / 1e12:,.4g} TFLOP/s)"),
+        *wrapped(mfu_words(planned)),
         "",
         *_step(best),
         "",
@@ -128,12 +128,16 @@ def _layouts(candidates: Sequence[Candidate]) -> list[str]:
     ]
     same = [f"{COLUMNS[name]} {rows[0][name]}" for name in COLUMNS if name not in shown]
     every = "every layout: " if len(rows) > 1 else "with "
-    legend = [text for name, text in _LEGEND.items() if any(row[name] != "-" for row in rows)]
     return [
         table(header, body),
         *(wrapped(every + ", ".join(same)) if same else ()),
-        *wrapped("; ".join(legend)),
+        *wrapped("; ".join(legend(rows))),
     ]
+
+
+def legend(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The meanings of the columns of which a row (:func:`cells`) has a value."""
+    return [text for name, text in _LEGEND.items() if any(row[name] != "-" for row in rows)]
 
 
 def cells(layout: PlannedLayout) -> dict[str, str]:
@@ -151,8 +155,7 @@ def cells(layout: PlannedLayout) -> dict[str, str]:
 def _figures(planned: Planned) -> str:
     rows: list[tuple[str, ...]] = []
     tokens = planned.tokens
-    is_small = max(found.memory.needed for found in planned.candidates) < 2**30
-    unit, name = (2.0**20, "MiB") if is_small else (2.0**30, "GiB")
+    name, unit = memory_unit(planned)
     for number, found in enumerate(planned.candidates, start=1):
         speed = planned.speed(found)
         memory = planned.memory_interval(found)
@@ -185,6 +188,19 @@ def _figures(planned: Planned) -> str:
     ]
     of_tokens = table(("#", "days", "80 %", "GPU-hours", "80 %"), costs)
     return f"{found}\n\n{tokens:.4g} tokens, steps alone (no evaluation, no restart):\n{of_tokens}"
+
+
+def memory_unit(planned: Planned) -> tuple[str, float]:
+    """Name and bytes of the unit in which the memory of all layouts is shown."""
+    is_small = max(found.memory.needed for found in planned.candidates) < 2**30
+    return ("MiB", 2.0**20) if is_small else ("GiB", 2.0**30)
+
+
+def mfu_words(planned: Planned) -> str:
+    """What MFU is, with the numbers of the cluster."""
+    peak = planned.speed(planned.candidates[0]).peak_flops / 1e12
+    devices = planned.cluster.num_devices
+    return f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak:,.4g} TFLOP/s)"
 
 
 def _scaled(planned: Planned, found: Candidate, tokens: float) -> Interval:
@@ -237,7 +253,10 @@ def _memory(best: Candidate, capacity: float) -> list[str]:
     parts = [(name, getattr(memory, name)) for name in kept] + [("libraries", rest)]
     held = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in parts if size >= 1)
     free = format_bytes(round(capacity - memory.needed))
-    return wrapped(f"memory of pipeline rank {memory.rank}: {held}; {free} of the usable are free")
+    return wrapped(
+        f"memory ({PREDICTED_PEAK}) of pipeline rank {memory.rank}: {format_bytes(memory.needed)}: "
+        f"{held}; {free} of the usable are free"
+    )
 
 
 def risk_of_memory(planned: Planned, best: Candidate, capacity: float) -> str:

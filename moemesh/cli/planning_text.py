@@ -10,7 +10,7 @@ from moemesh.planner.intensity import decoding_intensity, layer_intensities
 from moemesh.planner.intervals import Interval
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.traffic.by_axis import by_axis
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
 #: Parts of a rank's memory, in the order of the table.
 _PARTS = (
@@ -24,6 +24,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     parameters, memory = found.parameters, found.memory
     causal, full = found.causal.training / 1e9, found.full.training / 1e9
     fits = "fits" if found.peak["fits"] else "does NOT fit"
+    needed = format_bytes(found.peak["needed_bytes"])
     device = format_bytes(found.cluster.memory_bytes)
     lines = [
         f"model       {_large(parameters.total)} parameters, {_large(parameters.active)} active   "
@@ -33,7 +34,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         *_intensity(found),
         *_cache(found, cache),
         "",
-        f"memory      {format_bytes(found.peak['needed_bytes'])} needed, {device} there: {fits}",
+        f"memory      {needed} {PREDICTED_PEAK}, of {device}: {fits}",
         f"            80 % interval {_bytes(found.memory_interval)}; "
         f"{found.usable_share:.1%} of the device is usable",
     ]
@@ -46,7 +47,9 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
             f"{near.seconds:.4g} s a step ({slower:+.1%})",
             f"            --plan {near.layout.text}",
         ]
-    lines.append("            (the exact parts below, and what an allocator adds to them)")
+    lines.append(
+        f"            (what is {PREDICTED_HELD}, below, and what allocator and libraries add)"
+    )
     ranks = memory.first, memory.last, memory.worst
     held = [
         (part.replace("_", " "), *(format_bytes(getattr(rank, part)) for rank in ranks))

@@ -41,7 +41,7 @@ def preparation_text(prepared: Preparation) -> str:
 
 
 def _memory(prepared: Preparation) -> str:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory import PREDICTED_HELD, format_bytes
 
     plan = prepared.config.plan
     per_stage = plan.world_size // plan.pp
@@ -51,8 +51,8 @@ def _memory(prepared: Preparation) -> str:
     states = worst.peak - worst.activations
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the most of a rank"
     return (
-        f"{format_bytes(worst.peak)} predicted of {whose}: {format_bytes(states)} of weights, "
-        f"gradients and optimizer, {format_bytes(worst.activations)} of activations"
+        f"{format_bytes(worst.peak)} {PREDICTED_HELD}, of {whose}: {format_bytes(states)} of "
+        f"weights, gradients and optimizer, {format_bytes(worst.activations)} of activations"
     )
 
 

@@ -13,7 +13,7 @@ from moemesh.report.configuration import between, with_defaults
 from moemesh.report.page import from_template, median_of, write_page
 from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
 from moemesh.report.traffic import by_axis_and_phase
-from moemesh.trace.memory import PARTS, format_bytes
+from moemesh.trace.memory import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import MetricsRow, Run
 from moemesh.trace.state import state_of
 
@@ -139,7 +139,7 @@ _LINES: tuple[_Line, ...] = (
     ("MFU, median", _median("mfu"), lambda value: f"{value:.2%}"),
     ("Waiting for data in a step, seconds", _median("data_seconds"), lambda v: f"{v:.3g}"),
     ("Exposed communication, seconds", _median("communication_seconds"), lambda v: f"{v:.3g}"),
-    ("Highest memory peak", _peak, format_bytes),
+    (f"Memory: {MEASURED_PEAKS['']}", _peak, format_bytes),
     ("Sent in a step, all ranks", _sent, format_bytes),
 )
 
@@ -282,7 +282,7 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Section:
         if any(found[name] for found in highest)
     ]
     table = Table(
-        caption="Memory of the rank that holds most of each class",
+        caption=f"Memory of the rank that holds most of each class ({MEASURED_HELD})",
         header=("Class", *names, "Change"),
         rows=rows,
     )

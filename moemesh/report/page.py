@@ -133,7 +133,7 @@ def _facts(run: Run, state: State) -> list[tuple[str, str]]:
         facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
         facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
     if run.memory is not None and run.memory.ranks:
-        facts.append(("Highest memory peak", format_bytes(run.memory.peak)))
+        facts.append((f"Memory: {run.memory.peak_words}", format_bytes(run.memory.peak)))
     if run.loads:
         last = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == last)

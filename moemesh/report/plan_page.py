@@ -68,6 +68,7 @@ class PlanPage:
     facts: Sequence[tuple[str, str]]
     choice: Sequence[tuple[str, str]]
     tables: Sequence[Table]
+    legend: Sequence[str]
     charts: Sequence[Bars]
     why_not: Sequence[WhyNot]
     traffic: Table | None

@@ -41,6 +41,18 @@ ACTIVATION_KINDS: tuple[str, ...] = (
 )
 DEFERRED, OTHER = ACTIVATION_KINDS[-2:]
 
+#: Figures of memory, in the words of every verb and page. What is *held* is counted part by part:
+#: weights, gradients, optimizer, activations, buffers. The peak of a *device* is what is held and
+#: what an allocator and libraries add to it. The measured peak is that of torch's *allocator* on a
+#: GPU, and on a CPU of the whole *process*, torch itself included, so it exceeds what is held.
+PREDICTED_HELD, MEASURED_HELD = "held, predicted", "held, measured"
+PREDICTED_PEAK = "device peak, predicted"
+MEASURED_PEAKS = {
+    "allocator": "allocator peak, measured",
+    "process": "process peak, measured",
+    "": "peak, measured",
+}
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -53,7 +65,8 @@ class MemoryProfile:
     `weight_versions` are older weights that asynchronous schedules keep; `optimizer` includes main
     (fp32) copies of the weights; `buffers` are communication and other work space; `snapshots` are
     copies from which an update can be taken back. `activation_kinds` (:data:`ACTIVATION_KINDS`)
-    are the parts of the activations. Raises ValueError for a negative number.
+    are the parts of the activations. `peak_of` says whose the measured peak is: "allocator",
+    "process", or "" of older files. Raises ValueError for a negative number.
     """
 
     rank: int
@@ -68,6 +81,7 @@ class MemoryProfile:
     snapshots: int = 0
     peak: int = 0
     activation_kinds: Mapping[str, int] = field(default_factory=dict[str, int])
+    peak_of: str = ""
 
     def __post_init__(self) -> None:
         numbers: dict[str, int] = {name: getattr(self, name) for name in (*PARTS, "peak")}
@@ -91,7 +105,8 @@ class MemoryProfile:
 
     def to_json(self) -> dict[str, Any]:
         numbers = {name: int(getattr(self, name)) for name in ("rank", *PARTS, "peak")}
-        return {**numbers, "activation_kinds": dict(self.activation_kinds)}
+        found = {**numbers, "activation_kinds": dict(self.activation_kinds)}
+        return {**found, "peak_of": self.peak_of} if self.peak_of else found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfile:
@@ -99,7 +114,7 @@ class MemoryProfile:
         names = ("rank", *PARTS, "peak")
         known = {name: int(data[name]) for name in names if name in data}
         kinds = {kind: int(size) for kind, size in data.get("activation_kinds", {}).items()}
-        return cls(**known, activation_kinds=kinds)
+        return cls(**known, activation_kinds=kinds, peak_of=str(data.get("peak_of", "")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +138,12 @@ class MemoryProfiles:
     def peak(self) -> int:
         """The highest peak of any rank, 0 when there is none."""
         return max((profile.peak for profile in self.ranks), default=0)
+
+    @property
+    def peak_words(self) -> str:
+        """Which peak was measured, one of :data:`MEASURED_PEAKS`."""
+        whose = {profile.peak_of for profile in self.ranks}
+        return MEASURED_PEAKS.get(whose.pop() if len(whose) == 1 else "", MEASURED_PEAKS[""])
 
     @property
     def total(self) -> int:

@@ -255,6 +255,7 @@ class Artifacts:
             activations=sum(self._activations.values()),
             activation_kinds=self._activations,
             peak=_peak_bytes(self.mesh.device),
+            peak_of="allocator" if self.mesh.device.type == "cuda" else "process",
         )
 
     def _num_parameters(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 from moemesh import cli
 from moemesh.cli.plan_page import plan_html
 from moemesh.planner.search.command import Planned, plan_named, train_command
+from moemesh.trace.memory import PREDICTED_PEAK
 from tests.report.test_page import Document
 
 
@@ -49,6 +50,11 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: Planned) -
     (shown,) = re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)
     assert shown.replace(" \\\n ", "") == command
     assert "all_to_all" in text and "Transfers" in text
+    # Every abbreviation of a heading, and which memory it is.
+    for name in ("pp dp cp tp:", "parts:", "dispatch:", "80 %:", "MFU:", PREDICTED_PEAK):
+        assert name in text
+    heads = {name.strip() for name in re.findall(r"<th[^>]*>(.*?)</th>", page, flags=re.DOTALL)}
+    assert {"Seconds a step", "Memory, GiB", "Tokens/s a device", "Bytes of one"} <= heads
 
 
 def test_bars_are_as_wide_as_their_parts(planned: Planned) -> None:

@@ -46,7 +46,7 @@ def test_results_curves_traffic_and_memory(runs):
     traffic = words(found["Bytes sent in one step by all ranks"])
     assert "pp forward 2.0 MiB 1.0 MiB -50.0 %" in traffic
     assert "peak 321.2 MiB 321.2 MiB none" in words(
-        found["Memory of the rank that holds most of each class"]
+        found["Memory of the rank that holds most of each class (held, measured)"]
     )
     for name in ("first", "second"):
         assert text.count(f">{name}</text>") >= 10

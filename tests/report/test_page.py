@@ -80,7 +80,7 @@ def test_what_the_page_says(tiny):
         "reduce_scatter",
         "unigram 3.21",
         "rank 3",
-        "Highest peak 321.2 MiB",
+        "Peak, measured: 321.2 MiB",
     ):
         assert expected in texts
     # 2 phases * 8 operations * 3 * 2**19 bytes halved, plus ranks 0+1+2+3 times 4096, over 4 ranks.

@@ -57,3 +57,15 @@ def test_what_cannot_be():
 )
 def test_format_bytes(size, text):
     assert format_bytes(size) == text
+
+
+def test_words_say_whose_peak_was_measured() -> None:
+    of_gpu = MemoryProfiles(
+        ranks=(profile(0, peak_of="allocator"), profile(1, peak_of="allocator"))
+    )
+    assert of_gpu.peak_words == "allocator peak, measured"
+    assert MemoryProfiles.from_json(of_gpu.to_json()) == of_gpu
+    assert MemoryProfiles(ranks=(profile(peak_of="process"),)).peak_words.startswith("process")
+    # Files of earlier versions, and mixtures.
+    mixed = MemoryProfiles(ranks=(profile(0), profile(1, peak_of="process")))
+    assert mixed.peak_words == MemoryProfiles(ranks=()).peak_words == "peak, measured"

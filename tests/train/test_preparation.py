@@ -35,7 +35,9 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         "resume   nothing there: a new run",
     ):
         assert line in done.stdout
-    assert re.search(r"memory   [\d.]+ MiB predicted of rank \d, the most of a rank: ", done.stdout)
+    assert re.search(
+        r"memory   [\d.]+ MiB held, predicted, of rank \d, the most of a rank: ", done.stdout
+    )
     assert "checkpoints/step-3\n" in done.stdout
     assert [path.name for path in here.iterdir()] == ["a.txt"]
 

@@ -6,7 +6,7 @@ from moemesh.report import beside
 from moemesh.report import memory as pictures
 from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
 from moemesh.report.sections.missing import missing
-from moemesh.trace.memory import PARTS, format_bytes
+from moemesh.trace.memory import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Run
 
 _IDENTITY, _TITLE = "memory-section", "Memory"
@@ -24,18 +24,18 @@ def memory(run: Run) -> Section:
     fullest = max(ranks, key=lambda profile: (profile.total, -profile.rank))
     if rows := beside.memory_rows(predicted, [fullest]):
         caption = (
-            f"Memory of rank {fullest.rank}, which holds most: predicted before the run "
-            "(for uniform routing) and measured"
+            f"Memory of rank {fullest.rank}, which holds most: {PREDICTED_HELD} before the run "
+            f"for uniform routing, and {MEASURED_HELD}"
         )
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2))
     if len(ranks) > 1 and (rows := beside.memory_rows(predicted, ranks)):
         rows = rows[:_MAX_COMPARED_ROWS]
-        caption = "Memory of each rank, predicted and measured"
+        caption = f"Memory of each rank: {PREDICTED_HELD}, and {MEASURED_HELD}"
         tables.append(Table(caption=caption, header=header, rows=rows, num_names=2, folded=True))
     names = (name.replace("_", " ").capitalize() for name in PARTS)
     tables.append(
         Table(
-            caption="Memory of each rank, measured",
+            caption=f"Memory of each rank: {MEASURED_HELD}, and {run.memory.peak_words}",
             header=("Rank", *names, "Total", "Peak"),
             rows=[
                 (str(p.rank), *map(format_bytes, (*p.parts().values(), p.total, p.peak)))
@@ -49,6 +49,7 @@ def memory(run: Run) -> Section:
         title=_TITLE,
         figures=figures(("Memory by what it holds", pictures.memory_bars(run.memory))),
         tables=tables,
-        note=f"Highest peak {format_bytes(run.memory.peak)}: on a CPU of the whole process, torch "
-        "included; with CUDA of its tensors." + left_out(len(ranks), "ranks"),
+        note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)}, the most of "
+        "a rank. On a CPU it is that of the whole process, torch itself included; on a GPU that of "
+        "torch's allocator." + left_out(len(ranks), "ranks"),
     )
