@@ -164,14 +164,14 @@ def check_shape(
     if num_groups > num_experts:
         raise BalanceError(f"num_groups ({num_groups}) must not exceed the {num_experts} experts")
     if num_experts % num_groups:
-        near = nearest_divisor(num_experts, num_groups)
+        near = nearest_divisors(num_experts, num_groups)
         raise BalanceError(
             f"num_groups ({num_groups}) must divide the {num_experts} experts: take {near}"
         )
     if policy is None:
         policy = "hierarchical" if num_groups % num_nodes == 0 else "global"
     elif policy == "hierarchical" and num_groups % num_nodes:
-        near = nearest_divisor(num_groups, num_nodes)
+        near = nearest_divisors(num_groups, num_nodes)
         raise BalanceError(
             f"num_nodes ({num_nodes}) must divide num_groups ({num_groups}) for the hierarchical "
             f"policy: take {near} nodes, or the global policy"
@@ -179,7 +179,7 @@ def check_shape(
     if policy == "global":
         num_groups, num_nodes = 1, 1
     if num_gpus % num_nodes:
-        near = nearest_divisor(num_gpus, num_nodes)
+        near = nearest_divisors(num_gpus, num_nodes)
         raise BalanceError(
             f"num_nodes ({num_nodes}) must divide num_gpus ({num_gpus}): take {near} nodes, or the "
             "global policy"
@@ -223,7 +223,7 @@ def check_placement(
     if slots.shape[1] % num_gpus:
         raise BalanceError(
             f"num_gpus ({num_gpus}) must divide the {slots.shape[1]} slots of {name}: take "
-            f"{nearest_divisor(slots.shape[1], num_gpus)}"
+            f"{nearest_divisors(slots.shape[1], num_gpus)}"
         )
     if slots.min() < 0 or slots.max() >= num_experts:
         wrong = slots.min() if slots.min() < 0 else slots.max()
@@ -235,7 +235,9 @@ def check_placement(
     return slots
 
 
-def nearest_divisor(number: int, wish: int) -> int:
-    """The divisor of `number` nearest to `wish`, the smaller of two."""
+def nearest_divisors(number: int, wish: int) -> str:
+    """The divisors of `number` next to `wish`, below and above: "2 or 4"."""
     divisors = [value for value in range(1, number + 1) if number % value == 0]
-    return min(divisors, key=lambda value: (abs(value - wish), value))
+    below = [value for value in divisors if value <= wish][-1:]
+    above = [value for value in divisors if value > wish][:1]
+    return " or ".join(map(str, below + above))

@@ -127,10 +127,10 @@ def balance(
             svg.write_text(drawn, encoding="utf-8")
         except OSError as error:
             raise BalanceError(f"{svg}: {error.strerror or error}") from error
-    if settings.policy is None and settings.groups > 1 and settings.groups % settings.nodes:
+    if settings.policy is None and settings.groups % settings.nodes:
         print(
             f"moemesh: warning: nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
-            "so the policy is global: the experts of a group may be on different nodes",
+            "so the policy is global: experts of a group, and replicas, may be on any node",
             file=sys.stderr,
         )
     typer.echo(json.dumps(placed.to_json()) if as_json else _text(placed, settings))
@@ -141,8 +141,15 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.files import load_placement, load_table
-    from moemesh.balance.inputs import check_loads
+    from moemesh.balance.inputs import check_loads, nearest_divisors
 
+    if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
+        # The function, like the published one, passes over nodes under the global policy.
+        near = nearest_divisors(settings.gpus, settings.nodes)
+        raise BalanceError(
+            f"nodes ({settings.nodes}) must divide gpus ({settings.gpus}), whatever the policy: "
+            f"take {near} nodes"
+        )
     loads = check_loads(load_table(settings.loads), str(settings.loads))
     previous = load_placement(settings.previous) if settings.previous else None
     if previous is None and settings.shares:

@@ -76,10 +76,13 @@ def show_dispatch(
         int | None, typer.Option(min=1, help="With --compare: groups that a token may choose from.")
     ] = None,
     payload: Annotated[
-        str, typer.Option(help="With --compare: fp8 or bfloat16 on the way to the experts.")
-    ] = "fp8",
-    dtype: Annotated[str, typer.Option(help="Of a row.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Of the random routing.")] = 0,
+        str | None,
+        typer.Option(help="With --compare: fp8 (default) or bfloat16 on the way to the experts."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of a row. [default: bfloat16]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random routing.", show_default="0")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +99,7 @@ def show_dispatch(
         moemesh dispatch --compare --cluster hgx_h800 --tokens 4096
     """
     if compare:
-        _refuse_with_compare(routing=routing, plan=plan, svg=svg)
+        _refuse_with_compare(routing=routing, plan=plan, svg=svg, dtype=dtype, seed=seed)
         if cluster is None:
             raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
         given = {
@@ -104,9 +107,12 @@ def show_dispatch(
             "experts_per_token": experts_per_token, "groups": groups, "groups_kept": groups_kept,
         }  # fmt: skip
         load = {name: value for name, value in given.items() if value is not None}
-        _compare(cluster, load, payload, ep or [8, 16, 32, 64], dispatcher, as_json)
+        _compare(cluster, load, payload or "fp8", ep or [8, 16, 32, 64], dispatcher, as_json)
         return
-    for name, value in (("--cluster", cluster), ("--ep", ep), ("--groups", groups)):
+    for name, value in (
+        ("--cluster", cluster), ("--ep", ep), ("--groups", groups),
+        ("--groups-kept", groups_kept), ("--payload", payload),
+    ):  # fmt: skip
         if value is not None:
             raise typer.BadParameter(f"{name} goes with --compare")
     from moemesh.planner.dispatches import random_example, read_example, to_json
@@ -118,12 +124,24 @@ def show_dispatch(
             experts_per_token=experts_per_token or 2,
             tokens=tokens or 8,
             hidden_size=hidden_size or 1024,
-            dtype=dtype,
-            seed=seed,
+            dtype=dtype or "bfloat16",
+            seed=seed or 0,
             dispatchers=dispatcher or (),
         )
     else:
-        example = read_example(routing, plan=plan, dispatchers=dispatcher or ())
+        for name, value in (
+            ("--experts", experts), ("--experts-per-token", experts_per_token),
+            ("--tokens", tokens), ("--seed", seed),
+        ):  # fmt: skip
+            if value is not None:
+                raise typer.BadParameter(f"{name} draws a random routing; {routing} names its own")
+        example = read_example(
+            routing,
+            plan=plan,
+            dispatchers=dispatcher or (),
+            hidden_size=hidden_size,
+            dtype=dtype,
+        )
     if svg is not None:
         from moemesh.report.files import write_texts
         from moemesh.report.pairs import draw

@@ -151,10 +151,15 @@ def random_example(
 
 
 def read_example(
-    source: str, *, plan: str | None = None, dispatchers: Sequence[str] = ()
+    source: str,
+    *,
+    plan: str | None = None,
+    dispatchers: Sequence[str] = (),
+    hidden_size: int | None = None,
+    dtype: str | None = None,
 ) -> RoutingExample:
-    """A packaged routing by its name, or a JSON or TOML file with its keys; `plan` and
-    `dispatchers` take the place of its own. Raises ConfigError for what cannot be read."""
+    """A packaged routing by its name, or a JSON or TOML file with its keys, in whose place the
+    others are taken where they are given. Raises ConfigError for what cannot be read."""
     table = _table(source)
     if unknown := sorted(set(table) - _KEYS):
         fix = nearest_choice(unknown[0], tuple(_KEYS))
@@ -174,6 +179,8 @@ def read_example(
         if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
             message = f"{key} is a {kind.__name__}"
             raise ConfigError([_problem("wrong-type", key, table[key], message)])
+    given = {"hidden_size": hidden_size, "dtype": dtype}
+    table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
     own = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
     try:

@@ -132,11 +132,16 @@ def test_a_warning_where_groups_do_not_fit_the_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, "a.json")
-    balance(**DEFAULTS | {"loads": path} | SIZES | {"nodes": 3})
-    assert "nodes (3) do not divide groups (4), so the policy is global" in capsys.readouterr().err
-    balance(**DEFAULTS | {"loads": path, "policy": "global"} | SIZES | {"nodes": 3})
+    balance(**DEFAULTS | {"loads": path} | SIZES | {"nodes": 8})
+    assert "nodes (8) do not divide groups (4), so the policy is global" in capsys.readouterr().err
+    balance(**DEFAULTS | {"loads": path, "policy": "global"} | SIZES | {"nodes": 8})
     balance(**DEFAULTS | {"loads": path} | SIZES)
     assert not capsys.readouterr().err
+    for policy in (None, "global"):
+        with pytest.raises(
+            BalanceError, match=r"nodes \(3\) must divide gpus \(8\).* 2 or 4 nodes"
+        ):
+            balance(**DEFAULTS | {"loads": path, "policy": policy} | SIZES | {"nodes": 3})
 
 
 def test_damaged_numpy_files(tmp_path: Path) -> None:

@@ -61,3 +61,38 @@ def test_mistakes(arguments: list[str], words: str, capsys: Capture, monkeypatch
     code, _, err = run(capsys, monkeypatch, "dispatch", *arguments)
     assert code == 2
     assert words in " ".join(err.split())
+
+
+def test_sizes_of_rows_take_the_place_of_a_routings_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sent(*options: str) -> int:
+        code, out, _ = run(capsys, monkeypatch, "dispatch", "even-all-to-all", "--json", *options)
+        assert code == 0
+        exchanges = json.loads(out)["dispatchers"]["all_to_all"]["exchanges"]
+        return sum(sum(line) for line in exchanges[-1]["sent_bytes"])
+
+    assert sent("--hidden-size", "2048") == 2 * sent("--hidden-size", "1024")
+    assert sent("--hidden-size", "64", "--dtype", "bfloat16") * 2 == sent(
+        "--hidden-size", "64", "--dtype", "float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("even-all-to-all", "--tokens", "4"), "--tokens draws a random routing"),
+        (("even-all-to-all", "--seed", "0"), "--seed draws a random routing"),
+        (("--payload", "fp8"), "--payload goes with --compare"),
+        (("--groups-kept", "2"), "--groups-kept goes with --compare"),
+        (("--compare", "--cluster", "hgx_h800", "--dtype", "float32"), "--dtype shows a routing"),
+    ],
+)
+def test_no_option_is_passed_over(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    code, _, err = run(capsys, monkeypatch, "dispatch", *options)
+    assert code == 2 and message in err

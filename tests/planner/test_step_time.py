@@ -172,6 +172,16 @@ def test_streams_do_not_wait(name):
     assert found.total < simulated(MOE, plain, Stages.of(MOE, plain)).total
 
 
+def test_rounding_is_no_bubble():
+    """One rank never waits, in whatever order its time is summed."""
+    for microbatch, batch in ((1, 64), (2, 96), (4, 96), (1, 100), (3, 66)):
+        found = price(dp=2, microbatch=microbatch, global_batch=batch)
+        assert found.bubble == 0
+        assert sum(
+            getattr(found, item.name) for item in fields(found) if item.name != "total"
+        ) == pytest.approx(found.total, rel=1e-12)
+
+
 def test_one_microbatch_gains_nothing_from_splitting_backwards():
     """One microbatch goes down and up: only its weight gradients can be put off."""
     times = {}

@@ -69,6 +69,9 @@ from moemesh.planner.timing.links import Links, known
 from moemesh.planner.timing.network import LinkTable
 from moemesh.schedule.step import duration
 
+#: Share of a step that may be the rounding of its sums.
+_ROUNDING = 1e-11
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -316,6 +319,8 @@ def _in_parts(
         "pipeline": passes * rank.sends * times.message,
     }
     busy = passes * times.busy(rank)
+    # A span that is summed in another order than the work in it is no waiting.
+    waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     rest = busy
     for seconds in parts.values():
         rest = rest - seconds
