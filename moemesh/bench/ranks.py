@@ -11,7 +11,7 @@ from typing import Any
 
 from moemesh.bench import hosts
 from moemesh.bench.settings import BenchError, HostSettings, Settings
-from moemesh.comm import launch
+from moemesh.comm import cuda, launch
 
 #: A benchmark that takes longer is stopped.
 TIMEOUT_SECONDS = 1200.0
@@ -55,7 +55,7 @@ def on_ranks(
                     timeout=TIMEOUT_SECONDS,
                 )
         else:
-            launch.check_device(device, num_ranks)
+            cuda.check(device, num_ranks)
             if code := launch.launch(num_ranks, arguments):
                 raise SystemExit(code)
         return json.loads(file.read_text())

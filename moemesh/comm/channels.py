@@ -36,7 +36,10 @@ class Channels:
     ) -> None:
         """Use :meth:`create`; `groups` by (source, destination)."""
         self.axis = axis
-        self._groups, self._tagged = groups, tagged
+        self._groups = groups
+        #: Whether messages find their receives by tags. NCCL has none: a receive there is work of
+        #: the device, which holds up what else must wait for it until the message comes.
+        self.tagged = tagged
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
 
@@ -105,4 +108,4 @@ class Channels:
 
     def _tag(self, counts: Counter[int], other: int) -> int:
         counts[other] += 1
-        return counts[other] % _NUM_TAGS if self._tagged else 0
+        return counts[other] % _NUM_TAGS if self.tagged else 0

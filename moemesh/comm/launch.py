@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moemesh.comm.devices import too_few
+from moemesh.comm import cuda
+from moemesh.comm.cuda import Device
 from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.comm.supervisor import (
@@ -46,8 +47,6 @@ from moemesh.comm.verdict import Limits
 from moemesh.config.errors import is_user_error
 from moemesh.trace import progress_words
 from moemesh.trace.word_file import RANK_BYTES
-
-Device = Literal["auto", "cpu", "cuda"]
 
 #: What Python runs as a rank where the caller does not say.
 ENTRY = ("-m", "moemesh")
@@ -105,12 +104,6 @@ def own_rank() -> int:
     return _variable("RANK", 0)
 
 
-def check_device(device: Device, num_ranks: int) -> None:
-    """Raises DeviceError when `num_ranks` ranks here cannot have the device asked for."""
-    if device == "cuda" or (device == "auto" and _num_devices()):
-        _count_devices(num_ranks)
-
-
 def launched() -> bool:
     """Whether this process is a rank that :func:`launch` started."""
     return joined() and FOLDER_VARIABLE in os.environ
@@ -133,17 +126,18 @@ def attach() -> None:
     progress_words.attach(folder / WORDS, rank)
 
 
-def start(device: Device, timeout_seconds: float) -> Ranks:
+def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ranks:
     """Initialise the process group of this rank: gloo on the CPU, NCCL on CUDA.
 
     A process that was not started as a rank is a world of one without a process group. Collectives
     that take longer than `timeout_seconds` fail. Each rank computes with its share of the cores.
-    Raises ValueError when the device asked for is not there.
+    Raises DeviceError when the device asked for is not there, cannot compute in `dtype`, or does
+    not go with those of the other ranks.
     """
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     local_rank = _variable("LOCAL_RANK", 0)
     ranks_per_node = _variable("LOCAL_WORLD_SIZE", world_size)
-    chosen = _choose_device(device, local_rank, ranks_per_node)
+    chosen = cuda.choose(device, local_rank, ranks_per_node, dtype)
     torch.set_num_threads(max(1, _num_cores() // ranks_per_node))
     ranks = Ranks(
         rank=rank,
@@ -164,9 +158,11 @@ def start(device: Device, timeout_seconds: float) -> Ranks:
     timeout = timedelta(seconds=timeout_seconds)
     waiting = progress_words.entered("rendezvous", "world", "start", range(world_size), 0)
     progress_words.waiting(waiting)
+    store = _store(rank, world_size, timeout)
+    cuda.agree(store, rank, chosen, timeout)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=_store(rank, world_size, timeout),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -329,27 +325,6 @@ def main_stack(stack: str) -> list[str]:
     """The lines of the main thread, innermost first, of what faulthandler wrote."""
     *_, last = stack.split("\n\n")
     return [line for line in last.splitlines() if line.startswith("  ")][:_TAIL_LINES]
-
-
-def _num_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _count_devices(num_ranks: int) -> None:
-    if (found := _num_devices()) < num_ranks:
-        raise too_few(num_ranks, found)
-
-
-def _choose_device(device: Device, local_rank: int, ranks_per_node: int) -> torch.device:
-    if device == "auto":
-        # Never the CPU on a machine with GPUs: that would be a mistake that trains for days.
-        device = "cuda" if _num_devices() else "cpu"
-    if device == "cpu":
-        return torch.device("cpu")
-    _count_devices(ranks_per_node)
-    chosen = torch.device("cuda", local_rank)
-    torch.cuda.set_device(chosen)
-    return chosen
 
 
 def _variable(name: str, default: int) -> int:

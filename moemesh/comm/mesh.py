@@ -101,6 +101,8 @@ class Mesh:
         self.layout = layout
         self._global_ranks = global_ranks or tuple(range(layout.world_size))
         self.rank = rank
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.ledger = Ledger()
         self.coordinates: dict[str, int] = layout.coordinates(rank)

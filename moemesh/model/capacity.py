@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moemesh.ops.permute import count_ids
+
 
 def within_capacity(
     experts_BSK: Tensor, priority_BSK: Tensor | None, capacity_B: Tensor, num_experts: int
@@ -29,7 +31,7 @@ def within_capacity(
     if priority_BSK is not None:
         order_N = torch.sort(priority_BSK.flatten(), descending=True, stable=True).indices
     order_N = order_N[torch.sort(queue_N[order_N], stable=True).indices]
-    counts = torch.bincount(queue_N, minlength=num_queues + 1)
+    counts = count_ids(queue_N, num_queues + 1)
     starts = counts.cumsum(0) - counts
     place_N = torch.empty_like(queue_N)
     place_N[order_N] = torch.arange(queue_N.numel(), device=queue_N.device)

@@ -63,6 +63,10 @@ def merge(one: Partial, other: Partial) -> Partial:
     return Partial(one.y_BNSD * weight_BNS + other.y_BNSD * other_BNS, lse_BNS)
 
 
+#: The kernel of flash attention is made for devices from here on.
+FLASH_CAPABILITY = (8, 0)
+
+
 def is_fused(query_BNSD: Tensor, value_BMCD: Tensor) -> bool:
     """Whether :func:`block_forward` without a mask runs in a kernel that never holds S x C
     numbers."""
@@ -72,7 +76,9 @@ def is_fused(query_BNSD: Tensor, value_BMCD: Tensor) -> bool:
         return query_BNSD.dtype in (torch.float64, torch.float32, torch.bfloat16)
     half = query_BNSD.dtype in (torch.float16, torch.bfloat16)
     size = query_BNSD.shape[-1]
-    return query_BNSD.is_cuda and half and size % 8 == 0 and size <= 256
+    if not (query_BNSD.is_cuda and half and size % 8 == 0 and size <= 256):
+        return False
+    return torch.cuda.get_device_capability(query_BNSD.device) >= FLASH_CAPABILITY
 
 
 def block_forward(

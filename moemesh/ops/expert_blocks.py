@@ -151,8 +151,11 @@ class WeightGradient:
         if not needed or len(calls) == 1:
             return calls[0].compute()
         if weight.device.type != "cpu":
-            found = [call.compute() for call in calls]
-            return torch.stack([one for one in found if one is not None]).sum(0)
+            whole = calls[0].compute()
+            assert whole is not None
+            for call in calls[1:]:  # one by one: each is as large as the weights
+                whole += call.compute()
+            return whole
         total = torch.zeros_like(calls[0].stack)
         rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in total]
         for call in calls:

@@ -60,7 +60,7 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
         if not failed:
             try:
                 return fast(*args, **kwargs)
-            except torch.cuda.OutOfMemoryError:
+            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not the compiler
                 raise
             except Exception as error:
                 failed = True

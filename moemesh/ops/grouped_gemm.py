@@ -64,6 +64,8 @@ def grouped_gemm(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
+    if out is None and not len(x_RI):  # kernels differ in what they make of no rows at all
+        return x_RI.new_empty(0, weight_EIO.shape[2])
     # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there;
     # on a device the loop would wait for its ends.
     if (out is None or out.device.type != "cpu") and _has_fast_path(x_RI, weight_EIO):
@@ -80,13 +82,24 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
     to `out` if given."""
+    if out is None and not len(x_RI):
+        return x_RI.new_zeros(len(ends_E), grad_RO.shape[1], x_RI.shape[1])
     if x_RI.shape[1] == 1:
         gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
         return gradient if out is None else out.copy_(gradient)
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
+        if _leaves_empty_experts(grad_RO):
+            counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+            gradient.masked_fill_((counts_E == 0)[:, None, None], 0)
         return gradient if out is None else out.copy_(gradient)
     return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E, out)
+
+
+def _leaves_empty_experts(x: Tensor) -> bool:
+    """Whether gradients of experts without rows may not be zeros: compute capability 10 and newer
+    (pytorch issue 172439)."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (10, 0)
 
 
 def row_ends(counts_E: Tensor) -> Tensor:

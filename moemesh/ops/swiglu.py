@@ -92,7 +92,9 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     """``silu(gate) * up * weight`` [B, F], or of another form; weights are fp32 (fp64 in
     float64)."""
     if h_BG.device.type != "cpu":
-        return _weighted_product(h_BG, weights_B, form)
+        if form == PLAIN:
+            return _plain(h_BG, weights_B)
+        return _of_form(h_BG, weights_B, form)
     if form != PLAIN:
         return form.product(h_BG) * weights_B[:, None].to(h_BG.dtype)
     if not _is_fused(h_BG, weights_B):
@@ -107,7 +109,9 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The product once more, the gradient of h and that of the weights; overwrites `grad_BF`."""
     if h_BG.device.type != "cpu":
-        return _weighted_backward(grad_BF, h_BG, weights_B, form)
+        if form == PLAIN:
+            return _plain_backward(grad_BF, h_BG, weights_B)
+        return _backward_of_form(grad_BF, h_BG, weights_B, form)
     if form != PLAIN:
         scale_B1 = weights_B[:, None].to(h_BG.dtype)
         product_BF, grad_h_BG = form.backward(grad_BF * scale_B1, h_BG)
@@ -122,22 +126,21 @@ def swiglu_backward(
     return grad_BF, grad_h_BG, grad_weights_B
 
 
-def _on_device(h_BG: Tensor, weights_B: Tensor, form: SwigluForm) -> Tensor:
+def swiglu_on_device(h_BG: Tensor, weights_B: Tensor) -> Tensor:
     """:func:`swiglu` in few operations; a weight is rounded with the product, not before it."""
-    if form != PLAIN:
-        return form.product(h_BG).mul_(weights_B[:, None])
     gate_BF, up_BF = h_BG.chunk(2, dim=1)
     return F.silu(gate_BF).mul_(up_BF).mul_(weights_B[:, None])
 
 
-def _backward_on_device(
-    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm
+def swiglu_of_form_on_device(h_BG: Tensor, weights_B: Tensor, form: SwigluForm) -> Tensor:
+    """:func:`swiglu_on_device` of another form than the plain one."""
+    return form.product(h_BG).mul_(weights_B[:, None])
+
+
+def swiglu_backward_on_device(
+    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`swiglu_backward` in few operations; `grad_BF` stays as it is."""
-    if form != PLAIN:
-        product_BF, grad_h_BG = form.backward(grad_BF * weights_B[:, None].to(h_BG.dtype), h_BG)
-        grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
-        return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
     gate_BF, up_BF = h_BG.chunk(2, dim=1)
     silu_BF = F.silu(gate_BF)
     product_BF = silu_BF * up_BF
@@ -149,7 +152,20 @@ def _backward_on_device(
     return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
 
 
-_weighted_product, _weighted_backward = fused(_on_device), fused(_backward_on_device)
+def swiglu_backward_of_form_on_device(
+    grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`swiglu_backward_on_device` of another form than the plain one."""
+    product_BF, grad_h_BG = form.backward(grad_BF * weights_B[:, None].to(h_BG.dtype), h_BG)
+    grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
+    return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
+
+
+# The plain form has functions of its own: a comparison of forms inside of a compiled function is
+# decided once, by the form of its first call (torch 2.13).
+_plain, _of_form = fused(swiglu_on_device), fused(swiglu_of_form_on_device)
+_plain_backward = fused(swiglu_backward_on_device)
+_backward_of_form = fused(swiglu_backward_of_form_on_device)
 
 
 def load(dtype: torch.dtype) -> None:

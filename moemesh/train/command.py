@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moemesh.checkpoint.store import CheckpointError
-from moemesh.comm import launch
+from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError, is_user_error
@@ -90,7 +90,7 @@ def train(
         )
     if prepared is None:
         prepared = prepare(resolved, config_file, out, allowed_changes)
-    launch.check_device(config.train.device, config.plan.world_size)
+    cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
         refuse_too_large(prepared.readable)
     # Errors in the data and in the weights before any process starts.
@@ -193,7 +193,7 @@ def _rank(
     stop, rank = StopRequest(alone=not launch.joined(), after=stop_after), launch.own_rank()
     progress_words.phase(SETUP)
     try:
-        ranks = launch.start(config.train.device, config.train.timeout_seconds)
+        ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
         check_world_size(config, ranks.world_size)
         alone = ranks.world_size == 1
         layout = config.plan.layout

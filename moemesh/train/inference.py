@@ -29,7 +29,7 @@ def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh],
     """
     if not launch.joined() and config.plan.world_size > 1:
         return launch.launch(config.plan.world_size, arguments)
-    ranks = launch.start(config.train.device, config.train.timeout_seconds)
+    ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
     alone = ranks.world_size == 1
     mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
     found = work(mesh)

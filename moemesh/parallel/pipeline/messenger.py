@@ -19,7 +19,8 @@ from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.messages import Message, messages, successor
 
-#: Receives posted beyond the one that is waited for.
+#: Receives posted beyond the one that is waited for. None by NCCL: on a device they would wait for
+#: what this rank may not have launched yet, and a first use of a kernel, or memory, for them.
 AHEAD = 2
 
 
@@ -117,6 +118,7 @@ class OrderedMessenger:
     ) -> None:
         self._schedule, self._clock, self._may_receive = schedule, clock, may_receive
         self._wire, self._rank = Wire(channels), channels.axis.index
+        self._ahead = AHEAD if channels.tagged else 0
         self._messages = messages(schedule)
         #: Source rank -> the messages that it sends here, in its order.
         self._queues: dict[int, list[Message]] = {}
@@ -135,7 +137,7 @@ class OrderedMessenger:
         if producer not in self._messages:
             return self._inbox.pop(producer)
         message = self._messages[producer]
-        self._post(program, message.source, message.position + 1 + AHEAD)
+        self._post(program, message.source, message.position + 1 + self._ahead)
         tensors, works = self._posted.pop(producer)
         for work in works:
             work.wait()

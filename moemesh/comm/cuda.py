@@ -1,0 +1,144 @@
+"""The CUDA devices that torch sees, and all that keeps ranks from computing on them.
+
+Asked before data is read and before any process group exists: a mistake that NCCL would answer with
+a hang, or a kernel with an error of its own, is one sentence here, with a command that works.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import timedelta
+from socket import gethostname
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from moemesh.comm.devices import DeviceError, num_gpus, too_few
+
+Device = Literal["auto", "cpu", "cuda"]
+#: The compute capability from which on an arithmetic is in hardware, by `train.dtype`.
+NEEDED_CAPABILITY = {"bfloat16": (8, 0)}
+#: From here on ``grouped_mm`` has its kernel; below torch takes one product an expert, on the host.
+GROUPED_CAPABILITY = (9, 0)
+ON_CPU = 'set train.device = "cpu" (`moemesh train --set train.device=cpu`)'
+CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+
+_log = logging.getLogger(__name__)
+
+
+def num_devices() -> int:
+    """Devices of this process; 0 where torch cannot compute on any."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def resolved(device: Device) -> str:
+    """ "cpu" or "cuda". Auto is never the CPU on a machine with GPUs, unless an empty
+    CUDA_VISIBLE_DEVICES hides them: training there for days would be a mistake."""
+    if device != "auto":
+        return device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return "cuda" if num_devices() or (num_gpus() and not hidden) else "cpu"
+
+
+def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
+    """Raises DeviceError when `num_ranks` ranks on this machine cannot have the device asked for,
+    or compute in `dtype` there."""
+    if resolved(device) == "cpu":
+        return
+    found = num_devices()
+    if not found and (reason := _why_none()):
+        raise DeviceError(f"{reason}; or {ON_CPU}")
+    if found < num_ranks:
+        raise too_few(num_ranks, found)
+    if num_ranks > 1 and not dist.is_nccl_available():
+        raise DeviceError(
+            f"torch {torch.__version__} has no NCCL, which {num_ranks} ranks on GPUs need: install "
+            f"a CUDA build for Linux ({CUDA_BUILD}), train with one rank, or {ON_CPU}"
+        )
+    for index in range(min(found, max(num_ranks, 1))):
+        _check_capability(index, dtype)
+
+
+def choose(device: Device, local_rank: int, ranks_per_node: int, dtype: str) -> torch.device:
+    """The device of a rank, which becomes the current one; raises as :func:`check`.
+
+    A launcher may show each rank a single device of its own: that is device 0 to all of them.
+    """
+    if resolved(device) == "cpu":
+        return torch.device("cpu")
+    has_own = ranks_per_node > 1 and num_devices() == 1
+    check(device, 1 if has_own else ranks_per_node, dtype)
+    chosen = torch.device("cuda", 0 if has_own else local_rank)
+    torch.cuda.set_device(chosen)
+    if torch.cuda.get_device_capability(chosen) < GROUPED_CAPABILITY:
+        _log.warning(
+            "compute capability %s: grouped products of experts are fast, and do not wait for the "
+            "device, from 9.0 on",
+            _dotted(torch.cuda.get_device_capability(chosen)),
+        )
+    return chosen
+
+
+def agree(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> None:
+    """Raises DeviceError where this rank's device goes with those of the others into no group: CPU
+    beside CUDA, two compute capabilities, or one device for two ranks. Every rank calls it."""
+    own: dict[str, str] = {"type": device.type, "host": gethostname()}
+    if device.type == "cuda":
+        own["capability"] = _dotted(torch.cuda.get_device_capability(device))
+        place = f"device {own['host']} {torch.cuda.get_device_properties(device).uuid}"
+        if store.add(place, 1) > 1:
+            raise DeviceError(
+                f"rank {rank} and another rank on {own['host']} have the same GPU: start at most "
+                "one rank for each, with LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own"
+            )
+    if rank == 0:
+        store.set("device of rank 0", json.dumps(own))
+        return
+    store.wait(["device of rank 0"], timeout)
+    first: dict[str, str] = json.loads(store.get("device of rank 0"))
+    for key, words in (("type", "computes on"), ("capability", "has compute capability")):
+        if own.get(key) != first.get(key):
+            raise DeviceError(
+                f"rank 0 on {first['host']} {words} {first.get(key)}, rank {rank} on "
+                f"{own['host']} {own.get(key)}: use machines of one kind, or {ON_CPU}"
+            )
+
+
+def _why_none() -> str:
+    """Why torch sees no device; "" where it does not say."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"torch {torch.__version__} is a build without CUDA: install one with CUDA "
+            f"({CUDA_BUILD})"
+        )
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"CUDA {torch.version.cuda} of torch {torch.__version__} does not start: {reason}"
+    return ""
+
+
+def _check_capability(index: int, dtype: str) -> None:
+    capability = torch.cuda.get_device_capability(index)
+    name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
+    name += f"{_dotted(capability)})"
+    built = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    if built and capability < (lowest := divmod(min(built), 10)):
+        raise DeviceError(
+            f"{name} is older than what torch {torch.__version__} has kernels for "
+            f"({_dotted(lowest)} and newer): install an older torch, or {ON_CPU}"
+        )
+    needed = NEEDED_CAPABILITY.get(dtype, (0, 0))
+    if capability < needed:
+        raise DeviceError(
+            f'{name} is too old for train.dtype = "{dtype}", which needs {_dotted(needed)}: set '
+            f'train.dtype = "float32", or {ON_CPU}'
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,107 @@
+"""Devices that ranks cannot have are refused in one sentence, before anything is read."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moemesh.comm import cuda
+from moemesh.comm.devices import DeviceError
+
+CPU = "--set train.device=cpu"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two H100s of which torch tells; keys change what it says."""
+    told = SimpleNamespace(
+        found=2, gpus=2, capability=(9, 0), arch=["sm_75", "sm_90"], build="12.8", nccl=True
+    )
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n.")
+
+    for name, answer in {
+        "is_available": lambda: told.found > 0,
+        "device_count": lambda: told.found,
+        "get_device_capability": lambda device=None: told.capability,
+        "get_device_name": lambda device=None: "Some GPU",
+        "get_arch_list": lambda: told.arch,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
+        "set_device": lambda device: None,
+        "init": init,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.version, "cuda", told.build)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: told.nccl)
+    monkeypatch.setattr(cuda, "num_gpus", lambda: told.gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "words"),
+    [
+        ({"found": 0}, "float32", "driver on your system is too old (found version 11040)"),
+        ({"found": 1}, "float32", "2 rank(s) on this machine want a CUDA device each, 1 found"),
+        ({"capability": (7, 5)}, "bfloat16", "capability 7.5) is too old for train.dtype"),
+        ({"capability": (6, 1)}, "float32", "has kernels for (7.5 and newer)"),
+        ({"nccl": False}, "float32", "has no NCCL, which 2 ranks on GPUs need"),
+    ],
+)
+def test_devices_that_will_not_do(
+    machine: Any, keys: dict[str, Any], dtype: str, words: str
+) -> None:
+    for device in ("auto", "cuda"):
+        cuda.check(device, 2, dtype)
+    vars(machine).update(keys)
+    for device in ("auto", "cuda"):
+        with pytest.raises(DeviceError) as told:
+            cuda.check(device, 2, dtype)
+        assert words in str(told.value)
+        assert CPU in str(told.value) or 'train.device = "cpu"' in str(told.value)
+    cuda.check("cpu", 2, dtype)
+
+
+def test_a_build_without_cuda(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.found = 0
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(DeviceError, match=r"build without CUDA: .*cu128.*train\.device=cpu"):
+        cuda.check("auto", 1)
+    # Who hides the GPUs means the CPU, and so does a machine that has none.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cuda.check("auto", 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    machine.gpus = 0
+    cuda.check("auto", 4)
+
+
+def test_a_launcher_may_show_each_rank_one_device(
+    machine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cuda.choose("auto", 1, 2, "bfloat16") == torch.device("cuda", 1)
+    machine.found = 1
+    assert cuda.choose("auto", 1, 2, "bfloat16") == torch.device("cuda", 0)
+    assert not caplog.records
+    machine.capability = (8, 0)
+    cuda.choose("auto", 1, 2, "bfloat16")
+    assert "from 9.0 on" in caplog.text
+
+
+def test_ranks_have_devices_of_one_kind_and_of_their_own(machine: Any) -> None:
+    store, soon = dist.HashStore(), timedelta(seconds=5)
+    first, second, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    cuda.agree(store, 0, first, soon)
+    cuda.agree(store, 1, second, soon)
+    with pytest.raises(DeviceError, match="have the same GPU"):
+        cuda.agree(store, 2, first, soon)
+    with pytest.raises(DeviceError, match=r"computes on cuda, rank 3 on .* cpu: use"):
+        cuda.agree(store, 3, cpu, soon)
+    machine.capability = (8, 0)
+    with pytest.raises(DeviceError, match=r"compute capability 9\.0, rank 4 on .* 8\.0"):
+        cuda.agree(store, 4, torch.device("cuda", 2), soon)
