@@ -1,7 +1,8 @@
-"""The store's only door to the file system: exclusive files, fsync, renames, bounded reads.
+"""The only door to files of checkpoints: exclusive files, fsync, renames, bounded reads.
 
 Every step that a crash can fall between is one call of `os` in this module, so that a test can
 stop the store at each of them. Files are created exclusively, symbolic links are not followed.
+In an object store, which has neither folders nor renames nor syncs, a file is one object.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from moemesh.checkpoint.digests import hash_bytes
+from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.config.errors import UserError
 
+#: The object that marks a folder of an object store.
+MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
+MANIFEST = "manifest.json"
 #: A committed checkpoint, one that is being written, and one that is being deleted.
 COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMPORARY = re.compile(r"step-(0|[1-9][0-9]{0,17})\.tmp-[0-9a-f]{32}")
@@ -31,7 +38,7 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not what was written; names the file and the fault."""
 
 
-def explain(error: OSError, path: Path, needed: int | None = None) -> CheckpointError:
+def explain(error: OSError, path: Place, needed: int | None = None) -> CheckpointError:
     """The error with its path and, where the disk is full, the bytes needed and free."""
     hint = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -42,8 +49,10 @@ def explain(error: OSError, path: Path, needed: int | None = None) -> Checkpoint
     return CheckpointError(f"{path}: {error.strerror or error}{hint}")
 
 
-def free_bytes(path: Path) -> int:
+def free_bytes(path: Place) -> int:
     """Bytes that may still be written to the file system of `path`, which need not exist yet."""
+    if isinstance(path, RemotePath):
+        return 1 << 62
     for place in (path, *path.parents):
         try:
             status = os.statvfs(place)
@@ -53,14 +62,17 @@ def free_bytes(path: Path) -> int:
     return 0
 
 
-def make_folder(path: Path) -> None:
-    """Creates one folder, which must not exist."""
+def make_folder(path: Place) -> None:
+    """Creates one folder, which must not exist; in an object store, an object that marks it."""
+    if isinstance(path, RemotePath):
+        (path / MARK).put(b"{}")
+        return
     os.mkdir(path)
 
 
-def make_folders(path: Path) -> None:
+def make_folders(path: Place) -> None:
     """Creates a folder and those above it where they are missing, and makes their names durable."""
-    if path.is_dir():
+    if isinstance(path, RemotePath) or path.is_dir():
         return
     make_folders(path.parent)
     with suppress(FileExistsError):
@@ -76,15 +88,14 @@ class Written(NamedTuple):
     digests: list[list[str]]
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Written:
+def write_file(path: Place, parts: Iterable[bytes | memoryview]) -> Written:
     """Writes a new file and syncs it.
 
     The digests are taken from memory before the bytes are written, so that they also catch what
     goes wrong on the way to the disk.
     """
     size, digests = 0, list[list[str]]()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
+    with _writing(path) as write:
         for part in parts:
             view = memoryview(part).cast("B")
             digests.append([])
@@ -92,16 +103,35 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Written:
                 piece = view[start : start + CHUNK_BYTES]
                 digests[-1].append(hash_bytes(piece))
                 size += len(piece)
-                while piece:
-                    piece = piece[os.write(handle, piece) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+                write(piece)
     return Written(size, digests)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+@contextmanager
+def _writing(path: Place) -> Iterator[Callable[[memoryview], object]]:
+    """What writes a new file, which is synced where the block ends well."""
+    if isinstance(path, RemotePath):
+        with path.writing() as write:
+            yield write
+        return
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+
+    def write_all(piece: memoryview) -> None:
+        while piece:
+            piece = piece[os.write(handle, piece) :]
+
+    try:
+        yield write_all
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Place, content: bytes) -> None:
     """Writes `path` anew by temporary file and rename: a reader sees the old or the new content."""
+    if isinstance(path, RemotePath):
+        path.put(content)
+        return
     replace_by(path, [content])
 
 
@@ -114,8 +144,10 @@ def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Place) -> None:
     """Makes the names in a folder durable."""
+    if isinstance(path, RemotePath):
+        return
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -131,21 +163,62 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def remove_file(path: Path) -> None:
+def remove_file(path: Place) -> None:
     """Deletes a file; one that is gone already is no error."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
+    if isinstance(path, RemotePath):
+        path.remove()
         return
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
-def remove_folder(path: Path) -> None:
-    """Deletes a folder with all it holds; one that is gone already is no error."""
+def remove_folder(path: Place) -> None:
+    """Deletes a folder with all it holds, a manifest before the rest; one that is gone already is
+    no error."""
+    if isinstance(path, RemotePath):
+        with suppress(OSError):
+            path.remove_all(MANIFEST)
+        return
     shutil.rmtree(path, ignore_errors=True)
 
 
-def check_folder(path: Path) -> None:
+def is_committed(path: Place) -> bool:
+    """Whether a checkpoint is there, complete, under its own name: a disk has it by one rename, an
+    object store by its manifest."""
+    if isinstance(path, RemotePath):
+        return (path / MANIFEST).exists()
+    return path.exists() or path.is_symlink()
+
+
+def delete_checkpoint(path: Place) -> None:
+    """Deletes a committed checkpoint, which from the first moment on is none."""
+    if isinstance(path, RemotePath):
+        path.remove_all(MANIFEST)
+        return
+    trash = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex}")
+    rename(path, trash)
+    remove_folder(trash)
+
+
+def put_aside(path: Place) -> None:
+    """Makes a damaged checkpoint none, so that its step can be saved again. What it holds stays,
+    in an object store until the next pruning and the manifest for good."""
+    name = f"broken-{path.name}-{time.time_ns()}"
+    if isinstance(path, RemotePath):
+        with suppress(FileNotFoundError):
+            content = (path / MANIFEST).read(0, (path / MANIFEST).num_bytes())
+            path.with_name(f"{name}.json").put(content)
+        (path / MANIFEST).remove()
+        return
+    path.rename(path.with_name(name))
+
+
+def check_folder(path: Place) -> None:
     """Raises CheckpointError unless `path` is a folder and no symbolic link to one."""
+    if isinstance(path, RemotePath):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: {os.strerror(errno.ENOENT)}")
+        return
     try:
         mode = os.lstat(path).st_mode
     except OSError as error:
@@ -154,8 +227,13 @@ def check_folder(path: Path) -> None:
         raise CheckpointError(f"{path}: is not a folder")
 
 
-def file_size(path: Path) -> int:
+def file_size(path: Place) -> int:
     """Size in bytes of a regular file; CheckpointError for anything else."""
+    if isinstance(path, RemotePath):
+        try:
+            return path.num_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: {os.strerror(errno.ENOENT)}") from error
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -165,18 +243,24 @@ def file_size(path: Path) -> int:
     return status.st_size
 
 
-def read_start(path: Path, size: int) -> bytes:
+def read_start(path: Place, size: int) -> bytes:
     """The first `size` bytes of a regular file (fewer if it is shorter)."""
     size = min(size, file_size(path))
+    if isinstance(path, RemotePath):
+        return path.read(0, size)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb") as file:
         return file.read(size)
 
 
 @contextmanager
-def reading(path: Path, *, from_disk: bool = False) -> Iterator[BinaryIO]:
+def reading(path: Place, *, from_disk: bool = False) -> Iterator[BinaryIO]:
     """An open regular file; links are not followed. `from_disk`: what the page cache holds of it,
     unless it is yet to be written, is dropped first, so that the disk itself is read."""
+    if isinstance(path, RemotePath):
+        with path.reading() as file:
+            yield file
+        return
     file_size(path)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb", buffering=0) as file:
@@ -198,15 +282,22 @@ def read_chunks(file: BinaryIO, size: int, chunk_bytes: int = CHUNK_BYTES) -> It
         size -= wanted
 
 
-def read_whole(path: Path) -> bytes:
+def read_whole(path: Place) -> bytes:
     """The content of a small file as the disk holds it."""
     with reading(path, from_disk=True) as file:
         return b"".join(read_chunks(file, file_size(path)))
 
 
-def list_names(path: Path) -> Sequence[str]:
+def list_names(path: Place) -> Sequence[str]:
     """The names in a folder, sorted."""
+    if isinstance(path, RemotePath):
+        return path.names()
     try:
         return sorted(os.listdir(path))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def written_at(path: Place) -> float:
+    """Seconds since the epoch at which a file was written, for display."""
+    return path.written_at() if isinstance(path, RemotePath) else path.stat().st_mtime

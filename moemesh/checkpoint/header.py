@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, read_start
+from moemesh.checkpoint.remote import Place
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
@@ -24,12 +24,12 @@ class HeaderEntry(NamedTuple):
     num_bytes: int
 
 
-def read_header(path: Path, size: int) -> dict[str, HeaderEntry]:
+def read_header(path: Place, size: int) -> dict[str, HeaderEntry]:
     """The tensors of a file of `size` bytes. Raises CheckpointError as :func:`read_places`."""
     return {name: entry for name, (entry, _) in read_places(path, size).items()}
 
 
-def read_places(path: Path, size: int) -> dict[str, tuple[HeaderEntry, int]]:
+def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     """The tensors of a file of `size` bytes, which lie one after the other without a gap, and the
     first byte of each.
 

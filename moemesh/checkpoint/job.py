@@ -18,12 +18,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import (
     CheckpointError,
     explain,
+    is_committed,
     list_names,
     make_folder,
     make_folders,
@@ -34,6 +34,8 @@ from moemesh.checkpoint.files import (
 )
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.manifest import MANIFEST_LIMIT, Manifest
+from moemesh.checkpoint.remote import Place as Folder
+from moemesh.checkpoint.remote import RemotePath
 from moemesh.checkpoint.retention import Standing, prune, remember
 from moemesh.checkpoint.writing import Report, commit, read_back, write_part
 
@@ -61,11 +63,11 @@ class _Stopped(Exception):
     """This save is not to be finished."""
 
 
-class Place(NamedTuple):
-    """The part of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
+class Part(NamedTuple):
+    """That of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
     `note` takes what failed and did not end a save."""
 
-    folder: Path
+    folder: Folder
     rank: int
     world_size: int
     keep: int
@@ -77,7 +79,7 @@ class Job:
 
     def __init__(
         self,
-        place: Place,
+        place: Part,
         step: int,
         identity: str,
         keyed: Mapping[str, Shard],
@@ -90,6 +92,7 @@ class Job:
         self._stop, self._hurry = threading.Event(), threading.Event()
         self._ended = threading.Event()
         self._told: dict[int | None, str] = {}
+        self._num_failed = 0
         self.outcome: Outcome | None = None
         #: What this rank could not report, and in which attempt (None: in any), because the folder
         #: takes nothing any more.
@@ -144,7 +147,8 @@ class Job:
                 manifest = self._attempt(number)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
-                remove_folder(self._temporary(number))
+                self._remove(number)
+                self._num_failed = number + 1
             else:
                 found = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
                 self._clean(found)
@@ -160,15 +164,21 @@ class Job:
     def _attempt(self, number: int) -> Manifest:
         temporary = self._temporary(number)
         try:
+            if isinstance(self._final, RemotePath):
+                remove_folder(self._final)  # what a run that died has left
             make_folders(self._place.folder)
             make_folder(temporary)
         except OSError as error:
             raise explain(error, temporary) from error
-        reports = [self._part(temporary), *self._collected(number)]
+        reports = [self._part(number), *self._collected(number)]
         try:
             for rank in range(1, self._place.world_size):
                 remove_file(temporary / _report_name(rank))
-            return commit(temporary, self._final, self._step, reports, json.loads(self._state))
+            state = json.loads(self._state)
+            manifest = commit(self._parts(number), self._final, self._step, reports, state)
+            if isinstance(temporary, RemotePath):
+                remove_folder(temporary)
+            return manifest
         except OSError as error:
             raise explain(error, temporary) from error
 
@@ -209,7 +219,7 @@ class Job:
         number, is_told = 0, False
         look = _Looks(self)
         while True:
-            if self._final.is_dir():
+            if self._is_over():
                 return None
             # Attempts may have come and gone between two looks.
             later = range(len(PAUSES), number, -1)
@@ -231,11 +241,11 @@ class Job:
         temporary = self._temporary(number)
         reply: dict[str, Any]
         try:
-            reply = {"problem": None, "report": self._part(temporary)}
+            reply = {"problem": None, "report": self._part(number)}
         except (CheckpointError, OSError) as error:
             reply = {"problem": str(error), "report": None}
             with suppress(OSError):  # its space is needed for the report
-                remove_file(temporary / f"rank-{self._place.rank:05d}.safetensors")
+                remove_file(self._parts(number) / f"rank-{self._place.rank:05d}.safetensors")
         try:
             text = json.dumps(reply).encode()
             replace_file(temporary / _report_name(self._place.rank), text)
@@ -244,13 +254,32 @@ class Job:
 
     # --- all of them ---
 
-    def _part(self, temporary: Path) -> Report:
-        report = write_part(temporary, self._place.rank, self._keyed, self.check)
+    def _part(self, number: int) -> Report:
+        folder = self._parts(number)
+        report = write_part(folder, self._place.rank, self._keyed, self.check)
         # Before the commit, not after it: what reads back wrong is written again from memory.
-        read_back(temporary, report)
+        read_back(folder, report)
         return report
 
-    def _temporary(self, number: int) -> Path:
+    def _parts(self, number: int) -> Folder:
+        """Where the parts of an attempt are written: without renames, under the final name."""
+        return self._final if isinstance(self._final, RemotePath) else self._temporary(number)
+
+    def _is_over(self) -> bool:
+        """Whether rank 0 has committed. In an object store it may still take the manifest back,
+        until it has removed the folder of the attempt."""
+        if not is_committed(self._final):
+            return False
+        is_remote = isinstance(self._final, RemotePath)
+        return not (is_remote and any(self._temporary(n).is_dir() for n in range(len(PAUSES) + 1)))
+
+    def _remove(self, number: int) -> None:
+        """Remove what an attempt has written."""
+        if isinstance(self._final, RemotePath):
+            remove_folder(self._final)
+        remove_folder(self._temporary(number))
+
+    def _temporary(self, number: int) -> Folder:
         """The folder of an attempt; the name of the first is that of any save."""
         identity = self._identity
         if number:
@@ -260,9 +289,8 @@ class Job:
     def sweep(self) -> None:
         """Remove what is left of failed attempts, in which other ranks may have written longer than
         rank 0 did; now all have ended."""
-        for number in range(len(PAUSES) + 1):
-            if self._temporary(number).is_dir():
-                remove_folder(self._temporary(number))
+        for number in range(self._num_failed):
+            remove_folder(self._temporary(number))
 
     def check(self) -> None:
         """Raises where this save is not to be finished."""
@@ -302,7 +330,7 @@ def _report_name(rank: int) -> str:
     return f"report-{rank:05d}.json"
 
 
-def _read_report(path: Path) -> dict[str, Any]:
+def _read_report(path: Folder) -> dict[str, Any]:
     """What another rank wrote; CheckpointError where it is no report."""
     try:
         content = json.loads(read_start(path, MANIFEST_LIMIT))

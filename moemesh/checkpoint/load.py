@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 
-from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.files import CheckpointError, explain
 from moemesh.checkpoint.manifest import Manifest
+from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.retention import nonfinite
 from moemesh.checkpoint.stored import Stored, candidates, open_stored
-from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.checkpoint.tensor_file import Deferred, RemoteTensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class Shard:
 class Checkpoint(Stored):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         super().__init__(path, manifest)
         self._open: dict[str, Any] = {}
 
@@ -113,7 +113,11 @@ class Checkpoint(Stored):
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
+            path = self.path / name
+            is_remote = isinstance(path, RemotePath)
+            self._open[name] = (
+                RemoteTensors(path) if is_remote else safe_open(path, framework="pt", device="cpu")
+            )
         return self._open[name]
 
     def _check_rectangle(
@@ -140,7 +144,7 @@ class Checkpoint(Stored):
 
 
 def open_checkpoint(
-    folder: Path, step: int, *, verify: Literal["full", "sizes"] = "full"
+    folder: Place, step: int, *, verify: Literal["full", "sizes"] = "full"
 ) -> Checkpoint:
     """Opens and verifies ``folder/step-<step>``.
 
@@ -156,7 +160,7 @@ def open_checkpoint(
 
 
 def latest(
-    folder: Path,
+    folder: Place,
     on_skip: Callable[[int, str], None],
     *,
     verify: Literal["full", "sizes"] = "full",
@@ -174,6 +178,8 @@ def latest(
             checkpoint = open_checkpoint(folder, step, verify=verify)
             names = nonfinite(checkpoint) if prefer_finite else ()
         except (CheckpointError, OSError) as error:
+            if isinstance(folder, RemotePath) and isinstance(error, OSError):
+                raise explain(error, folder) from error  # a store that does not answer is no damage
             on_skip(step, str(error))
             continue
         if not names:

@@ -19,12 +19,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
-from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.files import MANIFEST, CheckpointError
 
 #: The format that is written, and all that are read.
 FORMAT = 3
 READABLE = (1, 2, 3)
-MANIFEST = "manifest.json"
 #: Upper bound of a manifest that will be parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
 #: Tensors larger than this in elements do not exist; keeps offsets in int64.

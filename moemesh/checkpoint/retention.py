@@ -8,25 +8,21 @@ the file is gone or an older version wrote it, is read back when the question co
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import (
-    TEMPORARY,
-    TRASH,
     CheckpointError,
-    list_names,
+    delete_checkpoint,
     read_chunks,
     read_start,
     reading,
     remove_folder,
-    rename,
     replace_file,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
-from moemesh.checkpoint.stored import Stored, candidates, open_stored
+from moemesh.checkpoint.remote import Place
+from moemesh.checkpoint.stored import Stored, candidates, open_stored, unfinished
 
 VERIFIED = "verified.json"
 
@@ -73,7 +69,7 @@ def nonfinite(stored: Stored) -> Sequence[str]:
     return sorted(found)
 
 
-def standing(folder: Path, step: int, *, read_back: bool) -> Standing:
+def standing(folder: Place, step: int, *, read_back: bool) -> Standing:
     """How ``folder/step-<step>`` stands. `read_back`: one that is not known to be verified is read;
     else it is not verified, without a problem."""
     known = _read_verified(folder).get(f"step-{step}")
@@ -93,7 +89,7 @@ def standing(folder: Path, step: int, *, read_back: bool) -> Standing:
         return Standing(step, None, False, None, str(error))
 
 
-def remember(folder: Path, standings: Sequence[Standing], *, only: bool = False) -> None:
+def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False) -> None:
     """Write down what is verified; `only`: and forget all others."""
     known = {} if only else _read_verified(folder)
     for one in standings:
@@ -109,7 +105,7 @@ def remember(folder: Path, standings: Sequence[Standing], *, only: bool = False)
     replace_file(folder / VERIFIED, text)
 
 
-def plan_pruning(folder: Path, keep: int) -> Pruning:
+def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pruning:
     """What :func:`prune` does; reads back what is not known to be verified, deletes nothing.
 
     The newest `keep` that count stay, and of those behind them none. A checkpoint that does not
@@ -131,27 +127,25 @@ def plan_pruning(folder: Path, keep: int) -> Pruning:
             poisoned.append(one)
     spare = poisoned[(1 if num_good else keep) :]
     doomed += [one.step for one in spare]
-    leftovers = [n for n in list_names(folder) if TEMPORARY.fullmatch(n) or TRASH.fullmatch(n)]
+    leftovers = unfinished(folder) if with_leftovers else []
     return Pruning(
         [one for one in kept if one not in spare], sorted(doomed, reverse=True), leftovers
     )
 
 
-def prune(folder: Path, keep: int) -> list[int]:
+def prune(folder: Place, keep: int, *, with_leftovers: bool = True) -> list[int]:
     """Deletes as :func:`plan_pruning` says; returns the deleted steps.
 
-    Also removes what dead runs left half written or half deleted, so it must be called by one
-    process that holds the run folder's lock, with no save under way.
+    `with_leftovers`: also removes what dead runs left half written or half deleted, so it must be
+    called by one process that holds the run folder's lock, with no save under way.
     """
-    plan = plan_pruning(folder, keep)
+    plan = plan_pruning(folder, keep, with_leftovers=with_leftovers)
     for name in plan.leftovers:
         remove_folder(folder / name)
     # Before anything goes: a crash in between must not leave a list that misses what stayed.
     remember(folder, plan.kept, only=True)
     for step in plan.doomed:
-        trash = folder / f".trash-step-{step}-{uuid.uuid4().hex}"
-        rename(folder / f"step-{step}", trash)
-        remove_folder(trash)
+        delete_checkpoint(folder / f"step-{step}")
     return plan.doomed
 
 
@@ -160,7 +154,7 @@ class _Known(NamedTuple):
     is_finite: bool | None
 
 
-def _read_verified(folder: Path) -> dict[str, _Known]:
+def _read_verified(folder: Place) -> dict[str, _Known]:
     """Step name -> what is remembered of it; a damaged list is empty. Older versions wrote the
     digest alone."""
     try:

@@ -12,12 +12,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.job import Job, Outcome, Place
+from moemesh.checkpoint.job import Job, Outcome, Part
 from moemesh.checkpoint.load import Shard
+from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.staging import Staging
 from moemesh.checkpoint.writing import check_shards, check_step
 
@@ -32,7 +32,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         rank: int,
         world_size: int,
@@ -85,8 +85,8 @@ class Saver:
         content = json.dumps(state) if self.rank == 0 else "{}"
         if stages:
             keyed = self._staging.copy(keyed)
-        place = Place(self.folder, self.rank, self.world_size, self.keep, self._news.append)
-        self._job = Job(place, step, replies[0]["identity"], keyed, content, since)
+        part = Part(self.folder, self.rank, self.world_size, self.keep, self._news.append)
+        self._job = Job(part, step, replies[0]["identity"], keyed, content, since)
         self._job.start()
         if not stages:
             self._settle(self._job)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.digests import BLAKE2B, blake2b_of, digest_text, hash_by
 from moemesh.checkpoint.files import (
     COMMITTED,
+    TEMPORARY,
+    TRASH,
     CheckpointError,
     check_folder,
     file_size,
+    is_committed,
     list_names,
     read_chunks,
     read_start,
@@ -34,6 +36,7 @@ from moemesh.checkpoint.manifest import (
     WholeFile,
     decode,
 )
+from moemesh.checkpoint.remote import Place
 
 
 class Damage(NamedTuple):
@@ -59,7 +62,7 @@ class Damage(NamedTuple):
 class Stored:
     """A checkpoint whose manifest, files and headers agree."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest
 
     @property
@@ -147,15 +150,24 @@ class SliceInFile(NamedTuple):
         return prod(self.stored.shape) * ITEM_BYTES[self.dtype]
 
 
-def candidates(folder: Path) -> list[int]:
+def candidates(folder: Place) -> list[int]:
     """The steps of the committed checkpoints, newest first; none when there is no folder."""
     if not folder.is_dir():
         return []
     matches = (COMMITTED.fullmatch(name) for name in list_names(folder))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    found = (match for match in matches if match and is_committed(folder / match[0]))
+    return sorted((int(match[1]) for match in found), reverse=True)
 
 
-def open_stored(folder: Path, step: int) -> Stored:
+def unfinished(folder: Place) -> list[str]:
+    """The names of what is being written or deleted, or was when a run died."""
+    names = list_names(folder)
+    found = [name for name in names if TEMPORARY.fullmatch(name) or TRASH.fullmatch(name)]
+    steps = (name for name in names if COMMITTED.fullmatch(name))
+    return found + [name for name in steps if not is_committed(folder / name)]
+
+
+def open_stored(folder: Place, step: int) -> Stored:
     """Opens ``folder/step-<step>`` and checks all but the digests of tensors, the part that reads
     every byte. Raises CheckpointError naming the file and what is wrong with it."""
     path = folder / f"step-{step}"
@@ -167,7 +179,7 @@ def open_stored(folder: Path, step: int) -> Stored:
     return Stored(path, manifest)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """The manifest of the checkpoint in the folder `path`; CheckpointError as :func:`decode`."""
     check_folder(path)
     try:
@@ -177,7 +189,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
 
 
-def misfits(path: Path, manifest: Manifest) -> Iterator[Damage]:
+def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
     """Where the list of files, their sizes, and their headers are not those of the manifest."""
     present, expected = set(list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
@@ -197,7 +209,7 @@ def misfits(path: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(name, str(error).removeprefix(f"{path / name}: "))
 
 
-def _misfit(path: Path, expected: int, slices: dict[str, HeaderEntry]) -> str | None:
+def _misfit(path: Place, expected: int, slices: dict[str, HeaderEntry]) -> str | None:
     size = file_size(path)
     if size != expected:
         word = "truncated" if size < expected else "too long"
@@ -209,7 +221,7 @@ def _misfit(path: Path, expected: int, slices: dict[str, HeaderEntry]) -> str | 
     return None
 
 
-def examine(folder: Path, step: int) -> list[Damage]:
+def examine(folder: Place, step: int) -> list[Damage]:
     """Everything that is wrong with ``folder/step-<step>``; reads every byte of it."""
     path = folder / f"step-{step}"
     try:

@@ -13,9 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.header import HEADER_LIMIT
+from moemesh.checkpoint.files import CheckpointError, file_size
+from moemesh.checkpoint.header import HEADER_LIMIT, read_places
 from moemesh.checkpoint.manifest import DTYPES
+from moemesh.checkpoint.remote import RemotePath
+
+_TORCH_DTYPES = {stored: name for name, stored in DTYPES.items()}
 
 
 class Deferred(NamedTuple):
@@ -60,3 +63,19 @@ def safetensors_bytes(
         made = tensor.make().detach().cpu().contiguous()
         assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), key
         yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
+
+
+class RemoteTensors:
+    """A safetensors file in an object store, of which tensors are read one at a time."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._places = path, read_places(path, file_size(path))
+
+    def get_slice(self, key: str) -> torch.Tensor:
+        """The whole tensor, of which safetensors would read parts."""
+        entry, start = self._places[key]
+        content = bytearray(self._path.read(start, start + entry.num_bytes))
+        if len(content) != entry.num_bytes:
+            raise CheckpointError(f"{self._path}: ends within {key}")
+        dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint import store
+from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis
@@ -21,8 +21,8 @@ class Opened(NamedTuple):
 
 
 def save(
-    folder: Path, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
-) -> Path:
+    folder: Place, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
+) -> Place:
     """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest.
 
     Raises CheckpointError on every rank when one fails; older checkpoints stay as they are.
@@ -40,7 +40,7 @@ def save(
 
 
 def open_together(
-    folder: Path, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
+    folder: Place, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
 ) -> Opened:
     """Open that step, its digests checked by the ranks in parts, or (None) the newest that
     verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Raises CheckpointError

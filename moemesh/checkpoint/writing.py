@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
@@ -12,8 +11,11 @@ from moemesh.checkpoint.files import (
     COMMITTED,
     CheckpointError,
     explain,
+    is_committed,
+    list_names,
     read_whole,
     rename,
+    replace_file,
     sync_folder,
     write_file,
 )
@@ -30,6 +32,7 @@ from moemesh.checkpoint.manifest import (
     encode,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
+from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import Stored
 from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
 
@@ -54,18 +57,18 @@ def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
     return keyed
 
 
-def check_step(final: Path, state: dict[str, Any]) -> None:
+def check_step(final: Place, state: dict[str, Any]) -> None:
     """CheckpointError for a folder `final` that a save cannot end in, or a state that JSON cannot
     hold."""
     if not COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
     check_state(state)
-    if final.exists() or final.is_symlink():
+    if is_committed(final):
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
 
 def write_part(
-    temporary: Path,
+    temporary: Place,
     rank: int,
     keyed: Mapping[str, Shard],
     before_tensor: Callable[[], None] = lambda: None,
@@ -115,24 +118,34 @@ def write_part(
     }
 
 
-def read_back(temporary: Path, report: Report) -> None:
+def read_back(temporary: Place, report: Report) -> None:
     """Reads this rank's part from the disk; CheckpointError where it is not what was written."""
     if report["file"] is not None:
         Stored(temporary, _manifest(0, [report], {})).verify()
 
 
 def commit(
-    temporary: Path, final: Path, step: int, reports: Sequence[Report], state: dict[str, Any]
+    temporary: Place, final: Place, step: int, reports: Sequence[Report], state: dict[str, Any]
 ) -> Manifest:
-    """Rank 0: checks that every logical tensor is complete, writes the manifest, renames."""
+    """Rank 0: checks that every logical tensor is complete, writes the manifest, renames. In an
+    object store the two folders are one, and its manifest is the commit."""
     manifest = _manifest(step, reports, state)
     manifest.check()
     content = encode(manifest)
+    if isinstance(temporary, RemotePath) and (
+        extra := sorted({*list_names(temporary)} - {*manifest.files})
+    ):
+        raise CheckpointError(f"{temporary / extra[0]}: does not belong to this checkpoint")
     try:
-        write_file(temporary / MANIFEST, [content])
-        sync_folder(temporary)
+        if isinstance(temporary, RemotePath):
+            replace_file(temporary / MANIFEST, content)
+        else:
+            write_file(temporary / MANIFEST, [content])
+            sync_folder(temporary)
         if read_whole(temporary / MANIFEST) != content:
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
+        if isinstance(temporary, RemotePath) or isinstance(final, RemotePath):
+            return manifest
         rename(temporary, final)
         try:
             sync_folder(final.parent)

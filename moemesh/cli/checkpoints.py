@@ -14,12 +14,14 @@ from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.table import table
 
 if TYPE_CHECKING:
+    from moemesh.checkpoint.remote import Place as Folder
     from moemesh.checkpoint.stored import Stored
 
 Place = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="RUN", help="A run, its folder checkpoints, or one checkpoint: RUN/step-N."
+        metavar="RUN",
+        help="A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
     ),
 ]
 #: Rows of a table of differences, unless all are asked for.
@@ -29,34 +31,43 @@ _LINES = 20
 class _Found(NamedTuple):
     """A folder of checkpoints, and the steps that are meant, newest first."""
 
-    folder: Path
+    folder: "Folder"
     steps: list[int]
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> "Folder":
         return self.folder / f"step-{step}"
 
 
-def _find(place: Path) -> _Found:
-    """What a path on the command line means. CheckpointError where there is no checkpoint."""
+def _find(text: str) -> _Found:
+    """What a path or address on the command line means. CheckpointError where there is no
+    checkpoint."""
     from moemesh.checkpoint.files import COMMITTED, CheckpointError
+    from moemesh.checkpoint.remote import place_of
     from moemesh.checkpoint.stored import candidates
 
-    place = place.expanduser()
+    place = place_of(text)
     if match := COMMITTED.fullmatch(place.name):
-        for folder in (place.parent, place.parent / "checkpoints"):
+        for folder in _folders(place.parent):
             if (folder / place.name).is_dir():
                 return _Found(folder, [int(match[1])])
         raise CheckpointError(f"{place}: there is no such checkpoint{_others(place.parent)}")
-    for folder in (place / "checkpoints", place):
+    for folder in _folders(place):
         if steps := candidates(folder):
             return _Found(folder, steps)
     raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
 
 
-def _others(run: Path) -> str:
+def _folders(place: "Folder") -> "list[Folder]":
+    """Where a run in `place`, or `place` itself, would have checkpoints."""
+    from moemesh.train.folder import checkpoints_of
+
+    return [checkpoints_of(place), place] if isinstance(place, Path) else [place]
+
+
+def _others(place: "Folder") -> str:
     from moemesh.checkpoint.stored import candidates
 
-    steps = candidates(run / "checkpoints") or candidates(run)
+    steps = next(filter(None, map(candidates, _folders(place))), [])
     return f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
 
 
@@ -68,10 +79,10 @@ def ls(place: Place, as_json: AsJson = False) -> None:
 
         moemesh checkpoint ls runs/tiny
     """
-    from moemesh.checkpoint.files import TEMPORARY, TRASH, CheckpointError, list_names
+    from moemesh.checkpoint.files import CheckpointError, written_at
     from moemesh.checkpoint.manifest import MANIFEST
     from moemesh.checkpoint.retention import standing
-    from moemesh.checkpoint.stored import read_manifest
+    from moemesh.checkpoint.stored import read_manifest, unfinished
 
     found = _find(place)
     rows: list[dict[str, Any]] = []
@@ -84,10 +95,10 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             row["tensors"] = len(manifest.tensors)
             row["ranks"] = manifest.world_size
             row["layout"] = manifest.state.get("layout")
-            written = (found.path(step) / MANIFEST).stat().st_mtime
+            written = written_at(found.path(step) / MANIFEST)
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": one.problem})
-    left = [n for n in list_names(found.folder) if TEMPORARY.fullmatch(n) or TRASH.fullmatch(n)]
+    left = unfinished(found.folder)
     if as_json:
         content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
         typer.echo(json.dumps(content, indent=1))
@@ -171,7 +182,9 @@ def verify(place: Place, as_json: AsJson = False) -> None:
     raise typer.Exit(int(is_damaged))
 
 
-def _say_verified(path: Path, damages: Sequence[object], names: Sequence[str], size: int) -> None:
+def _say_verified(
+    path: "Folder", damages: Sequence[object], names: Sequence[str], size: int
+) -> None:
     from moemesh.trace.memory import format_bytes
 
     if damages:
@@ -187,8 +200,8 @@ def _say_verified(path: Path, damages: Sequence[object], names: Sequence[str], s
 
 @checkpoint_app.command(short_help="Which tensors of two checkpoints differ, and by how much.")
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The same.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
     all_lines: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -290,7 +303,7 @@ def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
 @checkpoint_app.command(short_help="Delete old checkpoints as a run would.")
 def prune(
     place: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run, or a folder of checkpoints.")
+        str, typer.Argument(metavar="RUN", help="A run, or a folder of checkpoints (its address).")
     ],
     keep: Annotated[
         int | None,
@@ -314,20 +327,28 @@ def prune(
     """
     from moemesh.checkpoint import retention
     from moemesh.checkpoint.files import CheckpointError
+    from moemesh.checkpoint.remote import place_of
     from moemesh.train.folder import LEASE, RunFolder
 
     found = _find(place)
-    if len(found.steps) == 1 and place.name == f"step-{found.steps[0]}":
+    if len(found.steps) == 1 and place.rstrip("/").endswith(f"/step-{found.steps[0]}"):
         raise CheckpointError(f"{place}: is one checkpoint; give the run")
-    run = found.folder.parent
-    keep = _kept(run) if keep is None else keep
-    folder = RunFolder(run, has_run=True)
-    if (run / LEASE).exists() and not dry_run:
+    named = place_of(place)
+    # Of an address alone it is not known who writes there: what is being written stays.
+    run = None
+    if isinstance(named, Path):
+        run = named if found.folder != named else named.parent
+    if keep is None and run is None:
+        raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
+    keep = _kept(run) if keep is None and run is not None else keep
+    assert keep is not None
+    folder = RunFolder(run or Path(), has_run=True)
+    if run is not None and (run / LEASE).exists() and not dry_run:
         folder.lock()
     try:
-        plan = retention.plan_pruning(found.folder, keep)
+        plan = retention.plan_pruning(found.folder, keep, with_leftovers=run is not None)
         if not dry_run:
-            retention.prune(found.folder, keep)
+            retention.prune(found.folder, keep, with_leftovers=run is not None)
     finally:
         folder.release()
     if as_json:

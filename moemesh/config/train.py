@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -69,6 +70,9 @@ class TrainConfig(Section):
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: int = 100
     checkpoints_kept: int = 2
+    #: Where this run alone keeps checkpoints: a folder, or an address of fsspec's, such as
+    #: ``s3://bucket/prefix``; empty: in the run folder.
+    checkpoint_folder: str = ""
     #: Training goes on while a copy of the state is written, as memory of the host allows.
     checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
@@ -142,4 +146,9 @@ class TrainConfig(Section):
         if self.epochs is not None and "steps" in self.model_fields_set:
             message = "train.epochs and train.steps both say when the run ends"
             problems.append(self.problem("conflict", "epochs", message, "keep one", "steps"))
+        kept_at = self.checkpoint_folder
+        if kept_at and not kept_at.startswith(("/", "~")) and "://" not in kept_at:
+            message = "is a path that depends on where a command is called"
+            fix = f"{Path(kept_at).absolute()}, or an address such as s3://bucket/prefix"
+            problems.append(self.problem("not-a-choice", "checkpoint_folder", message, fix))
         return problems

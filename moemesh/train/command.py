@@ -78,7 +78,7 @@ def train(
         if problems := untrainable(replace(resolved, config=readable_config)):
             raise ConfigError(problems)
         if launch.launched():
-            return _rank(config, RunFolder.open(path), path, stop_after=stop_after, **profiled)
+            return _rank(config, _folder(config, path), path, stop_after=stop_after, **profiled)
         return _rank(
             config,
             None,
@@ -165,7 +165,7 @@ def _open_folder(
     takeover: bool = False,
 ) -> RunFolder:
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
-    folder = RunFolder.open(path, config.train.resume)
+    folder = RunFolder.open(path, config.train.resume, config.train.checkpoint_folder)
     folder.lock(takeover=takeover)
     changes = folder.changes(resolved_toml(config), allowed_changes)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
@@ -252,7 +252,12 @@ def _open_together(
     if problem is not None:
         launch.stop()
         raise RunFolderError(problem)
-    return folder or RunFolder.open(path)
+    return folder or _folder(config, path)
+
+
+def _folder(config: RunConfig, path: Path) -> RunFolder:
+    """The folder on a rank, which somebody else has looked at already."""
+    return RunFolder.open(path, checkpoint_folder=config.train.checkpoint_folder)
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:

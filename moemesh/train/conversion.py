@@ -48,7 +48,7 @@ from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
-from moemesh.train.folder import CHECKPOINTS, RunFolder
+from moemesh.train.folder import RunFolder, checkpoints_of
 from moemesh.train.weight_sources import ExpertLayout, Target, refused, target_of
 
 #: Dtypes of exported weights.
@@ -301,10 +301,10 @@ def _opened(source: Path) -> tuple[Path, Checkpoint]:
     if (source / MANIFEST).exists():
         step = source.name.rpartition("-")[2]
         return source.resolve().parent.parent, open_checkpoint(source.parent, int(step))
-    if not (source / "config.toml").exists() or not (source / CHECKPOINTS).is_dir():
+    if not (source / "config.toml").exists() or not checkpoints_of(source).is_dir():
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
         raise refused("IN", str(source), message)
-    return source, newest(source / CHECKPOINTS)
+    return source, newest(checkpoints_of(source))
 
 
 def _to_stderr(note: str) -> None:

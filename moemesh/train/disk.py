@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moemesh.checkpoint.files import free_bytes
+from moemesh.checkpoint.remote import Place
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import tuned_tensors
@@ -50,15 +51,18 @@ def checkpoint_bytes(config: RunConfig) -> int:
     )
 
 
-def disk_need(config: RunConfig, checkpoints: Path) -> DiskNeed:
+def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
     """What the run needs in the folder `checkpoints`, which need not exist yet."""
     size = checkpoint_bytes(config)
-    present = sum(file.stat().st_size for file in checkpoints.glob("step-*/*") if file.is_file())
+    present = 0  # of a store without bounds
+    if isinstance(checkpoints, Path):
+        files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
+        present = sum(file.stat().st_size for file in files)
     most = size * (config.train.checkpoints_kept + 1)
     return DiskNeed(size, most, present, free_bytes(checkpoints))
 
 
-def refuse_full_disk(config: RunConfig, checkpoints: Path) -> DiskNeed:
+def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
     """Raise DiskError where not one more checkpoint fits; returns what is needed."""
     need = disk_need(config, checkpoints)
     if need.checkpoint > need.free:
@@ -71,7 +75,7 @@ def refuse_full_disk(config: RunConfig, checkpoints: Path) -> DiskNeed:
     return need
 
 
-def disk_warning(config: RunConfig, checkpoints: Path) -> str | None:
+def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
     """A sentence where the first checkpoint fits, and a later one will not."""
     need = disk_need(config, checkpoints)
     if not need.is_short:

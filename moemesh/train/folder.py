@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moemesh.checkpoint.files import make_folders, sync_folder
+from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, sync_folder
+from moemesh.checkpoint.remote import Place, place_of
+from moemesh.checkpoint.stored import candidates
 from moemesh.config.renames import SCHEMA_KEY
 from moemesh.config.schema import SECTIONS, all_keys
 from moemesh.config.suggest import explain_unknown_key
@@ -40,20 +42,27 @@ STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 class RunFolder:
     """An opened run folder. `has_run` says whether an earlier run left something to resume."""
 
-    def __init__(self, path: Path, *, has_run: bool) -> None:
+    def __init__(self, path: Path, *, has_run: bool, checkpoints: Place | None = None) -> None:
         self.path, self.has_run = path, has_run
+        #: Where the checkpoint store keeps its steps.
+        self.checkpoints = checkpoints or path / CHECKPOINTS
         self._lease: Lease | None = None
         #: Of the start of the run that may write here now; None where that is not known.
         self.epoch: int | None = None
 
     @staticmethod
-    def open(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
+    def open(
+        path: str | Path,
+        resume: Literal["auto", "never", "must"] = "auto",
+        checkpoint_folder: str = "",
+    ) -> RunFolder:
         """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
 
         Raises RunFolderError as :meth:`inspect` does, and where it cannot be created.
         """
-        folder = RunFolder.inspect(path, resume)
+        folder = RunFolder.inspect(path, resume, checkpoint_folder)
         try:
+            make_folders(folder.path)
             make_folders(folder.checkpoints)
         except OSError as error:
             message = f"{folder.path}: cannot be created ({error.strerror})"
@@ -61,7 +70,11 @@ class RunFolder:
         return folder
 
     @staticmethod
-    def inspect(path: str | Path, resume: Literal["auto", "never", "must"] = "auto") -> RunFolder:
+    def inspect(
+        path: str | Path,
+        resume: Literal["auto", "never", "must"] = "auto",
+        checkpoint_folder: str = "",
+    ) -> RunFolder:
         """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
 
         auto resumes a run or starts one; never refuses a folder with anything in it; must refuses
@@ -69,7 +82,8 @@ class RunFolder:
         """
         path = Path(path).expanduser()
         names = _names(path)
-        has_checkpoint = _has_checkpoint(path)
+        checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
+        has_checkpoint = bool(_steps(checkpoints))
         has_run = has_checkpoint or any(mark in names for mark in MARKS)
         if resume == "never" and (names - {LEASE, CHECKPOINTS} or has_checkpoint):
             raise RunFolderError(
@@ -88,7 +102,7 @@ class RunFolder:
                 f"{path} holds {held} but no run; a run would write among them: choose a folder of "
                 f"its own, such as {path / 'run'}"
             )
-        return RunFolder(path, has_run=has_run)
+        return RunFolder(path, has_run=has_run, checkpoints=checkpoints)
 
     def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
         """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
@@ -100,7 +114,7 @@ class RunFolder:
 
     def saved_steps(self) -> set[int]:
         """The steps of the checkpoints in the folder, whole or not, those being written too."""
-        names = (name.partition(".tmp-")[0] for name in os.listdir(self.checkpoints))
+        names = (name.partition(".tmp-")[0] for name in list_names(self.checkpoints))
         found = (STEP.fullmatch(name) for name in names)
         return {int(match[1]) for match in found if match}
 
@@ -113,11 +127,6 @@ class RunFolder:
         found = compare(earlier, new)
         refuse_changes(found, frozenset(allowed))
         return found
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the checkpoint store keeps its steps."""
-        return self.path / CHECKPOINTS
 
     def lock(self, *, takeover: bool = False) -> None:
         """Takes the lease, or raises RunFolderError saying who holds it; `takeover` as of
@@ -205,6 +214,7 @@ FREE = frozenset(
         "data.cache",
         "train.checkpoint_async",
         "train.checkpoint_every",
+        "train.checkpoint_folder",
         "train.checkpoints_kept",
         "train.cluster",
         "train.load_bins",
@@ -372,6 +382,18 @@ def _names(path: Path) -> set[str]:
         raise RunFolderError(f"{path}: cannot be a run folder ({error.strerror})") from error
 
 
-def _has_checkpoint(path: Path) -> bool:
-    folder = path / CHECKPOINTS
-    return folder.is_dir() and any(STEP.fullmatch(name) for name in os.listdir(folder))
+def checkpoints_of(run: Path) -> Place:
+    """Where the run in a folder keeps its checkpoints, as its config.toml says."""
+    try:
+        with (run / CONFIG).open("rb") as file:
+            kept_at = tomllib.load(file)["train"]["checkpoint_folder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        kept_at = ""
+    return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
+
+
+def _steps(checkpoints: Place) -> list[int]:
+    try:
+        return candidates(checkpoints)
+    except (CheckpointError, OSError) as error:
+        raise RunFolderError(f"{checkpoints}: cannot be read ({error})") from error

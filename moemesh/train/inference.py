@@ -18,7 +18,7 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
 from moemesh.train.construction import construct
 from moemesh.train.conversion import open_weights
-from moemesh.train.folder import CHECKPOINTS
+from moemesh.train.folder import checkpoints_of
 from moemesh.train.optimizer import Optimizer
 
 
@@ -49,10 +49,11 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
         say = _to_stderr if mesh.rank == 0 else _nothing
         saving.load_weights(open_weights(config, say), parallel, optimizer)
         return parallel
-    checkpoint, skipped = together.open_together(source / CHECKPOINTS, mesh.control)
+    folder = checkpoints_of(source)
+    checkpoint, skipped = together.open_together(folder, mesh.control)
     if checkpoint is None:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
-        raise CheckpointError(f"{source / CHECKPOINTS}: holds no readable checkpoint{why}")
+        raise CheckpointError(f"{folder}: holds no readable checkpoint{why}")
     for step, reason in skipped if mesh.rank == 0 else ():
         _to_stderr(
             f"moemesh: warning: the checkpoint of step {step} is left out: {reason}; "

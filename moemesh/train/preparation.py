@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moemesh.checkpoint.stored import candidates
 from moemesh.comm import devices
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import Resolved, resolved_toml
@@ -22,7 +23,7 @@ from moemesh.train.kept_schedule import readable
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.recorded_orders import refuse_unrecorded
-from moemesh.train.weight_sources import check_adapters, check_folder, checkpoint_steps
+from moemesh.train.weight_sources import check_adapters, check_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ def prepare(
     path = folder_of(config_file, config, out)
     kept = replace(config, plan=readable(config.plan, path))
     check_machine(replace(resolved, config=kept), config_file)
-    folder = RunFolder.inspect(path, config.train.resume)
-    steps = tuple(checkpoint_steps(path))
+    folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
+    steps = tuple(candidates(folder.checkpoints))
     # The newest checkpoint may turn out damaged: then the run goes on from an older one.
     refuse_unrecorded(config, None if steps else 0)
     finished = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps

@@ -10,7 +10,6 @@ Nothing in a name or a shape tells which layout wrote it, so any layout can read
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint import together
+from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
 from moemesh.config.layout import Layout
@@ -82,8 +82,7 @@ def newest(
     for number, why in skipped if mesh.rank == 0 else ():
         on_skip(number, why)
         # Out of the way, not away: the run will write this step again.
-        broken = folder.checkpoints / f"step-{number}"
-        broken.rename(folder.checkpoints / f"broken-step-{number}-{time.time_ns()}")
+        put_aside(folder.checkpoints / f"step-{number}")
     return found
 
 

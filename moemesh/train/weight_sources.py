@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from moemesh.checkpoint.files import COMMITTED, CheckpointError
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.manifest import MANIFEST
+from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
 from moemesh.config.load import load_recorded, load_run
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
-from moemesh.train.folder import CHECKPOINTS
+from moemesh.train.folder import CHECKPOINTS, checkpoints_of
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]
@@ -55,7 +56,7 @@ def check_weights(source: Path) -> None:
         raise neither(source)
     elif not checkpoint_steps(source):
         raise CheckpointError(
-            f"{source / CHECKPOINTS}: holds no checkpoint: the run has not saved yet"
+            f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet"
         )
 
 
@@ -89,11 +90,7 @@ def check_adapters(path: Path) -> None:
 def checkpoint_steps(run: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, newest first, whether they can be read or
     not."""
-    folder = run / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    names = [COMMITTED.fullmatch(path.name) for path in folder.iterdir()]
-    return sorted((int(name[1]) for name in names if name is not None), reverse=True)
+    return candidates(checkpoints_of(run))
 
 
 def target_of(

@@ -152,6 +152,29 @@ def test_prune(made: Path, call: Any) -> None:
     assert "nothing to delete" in call("prune", made)[1]
 
 
+def test_an_address_and_a_run_that_keeps_its_checkpoints_there(
+    made: Path, call: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "checkpoints", tmp_path / "kept")
+    address = f"file://{tmp_path}/kept"
+    run_folder = tmp_path / "elsewhere"
+    run_folder.mkdir()
+    text = f'[train]\ncheckpoint_folder = "{address}"\ncheckpoints_kept = 1\n'
+    (run_folder / "config.toml").write_text(text)
+    for place in (address, run_folder):
+        assert call("ls", place)[1].splitlines()[1].startswith("3     11.4 MiB        2  dp2 ep2")
+        assert call("verify", place)[0] == 0
+    assert call("diff", made / "step-2", f"{address}/step-2")[0] == 0
+    code, _, err = call("prune", address)
+    assert code == 2 and "give the run, or --keep" in err
+    (tmp_path / "kept/step-9.tmp-0123456789abcdef0123456789abcdef").mkdir()
+    assert "step 1: deleted" in call("prune", address, "--keep", 1)[1]
+    # of an address alone it is not known whether somebody writes there
+    assert len(list((tmp_path / "kept").glob("*.tmp-*"))) == 1
+    content = json.loads(call("prune", run_folder, "--json")[1])
+    assert (content["deleted"], len(content["leftovers"])) == ([], 1)
+
+
 def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
     for arguments, message in (
         (("ls", tmp_path / "nowhere"), "nowhere: no folder"),

@@ -110,6 +110,32 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
     assert_close(losses(rows), whole)
 
 
+@pytest.mark.slow
+def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> None:
+    """The run folder is gone with its machine; another one goes on in another plan."""
+    keys = {"train__checkpoint_every": 2, "train__steps": 6}
+    whole = losses(train(tmp_path / "whole", **keys))
+    keys["train__checkpoint_folder"] = f"file://{tmp_path}/bucket/run"
+    out = tmp_path / "run"
+    process = start(*arguments(out, **keys), python=commands.python())
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "bucket/run/step-2/manifest.json").exists():
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert not (out / "checkpoints").exists()
+    again = tmp_path / "again"
+    rows = train(again, **keys, plan__dp=2, plan__ep=2)
+    first = rows[0]["step"]
+    assert first > 2
+    assert_close(losses(rows), whole[first - 1 :])
+    done = moemesh("convert", str(again), str(tmp_path / "exported"))
+    assert done.returncode == 0 and (tmp_path / "exported/config.json").exists()
+    refused = moemesh(*arguments(tmp_path / "third", **keys, train__resume="never"))
+    assert refused.returncode == 2 and 'train.resume is "never"' in refused.stderr
+
+
 def wait_for_checkpoint(out: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while not (out / "checkpoints" / f"step-{step}").exists():

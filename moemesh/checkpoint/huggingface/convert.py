@@ -22,6 +22,7 @@ from moemesh.checkpoint.huggingface.weights import (
     logical_tensors,
 )
 from moemesh.checkpoint.huggingface.write import write_folder
+from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.model import ModelConfig
@@ -191,7 +192,7 @@ def _copied(folder: WeightFolder, name: str, box: Sequence[range], dtype: torch.
     return folder.read(name, box).to(dtype)
 
 
-def newest(folder: Path) -> Checkpoint:
+def newest(folder: Place) -> Checkpoint:
     """The newest checkpoint of a run's folder that verifies. Raises CheckpointError without one."""
     reasons: list[str] = []
     found = store.latest(folder, lambda step, why: reasons.append(f"step {step}: {why}"))

@@ -1,0 +1,230 @@
+"""Checkpoints in an object store: the manifest is the commit, and errors and deaths cost none."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from moemesh.checkpoint import job, remote
+from moemesh.checkpoint.files import CheckpointError, put_aside
+from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
+from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.store import Shard, candidates, latest
+from moemesh.checkpoint.stored import examine, unfinished
+from tests.checkpoint.simulate import cut, whole
+from tests.checkpoint.test_faults import Killed, never
+from tests.checkpoint.test_saver import TENSOR, on_ranks, one_rank, shards
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+
+
+@pytest.fixture(params=["memory", "file"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePath]:
+    """An empty prefix in memory, and one of a disk behind the same interface."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    address = "memory://bucket/run" if request.param == "memory" else f"file://{tmp_path}/run"
+    found = place_of(address)
+    assert isinstance(found, RemotePath)
+    yield found
+
+
+def save(folder: RemotePath, step: int, keep: int = 2) -> Any:
+    own = one_rank(folder, keep=keep)  # type: ignore[arg-type]
+    own.start(step, shards(step), {"step": step})
+    return own.finish()
+
+
+class Faulty:
+    """A store whose n-th call fails, before it is done or behind it."""
+
+    def __init__(self, real: Any, fail_at: int, error: Any, *, behind: bool = False) -> None:
+        self.real, self.fail_at, self.error, self.behind = real, fail_at, error, behind
+        self.count = 0
+
+    def __call__(self, path: RemotePath, work: Any, *args: Any, **keys: Any) -> Any:
+        self.count += 1
+        if self.count == self.fail_at and not self.behind:
+            raise self.error()
+        found = self.real(path, work, *args, **keys)
+        if self.count == self.fail_at:
+            raise self.error()
+        return found
+
+    def __get__(self, path: RemotePath, kind: object = None) -> Any:
+        return lambda *args, **keys: self(path, *args, **keys)
+
+
+def faulty(fail_at: int, error: Any, *, behind: bool = False) -> Faulty:
+    return Faulty(RemotePath._call, fail_at, error, behind=behind)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) -> None:
+    def work(rank: int, own: Any) -> list[Any]:
+        outcomes = []
+        for step in (1, 2, 3):
+            mine = shards(step)[rank::size]
+            if not rank:
+                mine.append(whole("scale", torch.tensor(2.5, dtype=torch.bfloat16)))
+            own.start(step, mine, {"step": step})
+            outcomes.append(own.finish().problem)
+        return outcomes
+
+    assert on_ranks(size, folder, work) == [[None] * 3] * size  # type: ignore[arg-type]
+    assert candidates(folder) == [3, 2] and unfinished(folder) == []
+    found = latest(folder, never)
+    assert found is not None and found.state == {"step": 3}
+    assert torch.equal(found.read("w"), TENSOR + 3)
+    for shard in cut("w", TENSOR + 3, [3, 2]):
+        assert torch.equal(found.read("w", shard.offset, shard.tensor.shape), shard.tensor)
+    into = torch.empty((), dtype=torch.bfloat16)
+    found.load_into([Shard(name="scale", shape=(), offset=(), tensor=into)])
+    assert into.item() == 2.5
+    assert folder.names() == ["step-2", "step-3", "verified.json"]
+
+
+def test_without_a_manifest_it_is_none(folder: RemotePath) -> None:
+    save(folder, 1), save(folder, 2)
+    (folder / "step-2" / "manifest.json").remove()
+    assert candidates(folder) == [1] and unfinished(folder) == ["step-2"]
+    # what a dead run of more ranks has left does not become part of the next save
+    with (folder / "step-2" / "rank-00007.safetensors").writing() as write:
+        write(b"left")
+    assert save(folder, 2).problem is None
+    found = latest(folder, never)
+    assert found is not None and found.step == 2
+    (folder / "step-1" / "manifest.json").remove()
+    prune(folder, 1)
+    assert folder.names() == ["step-2", "verified.json"]
+
+
+def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
+    save(folder, 1), save(folder, 2)
+    part = folder / "step-2" / "rank-00000.safetensors"
+    content = bytearray(part.read(0, part.num_bytes()))
+    content[-3] ^= 16
+    with part.writing() as write:
+        write(content)
+    (damage,) = examine(folder, 2)
+    assert (damage.file, damage.tensor) == ("rank-00000.safetensors", "w")
+    skipped: list[int] = []
+    found = latest(folder, lambda step, _: skipped.append(step))
+    assert found is not None and (found.step, skipped) == (1, [2])
+    put_aside(folder / "step-2")
+    assert candidates(folder) == [1] and save(folder, 2).problem is None
+    assert any(name.startswith("broken-step-2-") for name in folder.names())
+    with pytest.raises(CheckpointError, match="step-2 exists; a checkpoint is never overwritten"):
+        save(folder, 2)
+
+
+@pytest.mark.representative("memory-False")
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_error_at_every_call_costs_no_checkpoint(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    def error() -> OSError:
+        return OSError(errno.EIO, "the store is busy")
+
+    save(folder, 1), save(folder, 2)
+    step, fail_at = 2, 0
+    while True:
+        prune(folder, 1)  # what a failed clean-up has left would add calls
+        step, fail_at = step + 1, fail_at + 1
+        with monkeypatch.context() as patch:
+            patch.setattr(RemotePath, "_call", fault := faulty(fail_at, error, behind=behind))
+            try:
+                outcome = save(folder, step, keep=1)
+            except CheckpointError as found:  # before anything was written
+                assert fail_at == 1, found
+                step -= 1
+                continue
+        assert outcome.problem is None, (fail_at, outcome)
+        found = latest(folder, never)
+        assert found is not None and found.step == step
+        assert torch.equal(found.read("w"), TENSOR + step)
+        if fault.count < fail_at:
+            break
+    assert fail_at > 20
+
+
+@pytest.mark.representative("memory")
+def test_killed_at_every_call_something_verified_is_left(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    save(folder, 1)
+    fail_at, newest, seen = 0, 1, set[bool]()
+    while True:
+        prune(folder, 1)
+        fail_at += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(RemotePath, "_call", fault := faulty(fail_at, Killed))
+            own = one_rank(folder, keep=1)  # type: ignore[arg-type]
+            try:
+                own.start(newest + 1, shards(newest + 1), {})
+                assert own._job is not None
+                own._job.join()
+            except Killed:
+                pass
+        found = latest(folder, never)
+        assert found is not None and found.step in (newest, newest + 1)
+        assert torch.equal(found.read("w"), TENSOR + found.step)
+        seen.add(found.step > newest)
+        newest = found.step
+        if fault.count < fail_at:
+            break
+    assert seen == {False, True} and save(folder, newest + 1, keep=1).problem is None
+    assert folder.names() == [f"step-{newest + 1}", "verified.json"]
+
+
+def test_a_store_that_does_not_answer_is_no_damage(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 1), save(folder, 2)
+    fault = faulty(8, lambda: ConnectionError("reset"))
+    monkeypatch.setattr(RemotePath, "_call", fault)
+    with pytest.raises(CheckpointError, match="reset"):
+        latest(folder, never)
+
+
+def test_errors_of_clients_are_errors_of_the_disk() -> None:
+    def fail(*args: object, **keys: object) -> None:
+        raise RuntimeError("AccessDenied")
+
+    path = RemotePath(fsspec.filesystem("memory"), "/bucket/run")
+    with pytest.raises(OSError, match="RuntimeError: AccessDenied"):
+        path._call(fail)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("runs/a", "runs/a"),
+        ("memory://bucket/run/", "memory:///bucket/run"),
+        (Path("memory://bucket/run"), "memory:///bucket/run"),
+        ("file:///tmp/run", "file:///tmp/run"),
+        (Path("file:///tmp/run"), "file:///tmp/run"),
+    ],
+)
+def test_texts_and_what_they_mean(text: str | Path, expected: str) -> None:
+    assert str(place_of(text)) == expected
+
+
+def test_addresses_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RemoteError, match="Protocol not known: nowhere"):
+        place_of("nowhere://bucket/run")
+    monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
+    with pytest.raises(RemoteError, match=r'pip install "moemesh\[remote\]"'):
+        remote.place_of("s3://bucket/run")
