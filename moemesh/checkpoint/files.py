@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -28,14 +28,23 @@ MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
-#: A committed checkpoint, one that is being written, and one that is being deleted.
+#: A committed checkpoint, one that is being written, one that was put aside, and one that is being
+#: deleted.
 COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMPORARY = re.compile(r"step-(0|[1-9][0-9]{0,17})\.tmp-[0-9a-f]{32}")
+BROKEN = re.compile(r"broken-step-(0|[1-9][0-9]{0,17})-[0-9]+(\.json)?")
 TRASH = re.compile(r"\.trash-step-(0|[1-9][0-9]{0,17})-[0-9a-f]{32}")
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is not what was written; names the file and the fault."""
+    """A checkpoint cannot be written, or is not what was written; names the file and the fault.
+
+    `facts`: keys of failure.json.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.facts = dict(facts or {})
 
 
 def explain(error: OSError, path: Place, needed: int | None = None) -> CheckpointError:
@@ -201,8 +210,8 @@ def delete_checkpoint(path: Place) -> None:
 
 
 def put_aside(path: Place) -> None:
-    """Makes a damaged checkpoint none, so that its step can be saved again. What it holds stays,
-    in an object store until the next pruning and the manifest for good."""
+    """Makes a damaged checkpoint none, so that its step can be saved again. What it holds stays
+    until a pruning finds a later one; of an object store, the manifest alone."""
     name = f"broken-{path.name}-{time.time_ns()}"
     if isinstance(path, RemotePath):
         with suppress(FileNotFoundError):

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import (
+    BROKEN,
     CheckpointError,
     delete_checkpoint,
+    list_names,
     read_chunks,
     read_start,
     reading,
+    remove_file,
     remove_folder,
     replace_file,
 )
@@ -111,6 +114,7 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     The newest `keep` that count stay, and of those behind them none. A checkpoint that does not
     verify stays while it is newer than the last of these. Of those with numbers that are not
     finite, the newest stays for whoever wants to look; without any that count, `keep` of them stay.
+    One that was put aside stays until one that counts is as new.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
@@ -128,6 +132,9 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     spare = poisoned[(1 if num_good else keep) :]
     doomed += [one.step for one in spare]
     leftovers = unfinished(folder) if with_leftovers else []
+    newest = max((one.step for one in kept if one.counts), default=-1)
+    aside = (BROKEN.fullmatch(name) for name in list_names(folder))
+    leftovers += [match[0] for match in aside if match and int(match[1]) <= newest]
     return Pruning(
         [one for one in kept if one not in spare], sorted(doomed, reverse=True), leftovers
     )
@@ -141,7 +148,7 @@ def prune(folder: Place, keep: int, *, with_leftovers: bool = True) -> list[int]
     """
     plan = plan_pruning(folder, keep, with_leftovers=with_leftovers)
     for name in plan.leftovers:
-        remove_folder(folder / name)
+        (remove_file if name.endswith(".json") else remove_folder)(folder / name)
     # Before anything goes: a crash in between must not leave a list that misses what stayed.
     remember(folder, plan.kept, only=True)
     for step in plan.doomed:

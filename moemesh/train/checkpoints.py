@@ -81,7 +81,13 @@ class Checkpoints:
             return None
         if outcome.problem is not None:
             if raises:
-                raise CheckpointError(f"checkpoint of step {outcome.step}: {outcome.problem}")
+                advice = (
+                    "mend what the message names (a full disk: make room); the same command then "
+                )
+                advice += "goes on from the newest checkpoint, which is whole"
+                raise CheckpointError(
+                    f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
+                )
             self._complain(outcome.step, outcome.problem)
         elif outcome.nonfinite and self._tells:
             more = len(outcome.nonfinite) - 1

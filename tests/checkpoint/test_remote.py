@@ -123,8 +123,10 @@ def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
     found = latest(folder, lambda step, _: skipped.append(step))
     assert found is not None and (found.step, skipped) == (1, [2])
     put_aside(folder / "step-2")
-    assert candidates(folder) == [1] and save(folder, 2).problem is None
+    assert candidates(folder) == [1]
     assert any(name.startswith("broken-step-2-") for name in folder.names())
+    assert save(folder, 2).problem is None
+    assert folder.names() == ["step-1", "step-2", "verified.json"]
     with pytest.raises(CheckpointError, match="step-2 exists; a checkpoint is never overwritten"):
         save(folder, 2)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.retention import plan_pruning, prune
@@ -104,3 +105,17 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "step-3")
     # the last one left is damaged: it stays
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2]
+
+
+def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_one(tmp_path, step, [whole("w", torch.ones(3))])
+    put_aside(tmp_path / "step-2")
+    prune(tmp_path, 2)
+    (aside,) = tmp_path.glob("broken-step-2-*")
+    save_one(tmp_path, 2, [whole("w", torch.full((3,), float("inf")))])
+    prune(tmp_path, 2)
+    assert aside.is_dir()  # the new one holds numbers that are not finite
+    save_one(tmp_path, 3, [whole("w", torch.ones(3))])
+    prune(tmp_path, 2)
+    assert not aside.exists() and candidates(tmp_path)[0] == 3
