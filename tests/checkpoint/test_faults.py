@@ -363,7 +363,7 @@ def test_no_pickle_and_no_second_door_in_the_sources() -> None:
     for name, text in sources.items():
         for word in ("pickle.", "import pickle", "torch.load", "marshal", "torch.distributed."):
             assert word not in text, f"{name} uses {word}"
-        if name != "files.py":
+        if name not in ("files.py", "remote.py"):
             assert "import os" not in text and ".open(" not in text, name
 
 

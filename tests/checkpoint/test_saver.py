@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from moemesh.checkpoint import files, job, staging, writing
 from moemesh.checkpoint.saver import Outcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, latest, open_checkpoint
+from tests import commands
 from tests.checkpoint.simulate import Ranks, cut, save_as_ranks, whole
 from tests.checkpoint.test_faults import FaultyOs, Killed, never
 
@@ -367,7 +367,7 @@ one_rank(Path({str(tmp_path)!r})).start(1, [whole("w", torch.ones(3))], {{}})
 raise ValueError("training broke")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [commands.python(), "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1 and "training broke" in done.stderr
     assert candidates(tmp_path) == [1]
