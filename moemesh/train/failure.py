@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -15,16 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moemesh.checkpoint.stored import candidates
 from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Verdict
+from moemesh.config.errors import UserError
 from moemesh.trace.progress_words import own_word
 from moemesh.trace.word_file import Collective, Word
-from moemesh.train.folder import LOGS
+from moemesh.train.folder import LOGS, checkpoints_of
 
 FILE, EARLIER = "failure.json", "failures"
 #: Of the layout of the file.
 SCHEMA = 1
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _FRAMES = 8
 #: Kinds of failures that no exception named.
 _KINDS = {
@@ -119,9 +119,8 @@ def kind_of(verdict: Verdict) -> str:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest committed checkpoint; None where there is none."""
-    with suppress(OSError):
-        found = (_STEP.fullmatch(name) for name in os.listdir(folder / "checkpoints"))
-        return max((int(match[1]) for match in found if match), default=None)
+    with suppress(OSError, UserError):  # a store that does not answer, too
+        return next(iter(candidates(checkpoints_of(folder))), None)
     return None
 
 

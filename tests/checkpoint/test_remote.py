@@ -19,6 +19,7 @@ from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import Shard, candidates, latest
 from moemesh.checkpoint.stored import examine, unfinished
+from moemesh.train.failure import newest_step
 from tests.checkpoint.simulate import cut, whole
 from tests.checkpoint.test_faults import Killed, never
 from tests.checkpoint.test_saver import TENSOR, on_ranks, one_rank, shards
@@ -129,6 +130,14 @@ def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
     assert folder.names() == ["step-1", "step-2", "verified.json"]
     with pytest.raises(CheckpointError, match="step-2 exists; a checkpoint is never overwritten"):
         save(folder, 2)
+
+
+def test_a_supervisor_sees_its_progress(folder: RemotePath, tmp_path: Path) -> None:
+    text = f'[train]\ncheckpoint_folder = "{folder}"\n'
+    (tmp_path / "config.toml").write_text(text)
+    assert newest_step(tmp_path) is None
+    save(folder, 3)
+    assert newest_step(tmp_path) == 3
 
 
 @pytest.mark.representative("memory-False")
