@@ -287,8 +287,11 @@ def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
     for line in content["other_shape_or_dtype"]:
         typer.echo(line)
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
-        for name in content[key]:
+        names: list[str] = content[key]
+        for name in names if all_lines else names[:_LINES]:
             typer.echo(f"{name}: only in {side}")
+        if len(names) > _LINES and not all_lines:
+            typer.echo(f"... and {len(names) - _LINES} more only in {side}: --all shows them")
     for key, (old, new) in content["state"].items():
         if len(text := f"{key}: {json.dumps(old)} and {json.dumps(new)}") <= 100:
             typer.echo(text)

@@ -152,6 +152,15 @@ def test_prune(made: Path, call: Any) -> None:
     assert "nothing to delete" in call("prune", made)[1]
 
 
+def test_a_diff_of_different_models_is_short(tmp_path: Path, call: Any) -> None:
+    save_one(tmp_path / "a", 1, [whole("w", torch.ones(1))])
+    save_one(tmp_path / "b", 1, [whole(f"v{n:02}", torch.ones(1)) for n in range(50)])
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and "w: only in A" in out and "... and 30 more only in B: --all" in out
+    assert len(out.splitlines()) < 30
+    assert "v49: only in B" in call("diff", tmp_path / "a", tmp_path / "b", "--all")[1]
+
+
 def test_an_address_and_a_run_that_keeps_its_checkpoints_there(
     made: Path, call: Any, tmp_path: Path
 ) -> None:
