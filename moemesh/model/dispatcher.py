@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moemesh.ops.expert_mlp import Deferred, ExpertWeights, expert_mlp
+from moemesh.ops.expert_mlp import Deferred, expert_mlp
+from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moemesh.ops.exact_gemm import PaddedRows, exact_weight_gradient
 from moemesh.ops.expert_adapters import add_products, narrow, narrow_gradient, part_of
-from moemesh.ops.expert_mlp import ExpertKind, ExpertWeights
+from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 from moemesh.ops.weight_gradient import weight_gradient
 

@@ -12,7 +12,8 @@ from moemesh.ops import expert_blocks as blocks_module
 from moemesh.ops import expert_mlp as module
 from moemesh.ops.exact_experts import exact_experts
 from moemesh.ops.expert_blocks import expert_blocks
-from moemesh.ops.expert_mlp import ExpertWeights, expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_mlp import expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.linear import Adapted, Adapter, SwigluOf, linear, swiglu
 from moemesh.ops.permute import group_by_expert, identity
 from moemesh.ops.swiglu import PLAIN, SwigluForm

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from moemesh.ops.cross_entropy import cross_entropy, cross_entropy_reference
-from moemesh.ops.expert_mlp import ExpertWeights, expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_mlp import expert_mlp, expert_mlp_loop
+from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_loop,

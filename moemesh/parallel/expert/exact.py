@@ -28,7 +28,8 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import Deferred, ExpertWeights
+from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
@@ -27,18 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Mesh
-from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.section import nearest_divisors
 from moemesh.model.attention_core import Visibility
-from moemesh.model.balance_loss import auxiliary_loss
 from moemesh.model.batch import Context
-from moemesh.model.faults import NO_FAULT
 from moemesh.model.initialization import normal_slice
-from moemesh.model.moe import MoE
-from moemesh.ops.permute import count_ids
 from moemesh.parallel.expert.build import most_rows
+from moemesh.parallel.expert.layer_block import Auxiliary, LayerBlock, ScaledGradient
 from moemesh.parallel.expert.layer_group import Connection, axes_of
 from moemesh.parallel.expert.layer_options import RoutingOptions, check_choice, model_config
 from moemesh.parallel.expert.overlapped import overlapped
@@ -54,23 +49,6 @@ from moemesh.parallel.tensor.tokens import ShardedTokens
 _IDS_PER_RANK = 1 << 40
 #: (dtype of the experts, dtype of x) that go together without autocast.
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
-
-
-class Auxiliary(NamedTuple):
-    """The second result of a forward.
-
-    ``loss``: the sum of the next two, to be added to this rank's loss; both carry their
-    coefficients and gradients. ``counts`` int64 [E]: choices of this rank's tokens by global expert
-    id, after capacity; ``num_dropped`` int64: choices for which an expert had no room; ``finite``
-    bool: whether all logits of the router were. No value waits for the device.
-    """
-
-    loss: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
-    counts: Tensor
-    num_dropped: Tensor
-    finite: Tensor
 
 
 class MoELayer(nn.Module):
@@ -130,6 +108,11 @@ class MoELayer(nn.Module):
             ("combine", combine, Combine),
         ):
             check_choice(name, choice, get_args(kind))
+        if dispatcher == "deepep" and combine == "exact":
+            raise LayerError(
+                'dispatcher "deepep" adds results of a rank before they return, in no fixed order: '
+                'combine = "fast", or another dispatcher'
+            )
         size = self.ranks.size
         if num_experts % size:
             below, above = num_experts // size * size, -(-num_experts // size) * size
@@ -153,7 +136,7 @@ class MoELayer(nn.Module):
             dispatch_chunks=dispatch_chunks,
         )
         with torch.device("cpu" if device is None else device):
-            block = _Block(self.config, gradients, size)
+            block = LayerBlock(self.config, gradients, size)
             if size > 1:
                 block.experts = SpreadExperts(num_experts, hidden_size, expert_size, self.ranks)
         if size > 1 or dispatch_chunks > 1:
@@ -248,7 +231,7 @@ class MoELayer(nn.Module):
     def _prepared(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter as the computation takes it; its gradient finds the way back."""
         if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
-            parameter = _ScaleGradient.apply(parameter, 1 / self.ranks.size)
+            parameter = ScaledGradient.apply(parameter, 1 / self.ranks.size)
         if name.startswith("router."):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
         return parameter.to(dtype)
@@ -358,60 +341,3 @@ class MoELayer(nn.Module):
         block = self._block[0]
         shared = (self.ranks, self.replicas, self._connection, block.dispatcher, block.tokens)
         return copy_sharing(self, memo, *shared)
-
-
-class _Block(MoE):
-    """The computation, on parameters that are prepared for it."""
-
-    def __init__(self, config: ModelConfig, gradients: str, num_ranks: int) -> None:
-        super().__init__(config)
-        self.gradients, self.num_ranks = gradients, num_ranks
-
-    def forward(  # type: ignore[override]
-        self, x_TH: Tensor, context: Context
-    ) -> tuple[Tensor, Auxiliary]:
-        routing = self.router(x_TH, context, self.tokens)
-        scale = self._loss_scale(context)
-        balance_loss, z_loss = (
-            auxiliary_loss(
-                routing, self.config.model_copy(update={other: 0.0}), context, self.tokens
-            )
-            * scale
-            for other in ("z_loss_coefficient", "aux_loss_coefficient")
-        )
-        counts_E = count_ids(routing.experts_TK.flatten(), self.config.num_experts)
-        num_dropped = routing.num_dropped
-        y_TH = self.apply_experts(x_TH, routing, context)
-        return y_TH, Auxiliary(
-            loss=balance_loss + z_loss,
-            balance_loss=balance_loss,
-            z_loss=z_loss,
-            counts=counts_E,
-            num_dropped=counts_E.new_zeros(()) if num_dropped is None else num_dropped,
-            finite=routing.fault == NO_FAULT,
-        )
-
-    def _loss_scale(self, context: Context) -> float | Tensor:
-        """From this rank's part of the losses, a sum over its scopes, to its loss."""
-        if self.gradients == "sum" or self.config.aux_loss_scope == "microbatch":
-            return 1.0
-        if self.config.aux_loss_scope == "global":
-            return float(self.num_ranks)
-        if context.valid_T is None:
-            return 1 / max(context.num_sequences, 1)
-        routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
-        return 1 / routed_B.sum().clamp(min=1)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The same tensor; its gradient is multiplied by `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None

@@ -42,7 +42,8 @@ from moemesh.model.dispatcher import Dispatcher, Rows
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
-from moemesh.ops.expert_mlp import Deferred, ExpertWeights
+from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, slice_map
