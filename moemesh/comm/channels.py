@@ -57,7 +57,7 @@ class Channels:
             own = replace(own, device=torch.device("cpu"))
         if own.size == 1 or not pairs:
             return cls(own, {}, tagged=True)
-        backend = "gloo" if on_host else dist.get_backend(own.group)
+        backend = "gloo" if on_host else own.backend
         tagged, timeout = backend == "gloo", mesh.timeout
         found: dict[tuple[int, int], ProcessGroup] = {}
         # Groups are made by all ranks in one order, whether or not they are members.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import which
 
@@ -11,6 +11,14 @@ from moemesh.config.errors import UserError
 #: What the drivers of Nvidia (also under Windows) and AMD show of themselves.
 _SIGNS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _TOOLS = ("nvidia-smi", "rocm-smi")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Each rank reads them before its first use of CUDA. A stream for each group of ranks: with fewer
+#: queues, unrelated streams wait for one another. Numbers of rows change with the routing: blocks
+#: of fixed size would leave ever more memory unused between them.
+_SETTINGS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("32", ()),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),
+}
 
 
 class DeviceError(UserError):
@@ -20,6 +28,33 @@ class DeviceError(UserError):
 def num_gpus() -> int:
     """Nvidia GPUs that the driver of this machine shows; 0 also where it shows none to us."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def num_visible_gpus(environment: Mapping[str, str]) -> int:
+    """As :func:`num_gpus`, of those that CUDA_VISIBLE_DEVICES leaves to a process."""
+    there, chosen = num_gpus(), environment.get(_VISIBLE)
+    if chosen is None:
+        return there
+    names = list[str]()
+    for name in (part.strip() for part in chosen.split(",")):
+        is_number = name.lstrip("-").isdigit()
+        is_known = 0 <= int(name) < there if is_number else name.startswith(("GPU-", "MIG-"))
+        if not is_known:  # CUDA ends its list here, too
+            break
+        names.append(name)
+    return len(names) if there else 0
+
+
+def settings_for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that ranks with GPUs run better with, without those that `environment` decides;
+    none on a machine without a driver."""
+    if not signs_of_gpus():
+        return {}
+    return {
+        name: value
+        for name, (value, synonyms) in _SETTINGS.items()
+        if not any(other in environment for other in (name, *synonyms))
+    }
 
 
 def signs_of_gpus() -> list[str]:

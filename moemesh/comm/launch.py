@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
+from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.comm.supervisor import (
@@ -54,6 +55,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _TAIL_LINES = 30
 _PATIENCE_SECONDS = 1200.0
+_WATCHDOG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     Raises DeviceError when the device asked for is not there, cannot compute in `dtype`, or does
     not go with those of the other ranks.
     """
+    os.environ.update(settings_for_gpus(os.environ))
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     local_rank = _variable("LOCAL_RANK", 0)
     ranks_per_node = _variable("LOCAL_WORLD_SIZE", world_size)
@@ -160,6 +163,9 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     progress_words.waiting(waiting)
     store = _store(rank, world_size, timeout)
     cuda.agree(store, rank, chosen, timeout)
+    if chosen.type == "cuda":
+        # NCCL aborts a rank whose operation takes longer: who watches the ranks is to see it first.
+        timeout += timedelta(seconds=_WATCHDOG_SECONDS)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         store=store,

@@ -9,6 +9,9 @@ from typing import Any
 
 from moemesh.trace.word_file import Word
 
+#: A rank that leaves as intended is gone within this, or is ended.
+END_SECONDS = 120.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
@@ -46,6 +49,20 @@ class Seen:
         """Whether it left, or is about to, as intended."""
         return self.word is not None and self.word.done
 
+    def has_left(self, now: float) -> bool:
+        """Whether it has ended, or has said so long ago that it will: NCCL may never come back from
+        taking its communicators down."""
+        if self.exit_code is not None:
+            return True
+        return self.is_done and self.word is not None and now - self.word.moved > END_SECONDS
+
+    @property
+    def code(self) -> int | None:
+        """That it ended with, or has said it will end with."""
+        if self.exit_code is None and self.is_done and self.word is not None:
+            return self.word.code
+        return self.exit_code
+
     @property
     def has_failed(self) -> bool:
         """Whether it is a sign of a failure, its own or another rank's."""
@@ -59,8 +76,15 @@ class Seen:
         return self.word is not None and self.word.inside
 
 
-def weakness(one: Seen) -> int:
-    """0: surely a cause; 1: likely one; 2: may have followed from another rank's end."""
+def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
+    """0: surely a cause; 1: likely one; 2: may have followed from another rank's end.
+
+    `aborts_follow`: a watchdog of the backend aborts ranks whose peers do not come, wherever their
+    hosts are.
+    """
     if one.exit_code is not None and one.exit_code < 0:
-        return 2 if -one.exit_code == signal.SIGABRT and one.is_inside else 0
-    return 2 if one.is_inside else 1
+        if -one.exit_code != signal.SIGABRT:
+            return 0
+        return 2 if one.is_inside or aborts_follow else 0
+    # An error of its own device comes up where the host waits for it.
+    return 2 if one.is_inside and one.word is not None and not one.word.on_device else 1

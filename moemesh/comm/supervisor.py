@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
 from moemesh.comm.signs import Seen, Told
 from moemesh.comm.verdict import Judge, Limits, Verdict
@@ -101,6 +102,7 @@ class Supervisor:
 
     def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        environment |= settings_for_gpus(environment)
         numbers = {"RANK": rank, "LOCAL_RANK": rank}
         sizes = {"WORLD_SIZE": self._num_ranks, "LOCAL_WORLD_SIZE": self._num_ranks}
         environment |= {name: str(number) for name, number in (numbers | sizes).items()}
@@ -147,14 +149,14 @@ class Supervisor:
                 self._let_follow(verdict, folder, words)
                 traces = self._traces(folder)
                 return Ended(code=verdict.exit_code, verdict=verdict, stacks=stacks, traces=traces)
-            if all(one.exit_code is not None for one in seen) and not self._judge.is_deciding:
+            if all(one.has_left(now) for one in seen) and not self._judge.is_deciding:
                 return self._ended(seen, stopped_by)
             time.sleep(_LOOK_SECONDS)
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""
         if number is None:
-            code = max((one.exit_code or 0 for one in seen), default=0)
+            code = max((one.code or 0 for one in seen), default=0)
             return Ended(code=code, stacks={}, traces={})
         by = signal.Signals(number)
         code = 128 + (signal.SIGTERM if by == signal.SIGUSR1 else by)

@@ -51,6 +51,8 @@ class Limits:
     floor: float = 3.0
     #: Steps of this process that are first ones.
     first_steps: int = 2
+    #: See :func:`moemesh.comm.signs.weakness`.
+    aborts_follow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,10 @@ class Judge:
         since = now - self._first_sign
         if since < SETTLE_SECONDS:
             return None
-        cause = min(failed, key=lambda one: (weakness(one), self._came(one), one.rank))
-        if weakness(cause) >= 2:
+        follow = self.limits.aborts_follow
+        weak = {one.rank: weakness(one, aborts_follow=follow) for one in failed}
+        cause = min(failed, key=lambda one: (weak[one.rank], self._came(one), one.rank))
+        if weak[cause.rank] >= 2:
             if since < LATE_SECONDS and not all(one.has_failed for one in seen):
                 return None
             silent = self._silent_cause(now, seen)
@@ -299,6 +303,9 @@ def _collective(one: Seen) -> Collective | None:
 def _doing(one: Seen, waited: float) -> str:
     """What a rank does that does not move."""
     word = one.word
+    if word is not None and word.on_device:
+        behind = f", behind {word.collective}" if word.collective is not None else ""
+        return f"has waited for {waited:.0f} s for its device{behind}"
     if word is not None and word.inside:
         return f"has waited for {waited:.0f} s in {word.collective}"
     where = {DATA: "while it read data"}.get(word.phase if word else "", "in user code")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemesh.trace import progress_words
+
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU on `device`, without a wait for what is queued there."""
@@ -48,7 +50,9 @@ class HostCopy:
     def tensor(self) -> Tensor:
         """The copy, on the CPU; waits for it."""
         if self._event is not None:
+            progress_words.waiting_for_device()
             self._event.synchronize()
+            progress_words.left()
             self._event = None
         return self._tensor
 

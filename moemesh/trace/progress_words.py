@@ -25,6 +25,7 @@ from moemesh.trace.word_file import (
     GROUP,
     HEADER_BYTES,
     NUM_GROUPS,
+    ON_DEVICE,
     PLACE_BYTES,
     RANK_BYTES,
     RECORD,
@@ -58,7 +59,8 @@ class _Writer:
         self.microbatch = self.layer = -1
         self.stage = self.number = 0
         self.inside = self.done = self.code = 0
-        self.ticket = Ticket(-1, 0, b"", b"", b"", 0)
+        #: What the record shows, and the operation that was entered last.
+        self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
         self.waited = self.waited_in_steps = self.since = 0.0
         self.groups: dict[int, tuple[Sequence[int], int]] = {}
         self.slots: dict[str, int] = {}
@@ -123,7 +125,11 @@ class _Writer:
             place = self.start + HEADER_BYTES + slot * GROUP.size + 56
             COUNT.pack_into(self.memory, place, count)
         self.number += 1
-        return Ticket(slot, count, self.name(op), self.name(axis), self.name(caller), num_bytes)
+        names = self.name(op), self.name(axis), self.name(caller)
+        ticket = Ticket(slot, count, *names, num_bytes)
+        if threading.get_ident() not in self.background:
+            self.newest = ticket
+        return ticket
 
     def name(self, text: str) -> bytes:
         found = self.names.get(text)
@@ -225,12 +231,25 @@ def waiting(ticket: Ticket | None) -> None:
     own.write()
 
 
+def waiting_for_device() -> None:
+    """The host waits, until :func:`left`, for what its device has been given to do. Operations of
+    several ranks stand in that queue, too: the record names the one that was entered last."""
+    own = _own
+    if own is None or (own.background and threading.get_ident() in own.background):
+        return
+    own.ticket, own.inside = own.newest, ON_DEVICE
+    own.write()
+
+
 def left() -> None:
     """The operation is over."""
     own = _own
     if own is None or (own.background and threading.get_ident() in own.background):
         return
-    if own.inside:
+    if own.inside == ON_DEVICE:
+        own.inside = 0
+        own.write()
+    elif own.inside:
         own.inside = 0
         waited = time.monotonic() - own.since
         own.waited += waited

@@ -30,6 +30,8 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "finish",
 )
 FAILED = -1
+#: `inside` of a rank that waits for its device.
+ON_DEVICE = 2
 RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sddQ")
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
@@ -64,7 +66,8 @@ class Collective:
 class Word:
     """The record of one rank. ``changes`` grows with every write; times are of the monotonic clock.
 
-    ``inside``: the rank waits in ``collective``, which otherwise is the one it entered last.
+    ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last;
+    ``on_device``: it waits for its device, which has come to ``collective`` at most.
     ``waited``: seconds inside of collectives so far. ``done``: it leaves as intended, with
     ``code``; ``failed``: with an exception, of which it has told.
     """
@@ -86,6 +89,7 @@ class Word:
     moved: float
     waited: float
     counts: dict[str, int] = field(default_factory=dict[str, int])
+    on_device: bool = False
 
     def entered(self, collective: Collective) -> bool:
         """Whether this rank has entered `collective` of a group that it is a member of."""
@@ -100,8 +104,10 @@ class Word:
             where += f", microbatch {self.microbatch}"
         if self.layer >= 0:
             where += f", layer {self.layer}"
+        if self.on_device:
+            where += ", waiting for its device"
         if self.collective is not None and self.inside:
-            where += f", inside {self.collective}"
+            where += f"{' behind' if self.on_device else ', inside'} {self.collective}"
         return where
 
 
@@ -210,6 +216,7 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         moved=moved,
         waited=waited,
         counts=counts,
+        on_device=inside == ON_DEVICE,
     )
 
 

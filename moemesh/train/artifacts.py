@@ -143,7 +143,8 @@ class Artifacts:
             "tflops_per_rank": tflops,
         }
         waited = progress_words.waited_in_steps()
-        if waited is not None and plan.world_size > 1:
+        # NCCL lets the host go on at once, and its device waits.
+        if waited is not None and plan.world_size > 1 and self.mesh.device.type == "cpu":
             found["communication_seconds"] = waited - self._waited
             self._waited = waited
         if self._peak_flops is not None:

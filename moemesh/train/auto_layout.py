@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moemesh.comm.devices import num_gpus
+from moemesh.comm.devices import num_visible_gpus
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.cluster import Cluster, load_cluster
@@ -78,14 +78,15 @@ def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str
     """:func:`fit` for the ranks that torchrun or Slurm started, for `ranks` to be started here, or
     (None) for one on each GPU of this machine. Raises NoLayout where nothing says how many."""
     joined = {**environment, **ranks_of_slurm(environment)}
-    on_gpus = config.train.device != "cpu" and bool(num_gpus())
+    gpus = num_visible_gpus(environment) if config.train.device != "cpu" else 0
+    on_gpus = gpus > 0
     if "RANK" in joined:
         world, per_node = int(joined.get("WORLD_SIZE", 1)), int(joined.get("LOCAL_WORLD_SIZE", 0))
         found = fit(config, world, per_node or None, on_gpus=on_gpus)
         return replace(found, is_told=int(joined["RANK"]) == 0)
     if ranks is None and not on_gpus:
         raise NoLayout("without GPUs nothing says how many ranks shall run here: give --ranks N")
-    return fit(config, ranks or num_gpus(), None, on_gpus=on_gpus)
+    return fit(config, ranks or gpus, None, on_gpus=on_gpus)
 
 
 def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: bool) -> Fitted:

@@ -24,8 +24,8 @@ from moemesh.train.failure import (
 )
 from moemesh.train.folder import LOGS, RunFolder
 
-#: A step on a GPU may compile a kernel in the middle of a run.
-_FLOOR_SECONDS = {"cpu": 3.0, "cuda": 60.0}
+#: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
+_FLOOR_SECONDS = {"cpu": 3.0, "cuda": 180.0}
 
 
 CAME_TWICE = "it came twice at the same place"
@@ -62,7 +62,8 @@ def limits_of(config: RunConfig) -> Limits:
     """How long the ranks of a run may be without progress."""
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     floor = _FLOOR_SECONDS["cpu" if on_cpu else "cuda"]
-    return Limits(patience=config.train.timeout_seconds, floor=floor)
+    patience = config.train.timeout_seconds
+    return Limits(patience=patience, floor=floor, aborts_follow=not on_cpu)
 
 
 def train_supervised(

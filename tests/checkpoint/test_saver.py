@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from moemesh.bench.simulated_device import SimulatedDevice
 from moemesh.checkpoint import files, job, staging, writing
 from moemesh.checkpoint.saver import Outcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, latest, open_checkpoint
@@ -400,3 +401,34 @@ def test_poisoned_tensors_are_named(tmp_path: Path) -> None:
         return outcome.nonfinite
 
     assert on_ranks(2, tmp_path, work) == [["bad"], ["bad"]]
+
+
+def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+    codes = [0]
+
+    class Cudart:
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+            locked[pointer] = size
+            return codes[0]
+
+        def cudaHostUnregister(self, pointer: int) -> None:
+            del locked[pointer]
+
+    def shard(rows: int) -> dict[str, Shard]:
+        place = {"name": "x", "shape": (rows,), "offset": (0,)}
+        return {"x": Shard(tensor=torch.arange(rows, dtype=torch.float32).to("cuda"), **place)}
+
+    with SimulatedDevice():
+        monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+        own = staging.Staging()
+        for rows in (1000, 3000, 2000):
+            copied = own.copy(shard(rows))["x"].tensor
+            assert copied.tolist() == list(range(rows))
+            assert list(locked.values()) == [own.num_bytes]
+        assert own.num_bytes == -(-12000 // 64) * 64
+        del own
+        assert not locked
+        codes[0] = 1  # the driver refuses: slower copies, and nothing to unlock
+        staging.Staging().copy(shard(10))
+        assert len(locked) == 1

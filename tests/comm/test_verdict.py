@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moemesh.comm import verdict
 from moemesh.comm.blame import blame
-from moemesh.comm.signs import Seen, Told
+from moemesh.comm.signs import END_SECONDS, Seen, Told
 from moemesh.comm.verdict import Judge, Limits, Verdict
 from moemesh.trace.word_file import Collective, Word, members_of
 
@@ -371,3 +372,57 @@ def test_no_alarm_in_ten_thousand_seconds_of_uneven_steps() -> None:
                 clock.now += 0.03
                 assert clock.judge.look(clock.now, ranks) is None
     assert clock.now > 10_000 and verdict.LONGEST_LOOK > 0
+
+
+def test_a_watchdog_that_aborts_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
+    """Hosts of ranks with NCCL are anywhere when their watchdogs abort them."""
+    ranks = [seen(r, state="", exit_code=-6, word=word(r, counts={GROUP: 7})) for r in range(3)]
+    ranks[0] = seen(0, state="", exit_code=-6, word=word(0, at=collective(7), on_device=True))
+    ranks.append(seen(3, state="R", word=word(3, moved=100.0)))
+    for follows, rank in ((True, 3), (False, 1)):
+        clock = Clock()
+        clock.now, clock.judge.limits = 200.0, Limits(patience=600.0, aborts_follow=follows)
+        found = clock.look(ranks, 4.0)
+        assert found is not None and found.rank == rank
+
+
+def test_ranks_that_wait_for_their_devices() -> None:
+    ranks = [
+        seen(r, state="R", word=word(r, at=collective(7), on_device=True), cpu_seconds=0.0)
+        for r in range(3)
+    ]
+    late = seen(3, word=word(3))
+    clock = Clock(patience=5.0)
+    found = clock.look([*(replace(one, state="S") for one in ranks), late], 10.0)
+    assert found is not None and (found.kind, found.rank) == ("hung", 3)
+    assert (
+        "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2" in found.message
+    )
+    clock = Clock(patience=5.0)
+    found = clock.look([replace(one, state="S") for one in ranks], 10.0)
+    assert found is not None and found.kind == "hung"
+    assert "s for its device, behind all_reduce #7 of dp (gradients)" in found.message
+    alone = word(0, inside=True, on_device=True)
+    assert Clock(patience=5.0).look([seen(0, word=alone)], 10.0).message.endswith("for its device")
+    assert alone.place() == "step 5, microbatch 0, layer 1, waiting for its device"
+
+
+def test_an_error_of_the_own_device_is_a_cause() -> None:
+    failed = told("AcceleratorError", "CUDA error: an illegal memory access", 99.0)
+    at = collective(7)
+    ranks = [
+        Seen(rank=0, exit_code=1, word=word(0, at=at), told=told("E", RESET, 98.0)),
+        Seen(rank=1, exit_code=1, word=word(1, at=at, on_device=True), told=failed),
+    ]
+    found = Clock().look(ranks, 4.0)
+    assert found is not None and found.rank == 1
+
+
+def test_a_rank_that_has_said_goodbye_has_left_after_a_while() -> None:
+    word_ = word(0, done=True, code=130, moved=1000.0)
+    blocked = seen(0, word=word_)
+    assert blocked.code == 130 and not blocked.has_left(1000.0 + END_SECONDS)
+    assert blocked.has_left(1001.0 + END_SECONDS)
+    assert not seen(0, word=word(0, moved=0.0)).has_left(1e6)
+    gone = seen(0, exit_code=3, word=word_)
+    assert gone.code == 3 and gone.has_left(1000.0)

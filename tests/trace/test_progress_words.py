@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from moemesh.ops.host_copy import HostCopy
 from moemesh.trace import progress_words as words
 from moemesh.trace.word_file import (
     RANK_BYTES,
@@ -146,3 +148,40 @@ def test_a_long_group_is_cut_at_a_whole_rank() -> None:
     ranks = tuple(n * n for n in range(100))
     found = members_of(members_text(ranks))
     assert len(found) > 10 and found == ranks[: len(found)]
+
+
+def test_a_host_that_waits_for_its_device_says_so(memory: bytearray) -> None:
+    words.at_step(3)
+    words.waiting_for_device()
+    alone = read_word(memory, 1)
+    assert alone is not None and alone.on_device and alone.inside and alone.collective is None
+    words.left()
+    words.waiting(words.entered("all_reduce", "dp", "gradients", (0, 1), 8))
+    words.left()
+    words.entered("all_to_all", "ep", "moe", (0, 1), 8)
+    before = words.waited_in_steps()
+    words.waiting_for_device()
+    word = read_word(memory, 1)
+    assert word is not None and word.on_device
+    assert word.place() == "step 3, waiting for its device behind all_to_all #2 of ep (moe)"
+    words.left()
+    after = read_word(memory, 1)
+    assert after is not None and not after.inside and not after.on_device
+    # Time behind the own computation is not time of communication.
+    assert words.waited_in_steps() == before
+
+
+def test_a_copy_to_the_host_waits_in_the_open(memory: bytearray) -> None:
+    at: list[bool] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            word = read_word(memory, 1)
+            at.append(word is not None and word.on_device)
+
+    copied = HostCopy(torch.ones(2))
+    copied.tolist()
+    assert words.own_word().changes == 1  # nothing to wait for on a CPU
+    copied._event = Event()
+    assert copied.tolist() == [1.0, 1.0] and at == [True]
+    assert not words.own_word().inside
