@@ -99,7 +99,7 @@ def explain(
 def estimate_of(run: Path, cluster: str) -> "Estimate":
     """The planner's price of a step of `run` on `cluster`."""
     from moemesh.config.load import load_run
-    from moemesh.planner.estimate import estimate_run
+    from moemesh.planner.run_estimate import estimate_run
 
     return estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
 

@@ -78,7 +78,8 @@ def plan_text(planned: Planned, asked: str) -> str:
     capacity = cluster.memory_bytes * planned.usable_share
     nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
     lines = [
-        f"{planned.model.shape.name} on {cluster.num_devices} devices of {cluster.name} ({nodes})",
+        f"{planned.model.shape.name} on {cluster.num_devices} "
+        f"{'device' if cluster.num_devices == 1 else 'devices'} of {cluster.name} ({nodes})",
         f"{best.layout.seq_len:,} tokens a sequence, {best.layout.global_batch:,} sequences a step",
         f"{format_bytes(cluster.memory_bytes)} a device, {format_bytes(round(capacity))} of it "
         f"usable ({planned.usable_share:.1%}; --headroom leaves more)",

@@ -102,18 +102,20 @@ def estimate(
 
         moemesh estimate --config first.toml --cluster laptop_cpu
     """
-    from moemesh.planner.estimate import estimate_named, estimate_run
     from moemesh.planner.kv_cache import read_cache_size
 
     if config is not None:
         _refuse_beside_config(model, plan, seq_len, global_batch)
         from moemesh.config.load import load_run
+        from moemesh.planner.run_estimate import estimate_run
 
         source = config / "config.toml" if config.is_dir() else config
         found = estimate_run(load_run([source]).config, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
         raise typer.BadParameter("give --model and --plan, or --config")
     else:
+        from moemesh.planner.estimate import estimate_named
+
         found = estimate_named(
             model, cluster, plan, seq_len, global_batch, rank=rank, headroom=headroom
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import inf
 from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
@@ -55,6 +56,20 @@ ELEMENT_BYTES: dict[str, float] = {
     "float16": 2,
     "float8": 1,
     "float4": 0.5,
+}
+
+
+#: Least values of numbers that a Plan does not have, and why.
+_LEAST: dict[str, tuple[float, str]] = {
+    "trained_dense": (0, "a share of the weights is at least 0"),
+    "trained_experts": (0, "a share of the weights is at least 0"),
+    "imbalance": (1, "the most loaded rank has at least the mean load"),
+    "capacity_factor": (0, "a capacity is a multiple of the mean load; 0 drops nothing"),
+    "gradient_bytes": (0, "bytes of a gradient are at least 0"),
+    "optimizer_bytes": (0, "bytes of an optimizer's state are at least 0"),
+    "zero_group": (0, "a group of shards has so many ranks; 0 is all of them"),
+    "recompute_layers": (0, "so many layers of a stage recompute"),
+    "ranks_per_node": (0, "a node has so many ranks; 0 is one node"),
 }
 
 
@@ -184,13 +199,12 @@ class PlannedLayout:
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             message = f"{len(self.layers_per_stage)} numbers for {self.num_stages} stages"
             yield plan_problem(self, "stages", "layers_per_stage", message, "")
-        for name in ("trained_dense", "trained_experts"):
-            if getattr(self, name) < 0:
-                message = "a share of the weights is at least 0"
-                yield plan_problem(self, "out-of-range", name, message, f"{name} = 0.0")
-        if self.imbalance < 1:
-            message = "the most loaded rank has at least the mean load"
-            yield plan_problem(self, "out-of-range", "imbalance", message, "imbalance = 1.0")
+        for name, (least, message) in _LEAST.items():
+            value = getattr(self, name)
+            # Written so that NaN is none either.
+            if value is not None and not least <= value < inf:
+                fix = f"{name} = {type(value)(least) if value == value else least}"
+                yield plan_problem(self, "out-of-range", name, message, fix)
 
     @property
     def world_size(self) -> int:

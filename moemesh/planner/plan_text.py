@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
@@ -15,7 +15,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.section import LARGEST_SIZE, nearest_divisors
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import aliases, nearest_choice
+from moemesh.config.suggest import aliases, choices_of, nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
 from moemesh.planner.layout_sources import from_plan
@@ -298,6 +298,12 @@ def _layout(table: Mapping[str, Any], seq_len: int, global_batch: int) -> Planne
             wanted = type(cast("object", default)).__name__
             message = f"{key} is a {wanted}"
             problems.append(_problem("wrong-type", f"plan.{key}", value, message))
+    hints = get_type_hints(PlannedLayout)
+    problems += [
+        _bad_choice(key, value, choices)
+        for key, value in values.items()
+        if (choices := choices_of(hints[key])) and value not in choices
+    ]
     if problems:
         raise ConfigError(problems)
     return base.changed(**values)

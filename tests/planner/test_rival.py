@@ -131,6 +131,10 @@ def test_keys_that_no_search_varies_are_set_on_the_best() -> None:
     rival = judged("ep=8,dispatcher=all_gather")
     assert rival.candidate is not None
     assert rival.candidate.layout.dispatcher == "all_gather"
+    served = judged("data=parameter_server,servers=3")
+    assert served.candidate is not None
+    assert served.candidate.layout.parameter_server and served.candidate.layout.servers == 3
+    assert served.verdict == "slower"
     asynchronous = judged("schedule=gpipe")
     assert asynchronous.candidate is not None
     assert asynchronous.candidate.layout.schedule == "gpipe"

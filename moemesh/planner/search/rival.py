@@ -31,6 +31,8 @@ _WORLD = ("pp", "dp", "cp", "tp")
 _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
 #: Keys that say what the search varies.
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
+#: The value of `data` that no search varies: it is set on the best layout without ZeRO.
+_SERVER = "parameter_server"
 #: Kinds of problems that no other degrees could mend.
 _WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Shares of a step that are rounding.
@@ -117,7 +119,7 @@ def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
     if more := {
         key: value
         for key, value in table.items()
-        if key not in _SEARCHED and value != getattr(layout, key, None)
+        if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
         candidate = _with(found, model, candidate, more)
     return _judged(found, best, asked, candidate, beyond)
@@ -189,7 +191,7 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: Found) -> 
         near.append(min([v for v in legal if v > wanted], default=0))
         if any(near):
             return f"{key} = {' or '.join(str(value) for value in near if value)}"
-    return "name fewer keys"
+    return "none by one of these keys alone; name fewer"
 
 
 def _legal_values(key: str, table: Mapping[str, Any], found: Found) -> set[int]:
@@ -286,6 +288,8 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
 
 
 def _zero(table: Mapping[str, Any]) -> int | None:
+    if table.get("data") == _SERVER:
+        return 0
     if table.get("data") in DATA:
         return DATA.index(table["data"])
     return table.get("zero")
