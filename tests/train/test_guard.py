@@ -17,12 +17,13 @@ from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import replay
 from moemesh.train import session as sessions
 from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
+from moemesh.train.construction import construct
 from moemesh.train.events import Events
 from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
@@ -109,7 +110,7 @@ def run_on_rank(
     held: list[ParallelModel] = []
 
     def build(*args: Any, **options: Any) -> ParallelModel:
-        parallel = parallelize(*args, **options)
+        parallel = construct(*args, **options)
         held.append(parallel if damage else spoil(parallel))
         return held[-1]
 
@@ -124,7 +125,7 @@ def run_on_rank(
 
     error, facts = "", {}
     with (
-        mock.patch.object(sessions, "parallelize", build),
+        mock.patch.object(sessions, "construct", build),
         mock.patch.object(Optimizer, "step", update),
     ):
         try:
