@@ -24,7 +24,8 @@ import torch
 
 from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import LoadSettings
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
+from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.store import Shard
 from moemesh.checkpoint.tensor_file import Deferred

@@ -14,6 +14,9 @@ from moemesh.checkpoint.remote import Place
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
+_INTERRUPTED = "a download or a copy was probably interrupted: fetch the file again"
+#: The first bytes of the text that stands for a large file in a repository that lacks it.
+_POINTER = b"version "
 
 
 class HeaderEntry(NamedTuple):
@@ -36,10 +39,7 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     Raises CheckpointError naming the file for a header that is too long, damaged, or does not
     describe the file.
     """
-    start = read_start(path, 8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise CheckpointError(f"{path}: header of {length} bytes; the limit is {HEADER_LIMIT}")
+    length = _header_length(path, size)
     try:
         header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
         header.pop("__metadata__", None)
@@ -58,9 +58,47 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
     ends = [0, *(end for _, end in ranges)]
-    if [begin for begin, _ in ranges] != ends[:-1] or ends[-1] != size - 8 - length:
-        raise CheckpointError(f"{path}: the header's tensors do not fill the file")
+    if [begin for begin, _ in ranges] != ends[:-1]:
+        raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")
+    described = 8 + length + ends[-1]
+    if size < described:
+        after = [name for name, (e, at) in found.items() if e.num_bytes and at + e.num_bytes > size]
+        cut = min(after, key=lambda name: found[name][1])
+        more = f", {len(after) - 1} behind it missing" if len(after) > 1 else ""
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "
+            f"{cut} is cut{more}; {_INTERRUPTED}"
+        )
+    if size > described:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, its header describes {described}: it is damaged"
+        )
     return found
+
+
+def _header_length(path: Place, size: int) -> int:
+    """Bytes of the header of a file of `size` bytes."""
+    start = read_start(path, 8)
+    if start == _POINTER:
+        raise CheckpointError(
+            f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
+        )
+    if len(start) < 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within the 8 bytes of its header's length; "
+            f"{_INTERRUPTED}"
+        )
+    length = int(struct.unpack("<Q", start)[0])
+    if not 2 <= length <= HEADER_LIMIT:
+        raise CheckpointError(
+            f"{path}: is no safetensors file: its first 8 bytes say that the header has {length} "
+            f"bytes, at most {HEADER_LIMIT} are read"
+        )
+    if length > size - 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
+        )
+    return length
 
 
 def _size(number: object) -> int:

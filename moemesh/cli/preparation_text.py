@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from moemesh.config.data import DataConfig
 from moemesh.data.files import find
 from moemesh.data.sources import name_of, token_files, validation_source
-from moemesh.train.preflight_warnings import predicted_memory, warnings_before_ranks
+from moemesh.train.preflight_warnings import MOST_RANKS, predicted_memory, warnings_before_ranks
 from moemesh.train.preparation import Preparation
-
-#: Ranks whose memory is predicted: all of a small run, then the first of each pipeline stage.
-MOST_RANKS = 64
 
 
 def preparation_text(prepared: Preparation) -> str:
@@ -27,6 +24,7 @@ def preparation_text(prepared: Preparation) -> str:
         f"memory   {_memory(prepared)}",
         f"disk     {_disk(prepared)}",
         *_data(data),
+        *_samples(prepared),
         f"tokens   by {data.tokenizer}",
         *([f"weights  {config.model_path}"] if config.model_path is not None else []),
         *([f"adapters {config.lora.path}"] if config.lora.path is not None else []),
@@ -88,6 +86,19 @@ def _data(data: DataConfig) -> Iterator[str]:
             continue
         size = sum(file.num_bytes for file in files)
         yield f"{title} {name_of(source)}: {len(files):,} file(s), {size / 1e6:,.1f} MB"
+
+
+def _samples(prepared: Preparation) -> Iterator[str]:
+    """How many samples the data makes, where it was read."""
+    if prepared.opened is None:
+        return
+    samples, config = prepared.opened.samples, prepared.config
+    drawn = config.train.steps * config.data.global_batch
+    times = max(samples.epochs(drawn)) if config.train.epochs is None else config.train.epochs
+    text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
+    yield f"{text}; {samples.num_validation:,} for validation"
+    if (learned := samples.num_learned) is not None:
+        yield f"         {learned:,} tokens bear loss"
 
 
 def _resume(prepared: Preparation) -> str:

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -95,9 +96,20 @@ def train(
                 typer.echo(fitted.text())
     prepared = None
     if dry_run or not ("RANK" in os.environ or ranks_of_slurm(os.environ)):
-        from moemesh.train.preparation import prepare
+        from moemesh.train.preparation import finished, prepare
 
-        prepared = prepare(resolved, config, out, allow_change or [])
+        quiet = dry_run or allow_change or profile is not None
+        if not quiet and (text := finished(resolved, config, out)) is not None:
+            typer.echo(text)
+            return
+        prepared = prepare(
+            resolved,
+            config,
+            out,
+            allow_change or [],
+            takeover=takeover,
+            say=(lambda text: None) if dry_run else _say,
+        )
     if dry_run:
         from moemesh.cli.preparation_text import preparation_text
 
@@ -120,3 +132,9 @@ def train(
         profile_steps=profile,
     )
     raise typer.Exit(code)
+
+
+def _say(text: str) -> None:
+    """Print at once; a console that is gone stops no run."""
+    with suppress(OSError, ValueError):
+        print(text, flush=True)

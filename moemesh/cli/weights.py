@@ -1,6 +1,7 @@
 """Verbs of trained weights: convert, evaluate, generate."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -103,6 +104,7 @@ def convert(
             conversion.write_trained(source, out, dtype=dtype)
         elif apply is not None:
             conversion.apply_delta(source, out, apply, on_file=say)
+        _tell_written(out, "adapter" if adapter else "delta" if delta else "folder")
         typer.echo(str(out))
         return
 
@@ -117,6 +119,7 @@ def convert(
         from moemesh.train.upcycling import upcycle as make
 
         make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
+        _tell_written(out, "run" if to == "moemesh" else "folder")
         typer.echo(
             str(out)
             if to != "moemesh"
@@ -127,6 +130,7 @@ def convert(
     from moemesh.train.conversion import convert as run
 
     written = run(source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say)
+    _tell_written(out, "run" if written == "moemesh" else "folder")
     follow = (
         f"moemesh train {out / 'config.toml'} --out {out}" if written == "moemesh" else str(out)
     )
@@ -150,7 +154,7 @@ def evaluate(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Mean loss (nats a token) and perplexity over consecutive windows of a text, in any plan.
+    """Mean loss (nats a token or byte) and perplexity over windows of a text, in any plan.
 
     Window i reads the tokens from i times S on, and its targets are one further; what is left at
     the end is not read. One device by default; --set plan.ep=4 and the like start more ranks.
@@ -176,8 +180,11 @@ def generate(
         int, typer.Option("--max-tokens", min=1, help="Most tokens to add.")
     ] = 100,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--temperature", min=0.0, help="0, the default, takes the likeliest token; 1 draws."
+        ),
+    ] = None,
     top_p: Annotated[
         float,
         typer.Option("--top-p", min=0.0, max=1.0, help="Draw from tokens of this probability."),
@@ -192,7 +199,12 @@ def generate(
 
         moemesh generate runs/first --prompt "def main(" --max-tokens 50
     """
+    from moemesh.comm.slurm import rank_of
+
     _check(source, overrides or [])
+    if temperature is None and rank_of(os.environ) == 0:
+        note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
+        typer.echo(f"moemesh: note: {note}", err=True)
     from moemesh.train.generation import generate as run
 
     code = run(
@@ -200,12 +212,19 @@ def generate(
         prompt,
         overrides or [],
         max_tokens=max_tokens,
-        temperature=temperature,
+        temperature=temperature or 0.0,
         top_p=top_p,
         seed=seed,
         as_json=as_json,
     )
     raise typer.Exit(code)
+
+
+def _tell_written(out: Path, kind: Literal["run", "folder", "adapter", "delta"]) -> None:
+    """On stderr what was written and a command that uses it; stdout keeps the path alone."""
+    from moemesh.train.weight_sources import written_text
+
+    typer.echo(written_text(out, kind), err=True)
 
 
 def _length_of_run(source: Path, given: list[str]) -> int:

@@ -18,6 +18,11 @@ BadRecords = Literal["fail", "skip"]
 NUM_BYTES = 256
 
 
+def loss_unit(tokenizer: object) -> str:
+    """The unit of losses over the ids of `tokenizer`: those of "bytes" are bytes."""
+    return "nats a byte" if tokenizer == "bytes" else "nats a token"
+
+
 class DataSource(Section):
     """One of several sources of a run."""
 
@@ -73,6 +78,11 @@ class DataConfig(Section):
         "held_out": SHARE,
         "bad_record_share": SHARE,
     }
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of losses; see :func:`loss_unit`."""
+        return loss_unit(self.tokenizer)
 
     @property
     def all_sources(self) -> tuple[DataSource, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from moemesh.config.toml import format_value
@@ -96,6 +96,41 @@ class ConfigError(UserError):
         title = "1 problem" if count == 1 else f"{count} problems"
         body = "\n".join(f"{index}. {item}" for index, item in enumerate(self.problems, 1))
         return f"{title} in the configuration\n{body}"
+
+
+class SeveralErrors(UserError):
+    """What several checks that do not rest on one another have found, as one numbered list."""
+
+    def __init__(self, errors: Iterable[Exception]) -> None:
+        self.errors = tuple(errors)
+        super().__init__(self.errors)
+
+    def __str__(self) -> str:
+        found: list[object] = []
+        for error in self.errors:
+            found += error.problems if isinstance(error, ConfigError) else [error]
+        return "\n".join([f"{len(found)} problems", *(f"{n}. {x}" for n, x in enumerate(found, 1))])
+
+
+def refuse_together(errors: Collection[Exception]) -> None:
+    """Raises the one error of `errors`, or a SeveralErrors of all; nothing where there is none."""
+    if len(errors) > 1:
+        raise SeveralErrors(errors)
+    for error in errors:
+        raise error
+
+
+def found_by(check: Callable[[], object]) -> list[Exception]:
+    """What is wrong by a check that raises errors for the user; an empty list where it passes."""
+    try:
+        check()
+    except SeveralErrors as error:
+        return list(error.errors)
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
+        return [error]
+    return []
 
 
 def independent(problems: Iterable[Problem], broken: Collection[str]) -> list[Problem]:

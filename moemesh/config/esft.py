@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
+from moemesh.config.paths import nearest_path
 
 #: The copy of a run's table in its folder.
 KEPT_TABLE = "esft.json"
@@ -62,7 +63,8 @@ def read_table(path: str | Path) -> Experts:
     try:
         stamp = file.stat()
     except OSError as error:
-        raise TableError(f"{file}: cannot be read ({error.strerror})") from error
+        near = "" if file.exists() else f"; {nearest_path(file)}"
+        raise TableError(f"{file}: cannot be read ({error.strerror}{near})") from error
     return _read(file, stamp.st_mtime_ns, stamp.st_size)
 
 

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft import KEPT_TABLE
+from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
@@ -103,6 +104,10 @@ def load_run(
         sections[name], section_problems = build_section(SECTIONS[name], leaves)
         problems += section_problems
         broken |= {problem.key for problem in section_problems}
+    if path is not None and not base.problems:
+        contradicting = list(contradictions(base, chosen, broken))
+        problems += contradicting
+        broken |= {problem.key for problem in contradicting}
     config = _run_config(sections, preset, path)
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
     problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]

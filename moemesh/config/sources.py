@@ -6,13 +6,13 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.paths import nearest_path
 from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION, later_version
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value, key_lines, unreadable
@@ -77,7 +77,7 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         message = f"cannot read the file: {error.strerror or error}"
-        problem = Problem(code="no-file", key=str(path), message=message, fix=_similar_files(path))
+        problem = Problem(code="no-file", key=str(path), message=message, fix=_existing(path))
     except UnicodeDecodeError as error:
         problem = Problem(code="syntax", key=str(path), message=unreadable(error))
     raise ConfigError([problem])
@@ -222,14 +222,9 @@ def _version_problems(version: object, origin: str) -> list[Problem]:
     ]
 
 
-def _similar_files(path: Path) -> str:
-    """The fix for a missing file: a TOML file of that folder with a similar name."""
-    try:
-        names = [item.name for item in path.parent.iterdir() if item.suffix == ".toml"]
-    except OSError:
-        return ""
-    near = get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"did you mean {path.with_name(near[0])}?" if near else ""
+def _existing(path: Path) -> str:
+    """The fix for a file that cannot be read: where it is missing, what is there."""
+    return "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
 
 
 def _malformed(name: str, text: str, error: Exception) -> Source:

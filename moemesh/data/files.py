@@ -16,8 +16,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from moemesh.config.paths import nearest_path
 from moemesh.data.streams import Compression, open_stream
-from moemesh.data.tokenizer import DataError, nearest
+from moemesh.data.tokenizer import DataError
 
 #: Formats of one file. "dataset" is a folder that Hugging Face datasets has saved.
 FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
@@ -97,7 +98,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
                 raise DataError(f"data.path {path}: the pattern matches no file") from error
             return [_classified(file, format) for file in found]
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"data.path {path}: {reason} ({nearest(root)})") from error
+        raise DataError(f"data.path {path}: {reason} ({nearest_path(root)})") from error
     if stat.S_ISREG(mode):
         return [_classified(root, format)]
     if not stat.S_ISDIR(mode):

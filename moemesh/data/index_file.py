@@ -26,7 +26,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from moemesh.data.tokenizer import DataError, nearest
+from moemesh.config.paths import nearest_path
+from moemesh.data.tokenizer import DataError
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 #: After the magic: version, dtype code, sequences, entries of the document index.
@@ -122,7 +123,7 @@ def new_digest() -> hashlib.blake2b:
 
 def size_of(path: Path) -> int:
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file ({nearest(path)})")
+        raise DataError(f"{path}: there is no such file ({nearest_path(path)})")
     return path.stat().st_size
 
 

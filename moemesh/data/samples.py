@@ -12,12 +12,13 @@ are numbered on from stream to stream. :mod:`moemesh.data.order` has the order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from moemesh.config.data import Documents
+from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
 from moemesh.data.ids import IdRanges
 from moemesh.data.order import Epochs, Interleaving, held_out_blocks
@@ -199,22 +200,37 @@ class Samples(Windows):
             last = first + len(source.corpora)
             self.splits.append(self._split(source, first, last, None if validation else held_out))
             first = last
-        self._check_size(global_batch, None if validation else held_out)
+        problems = [*self._size_problems(global_batch, None if validation else held_out)]
         if validation:
             self._held_out = self._with_loss(first, len(self.corpora))
             if not len(self._held_out):
-                raise DataError(
-                    f"data.validation {validation[0].source} makes no sample of data.seq_len "
-                    f"{seq_len}, which takes {seq_len + 1} tokens, with a target that carries loss"
+                longest = max(len(corpus.tokens) for corpus in validation)
+                problems.append(
+                    f"data.validation {validation[0].source} holds {longest} tokens and makes no "
+                    f"sample of data.seq_len {seq_len}, which takes {seq_len + 1}, with a target "
+                    f"that carries loss"
+                    + (f": lower data.seq_len to {longest - 1}" if 1 < longest <= seq_len else "")
                 )
         else:
             self._held_out = IdRanges.joined([split.held_out for split in self.splits])
+        refuse_together([DataError(problem) for problem in problems])
         self._own_validation = bool(validation)
 
     @property
     def num_training(self) -> int:
         """Training samples of all sources."""
         return sum(len(split.training) for split in self.splits)
+
+    @property
+    def num_learned(self) -> int | None:
+        """Tokens of the training sources that carry loss by their masks; None without a mask."""
+        corpora = [corpus for split in self.splits for corpus in split.source.corpora]
+        if all(corpus.learned is None for corpus in corpora):
+            return None
+        return sum(
+            len(corpus.tokens) if corpus.learned is None else int(np.count_nonzero(corpus.learned))
+            for corpus in corpora
+        )
 
     @property
     def num_validation(self) -> int:
@@ -321,10 +337,10 @@ class Samples(Windows):
         found["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         return found
 
-    def _check_size(self, global_batch: int, held_out: float | None) -> None:
+    def _size_problems(self, global_batch: int, held_out: float | None) -> Iterator[str]:
         for number, split in enumerate(self.splits):
             if len(self.splits) > 1 and not len(split.training):
-                raise DataError(
+                yield (
                     f"data.sources[{number}] {split.source.name} holds {split.num_tokens} tokens, "
                     f"which leave no training sample of data.seq_len {self.seq_len}"
                     f"{self._besides(split)}: add data to it, lower data.seq_len, or leave it out"
@@ -335,7 +351,7 @@ class Samples(Windows):
         names = ", ".join(split.source.name for split in self.splits)
         needed = _tokens_needed(self.seq_len, held_out, global_batch)
         exactly = f", so at least {needed} tokens" if len(self.splits) == 1 else ""
-        raise DataError(
+        yield (
             f"data.path {names} holds {sum(split.num_tokens for split in self.splits)} tokens, "
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
             f"{self._besides(one)}; a step needs {global_batch}"

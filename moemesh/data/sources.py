@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 
 from moemesh.config.data import DataConfig, DataSource
+from moemesh.config.errors import found_by, refuse_together
 from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.corpus import Corpus, is_whole_file
-from moemesh.data.files import CHECKED_FILES, check_head, find
+from moemesh.data.files import CHECKED_FILES, DataFile, check_head, find
 from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.samples import Samples, Source
@@ -39,19 +42,23 @@ def open_samples(
     gets what every process would say, `say_progress` (None: the same) what the one says that
     tokenizes, which may be any.
     """
-    sources = [
-        Source(
-            name_of(one), open_source(one, data, vocab_size, cache, say, say_progress), one.weight
-        )
-        for one in data.all_sources
-    ]
-    validation: tuple[Corpus, ...] = ()
+    named = [*data.all_sources]
     if data.validation is not None:
-        validation = open_source(
-            validation_source(data), data, vocab_size, cache, say, say_progress
-        )
+        named.append(validation_source(data))
+    opened: list[tuple[Corpus, ...]] = []
+    errors: list[Exception] = []
+    for one in named:
+        try:
+            opened.append(open_source(one, data, vocab_size, cache, say, say_progress))
+        except DataError as error:
+            errors.append(error)
+    refuse_together(errors)
+    validation = opened.pop() if data.validation is not None else ()
     return Samples(
-        sources,
+        [
+            Source(name_of(one), corpora, one.weight)
+            for one, corpora in zip(data.all_sources, opened, strict=True)
+        ],
         seq_len=data.seq_len,
         seed=seed,
         held_out=data.held_out,
@@ -87,9 +94,8 @@ def open_source(
         say(f"note: {name} holds files of several formats ({held}); all of them are read")
     log = BadRecordLog(data.bad_records, data.bad_record_share, name)
     folder = cache if data.cache is None else Path(data.cache).expanduser()
-    size = sum(file.num_bytes * (1 if file.compression == "none" else EXPANSION) for file in files)
-    small = SMALL_BYTES if reader.folder is None else SMALL
-    if folder is None or is_whole_file(files, reader) or size <= small:
+    small = _text_bytes(files) <= _small_bytes(reader)
+    if folder is None or is_whole_file(files, reader) or small:
         corpus = Corpus.open(
             source.path,
             source.format,
@@ -117,20 +123,60 @@ def open_source(
     return (Corpus.indexed(found, vocab_size, name),)
 
 
-def check(data: DataConfig, vocab_size: int) -> None:
-    """Looks for the files of all sources, at their first bytes, and at the tokenizer, without
-    reading them. Raises DataError as :func:`open_samples` would."""
+def check(data: DataConfig, vocab_size: int) -> list[Exception]:
+    """What is wrong with the tokenizer and with each source, whose files are looked for, and read
+    at their first bytes only: each a DataError that :func:`open_samples` would raise."""
+    reader: Tokenizer | None = None
+
+    def open_reader() -> None:
+        nonlocal reader
+        reader = Tokenizer.open(data.tokenizer)
+        reader.check(vocab_size)
+
+    found = found_by(open_reader)
+    for source in data.all_sources:
+        found += found_by(partial(_check_source, source, vocab_size, reader))
+    if data.validation is not None:
+        own = found_by(partial(_check_source, validation_source(data), vocab_size, reader))
+        # Files are looked for in the same way whichever key names them.
+        found += [DataError(str(one).replace("data.path ", "data.validation ", 1)) for one in own]
+    return found
+
+
+def _check_source(source: DataSource, vocab_size: int, reader: Tokenizer | None) -> None:
+    if (prefixes := token_files(source)) is not None:
+        for one in map(IndexedTokens.open, prefixes):
+            # Of token files without a description all tokens would have to be read.
+            if one.sidecar is not None and reader is not None:
+                one.check(vocab_size, reader.fingerprint)
+        return
+    for file in find(source.path, source.format)[:CHECKED_FILES]:
+        check_head(file)
+
+
+def is_small(data: DataConfig) -> bool:
+    """Whether all sources of a run that :func:`check` accepts are read in about a second:
+    token files, and texts that every process turns into tokens for itself."""
     reader = Tokenizer.open(data.tokenizer)
-    reader.check(vocab_size)
     validation = () if data.validation is None else (validation_source(data),)
+    size = 0
     for source in (*data.all_sources, *validation):
-        if (prefixes := token_files(source)) is not None:
-            for one in map(IndexedTokens.open, prefixes):
-                if one.sidecar is not None:  # else all tokens would have to be read
-                    one.check(vocab_size, reader.fingerprint)
+        if (prefixes := token_files(source)) is None:
+            size += _text_bytes(find(source.path, source.format))
             continue
-        for file in find(source.path, source.format)[:CHECKED_FILES]:
-            check_head(file)
+        for prefix in prefixes:
+            tokens = IndexedTokens.open(prefix)
+            if tokens.sidecar is None or beside(prefix, MASK).exists():
+                size += beside(prefix, BIN).stat().st_size
+    return size <= _small_bytes(reader)
+
+
+def _text_bytes(files: Sequence[DataFile]) -> int:
+    return sum(file.num_bytes * (1 if file.compression == "none" else EXPANSION) for file in files)
+
+
+def _small_bytes(reader: Tokenizer) -> int:
+    return SMALL_BYTES if reader.folder is None else SMALL
 
 
 def _refuse_mixed(folder: Path, looks_indexed: bool) -> None:

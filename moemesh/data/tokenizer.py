@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 
 from moemesh.config.data import NUM_BYTES
 from moemesh.config.errors import UserError
+from moemesh.config.paths import nearest_path
 
 FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 #: Other files that tokenizers come as -> what they lack.
@@ -170,7 +169,8 @@ def _file(tokenizer: str) -> Path:
             f"{start}. {found} is {OTHERS[found.name]}: transformers writes the {FILE}, with "
             f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
-    raise DataError(f"{start} ({nearest(path / FILE)})")
+    missing = path / FILE if path.exists() else path
+    raise DataError(f"{start} ({nearest_path(missing)})")
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -202,16 +202,3 @@ def read_whole(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
-
-
-def nearest(path: Path) -> str:
-    """Words that name a file of a similar name, the folder that a relative path counts from, or the
-    nearest part of `path` that exists."""
-    with suppress(OSError):
-        names = [item.name for item in path.absolute().parent.iterdir()]
-        if close := get_close_matches(path.name, names, n=1, cutoff=0.75):
-            return f"did you mean {path.with_name(close[0])}?"
-    if not path.is_absolute() and len(path.parts) == 1:
-        return f"relative paths count from the folder of the call, {Path.cwd()}"
-    parent = next((p for p in path.absolute().parents if p.exists()), Path(path.anchor))
-    return f"the nearest existing folder is {parent}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from moemesh.config.errors import Problem, UserError
 from moemesh.config.model import ModelConfig
+from moemesh.config.paths import nearest_path
 from moemesh.config.pipeline import is_schedule_file
 from moemesh.config.plan import Plan
 from moemesh.config.rules import plan_problem
@@ -188,7 +189,8 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     try:
         status = path.stat()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        near = "" if path.exists() else f" ({nearest_path(path)})"
+        raise UserError(f"{path} cannot be read: {error.strerror}{near}") from error
     schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)  # pyright: ignore[reportArgumentType]
     if model is not None and model.ends_share_a_table:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))

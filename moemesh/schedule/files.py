@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moemesh.config.errors import UserError
+from moemesh.config.paths import nearest_path
 from moemesh.schedule import text
 from moemesh.schedule.action import Schedule
 
@@ -19,7 +20,8 @@ def load(path: Path) -> Schedule:
             raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_FILE}")
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        near = "" if path.exists() else f" ({nearest_path(path)})"
+        raise UserError(f"{path} cannot be read: {error.strerror}{near}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from error
     try:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from moemesh.config.data import loss_unit
+from moemesh.config.paths import nearest_path
 from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import LoadBins
@@ -206,8 +208,7 @@ class Run:
     @property
     def loss_unit(self) -> str:
         """The unit of losses, as the console names it."""
-        is_bytes = self.section("data").get("tokenizer", "bytes") == "bytes"
-        return "nats a byte" if is_bytes else "nats a token"
+        return loss_unit(self.section("data").get("tokenizer", "bytes"))
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration, empty where there is none."""
@@ -224,7 +225,8 @@ class Run:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise RunError(f"{folder} is no folder")
+            near = "" if folder.exists() else f" ({nearest_path(folder)})"
+            raise RunError(f"{folder} is no folder{near}")
         if not any((folder / name).is_file() for name in FILES):
             raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
         reader = _Reader(folder)

@@ -267,11 +267,11 @@ class Artifacts:
 
     def summary(self) -> str:
         """The losses that say whether it worked."""
-        unit = "byte" if self.config.data.tokenizer == "bytes" else "token"
+        unit = self.config.data.loss_unit
         return "\n".join(
             [
-                f"validation loss     {self._validation:.4f} nats a {unit}",
-                f"unigram model       {self._unigram:.4f} nats a {unit}",
+                f"validation loss     {self._validation:.4f} {unit}",
+                f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
             ]
         )

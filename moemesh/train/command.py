@@ -89,12 +89,19 @@ def train(
             **profiled,
         )
     if prepared is None:
-        prepared = prepare(resolved, config_file, out, allowed_changes)
+        prepared = prepare(
+            resolved, config_file, out, allowed_changes, takeover=takeover, say=_say_once
+        )
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # though the machine may have a driver
         refuse_too_large(prepared.readable)
     # Errors in the data and in the weights before any process starts.
-    samples = open_samples(config, path)
+    if prepared.opened is None:
+        samples = open_samples(config, path)
+    else:
+        samples = prepared.opened.samples
+        for note in prepared.opened.notes:
+            _say_once(note)
     config = with_steps(config, samples)
     if config.model_path is not None:
         open_weights(config)

@@ -47,6 +47,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
             f"model    {size:,} parameters, {model.num_layers} layers, "
             f"{kind if model.num_experts else 'dense'}",
             *_tuned(config),
+            *([f"weights  from {config.model_path}"] if config.model_path is not None else []),
             f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
             *(["         " + "  ".join(chosen)] if chosen else []),
             *_data_lines(config, samples),
@@ -72,6 +73,9 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
             lines.append(f"         {share:6.2%}  {name}: {split.num_tokens:,} tokens, {read}")
     if len(samples.splits) > 1:
         lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
+    if (learned := samples.num_learned) is not None:
+        total = sum(split.num_tokens for split in samples.splits)
+        lines.append(f"         {learned:,} of {total:,} tokens bear loss ({learned / total:.1%})")
     if data.validation is not None:
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return lines

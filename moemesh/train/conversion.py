@@ -27,9 +27,10 @@ from moemesh.checkpoint.huggingface.delta import (
 )
 from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
 from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint

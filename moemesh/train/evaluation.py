@@ -22,16 +22,18 @@ from moemesh.train.weight_sources import config_of
 
 
 class Evaluation(NamedTuple):
-    """Mean negative log-likelihood in nats a token, its exponential, and the tokens predicted."""
+    """Mean negative log-likelihood, its exponential, the tokens predicted, and the unit of the
+    loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte"."""
 
     loss: float
     perplexity: float
     tokens: int
+    unit: str = "nats a token"
 
     def text(self) -> str:
         """For a person."""
         return (
-            f"loss        {self.loss:.6f} nats a token\n"
+            f"loss        {self.loss:.6f} {self.unit}\n"
             f"perplexity  {self.perplexity:.4f}\n"
             f"tokens      {self.tokens:,}"
         )
@@ -73,7 +75,7 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
         total, count = total + part, count + tokens
     parallel.close()
     loss = total / max(count, 1)
-    return Evaluation(loss, math.exp(min(loss, 700.0)), int(count))
+    return Evaluation(loss, math.exp(min(loss, 700.0)), int(count), config.data.loss_unit)
 
 
 def open_windows(config: RunConfig) -> Windows:

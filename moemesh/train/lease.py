@@ -67,10 +67,7 @@ class Lease:
             if not _lock(handle, file):
                 holder = describe_holder(_read(handle))
                 if not takeover:
-                    raise RunFolderError(
-                        f"{folder} is in use by another run ({holder}): wait for it, stop it, "
-                        "choose another folder, or take this one from it with --takeover"
-                    )
+                    raise _in_use(folder, holder)
                 os.close(handle)
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
@@ -84,6 +81,23 @@ class Lease:
                 os.close(handle)
             raise
         return Lease(handle, file, _number(_read(handle), "epoch") + 1)
+
+    @staticmethod
+    def refuse_held(folder: Path) -> None:
+        """Raises RunFolderError, as :meth:`take` would, where a process that this host's lock
+        reaches holds the lease of `folder`; takes and writes nothing."""
+        try:
+            handle = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(folder, describe_holder(_read(handle))) from None
+        except OSError:
+            return
+        finally:
+            os.close(handle)
 
     @staticmethod
     def _take_over(file: Path, epoch: int) -> Lease:
@@ -155,6 +169,13 @@ def describe_holder(body: dict[str, Any]) -> str:
         return f"pid {body['pid']} on {body['host']}, since {body['started']}"
     except KeyError:
         return "its lease does not say whose"
+
+
+def _in_use(folder: Path, holder: str) -> RunFolderError:
+    return RunFolderError(
+        f"{folder} is in use by another run ({holder}): wait for it, stop it, choose another "
+        "folder, or take this one from it with --takeover"
+    )
 
 
 def _open(file: Path) -> int:

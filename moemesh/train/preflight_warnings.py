@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moemesh.comm.devices import num_gpus
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
+from moemesh.config.trainable import refusals
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build_step
@@ -20,6 +23,10 @@ from moemesh.trace.memory import MemoryProfile, format_bytes
 RANKS_PER_CORE = 4
 #: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
+#: Ranks whose memory is predicted one by one: all of a small run, then the first of each stage.
+MOST_RANKS = 64
+#: Tokens of the shortest sequences that are proposed.
+_SHORTEST = 64
 
 
 class TooLargeError(UserError):
@@ -64,6 +71,71 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
     )
 
 
+def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
+    """Where all ranks of a run on this machine's CPU together will probably need more memory than
+    it has: both numbers, and the smallest change after which they fit. None where they fit."""
+    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    needed = _needed_here(config)
+    if needed <= available:
+        return None
+    text = (
+        f"{config.plan.world_size} rank(s) need {format_bytes(needed)} by prediction, this machine "
+        f"has {format_bytes(available)}"
+    )
+    for changed, name in _smaller(config):
+        if (smaller := _needed_here(changed)) <= available:
+            return f"{text}: {name} needs {format_bytes(smaller)}"
+    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
+
+
+def _needed_here(config: RunConfig) -> int:
+    """Peaks of all ranks together; of many ranks, those of a stage count as its first."""
+    plan = config.plan
+    every = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
+    ranks = range(0, plan.world_size, every)
+    return every * sum(predicted_memory(config, rank).peak for rank in ranks)
+
+
+def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+    """Legal configurations that need less memory, each with its name: first those of the same
+    losses, then those of another batch, then of shorter sequences."""
+    plan, data = config.plan, config.data
+    candidates: list[tuple[dict[str, object], dict[str, object]]] = []
+    microbatches = [plan.microbatches]
+    while data.global_batch // plan.dp >= 2 * microbatches[-1]:
+        microbatches.append(2 * microbatches[-1])
+        candidates.append(({"microbatches": microbatches[-1]}, {}))
+    most = microbatches[-1]
+    candidates.append(({"recompute": "full"}, {}))
+    candidates.append(({"microbatches": most, "recompute": "full"}, {}))
+    batch = data.global_batch // 2
+    while batch >= plan.dp * plan.microbatches:
+        candidates.append(({}, {"global_batch": batch}))
+        batch //= 2
+    least = plan.dp * plan.microbatches
+    length = data.seq_len // 2
+    while length >= _SHORTEST:
+        candidates.append(({"recompute": "full"}, {"global_batch": least, "seq_len": length}))
+        length //= 2
+    for of_plan, of_data in candidates:
+        changed = replace(
+            config,
+            plan=plan.model_copy(update=of_plan),
+            data=data.model_copy(update=of_data),
+        )
+        if changed.check() or any(True for _ in refusals(changed)):
+            continue
+        changes = {"plan": of_plan, "data": of_data}
+        yield (
+            changed,
+            ", ".join(
+                f"{section}.{key} = {format_value(value)}"
+                for section, keys in changes.items()
+                for key, value in keys.items()
+            ),
+        )
+
+
 def preflight_warnings(
     config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
 ) -> Iterator[str]:
@@ -75,6 +147,14 @@ def preflight_warnings(
         yield (
             f"train.lr = {config.train.lr:g} is made for training from scratch; weights that are "
             "trained already usually take about 1e-5, adapters 1e-4"
+        )
+    train = config.train
+    if train.epochs is None and train.warmup_steps >= train.steps:
+        reached = train.lr * train.steps / train.warmup_steps
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} is no less than train.steps = "
+            f"{train.steps}: the learning rate ends at {reached:.1e}"
+            f" and never falls; warm up for {max(train.steps // 10, 1)}, say"
         )
     if plan.pp > 1:
         yield from _bubble(plan, schedule or build_step(plan, config.model, config.data.seq_len))
@@ -89,6 +169,8 @@ def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
     ranks = plan.ranks_per_node or plan.world_size
     gpus = 0 if device == "cpu" else num_gpus()
     yield from preflight_warnings(config, 0 if gpus else ranks)
+    if not gpus and (warning := memory_warning(config)):
+        yield warning
     if gpus and ranks > gpus:
         yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
 

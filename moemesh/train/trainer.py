@@ -14,6 +14,7 @@ from moemesh.train.disk import disk_warning
 from moemesh.train.folder import RunFolder
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preflight_warnings import preflight_warnings
+from moemesh.train.preparation import already_trained
 from moemesh.train.run_schedule import schedule_of_run
 from moemesh.train.session import Session, Steps
 from moemesh.train.signals import StopRequest
@@ -56,11 +57,7 @@ def train(
     )
     done, last = session.done, config.train.steps
     if done >= last:
-        console.say(
-            f"report   {folder.path / 'report.html'}\n"
-            f"To train longer: --set train.steps={2 * last}. To start a new run: --out NEW_DIR.\n"
-            f"already trained to step {done} of {last}"
-        )
+        console.say(already_trained(folder.path, done, last))
         return 0
     if stop.after is not None and done >= stop.after:
         console.say(f"already trained to step {done}; --stop-after {stop.after} is behind it")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.manifest import MANIFEST
-from moemesh.checkpoint.stored import candidates
+from moemesh.checkpoint.files import CheckpointError, file_size
+from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.huggingface.contents import FolderContents
+from moemesh.checkpoint.huggingface.logical import check_model_folder
+from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
+from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
 from moemesh.config.load import load_recorded, load_run
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.paths import nearest_path
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
+from moemesh.trace.memory import format_bytes
 from moemesh.train.folder import CHECKPOINTS, checkpoints_of
 
 Target = Literal["huggingface", "moemesh"]
@@ -42,6 +49,8 @@ def neither(source: Path) -> ConfigError:
     is_there = "is" if source.exists() else "does not exist: it is"
     message = f"{source} {is_there} neither a run nor a folder of transformers"
     fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
+    if not source.exists():
+        fix += f"; {nearest_path(source)}"
     return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
 
 
@@ -79,18 +88,62 @@ def check_folder(source: Path) -> None:
         )
 
 
+def check_headers(config: RunConfig) -> None:
+    """Raises a UserError where the weights that a run starts from are here, and are not those of
+    its model, or damaged: by their headers alone. What is not here is :func:`check_folder`'s."""
+    if config.model_path is None:
+        return
+    path = Path(config.model_path)
+    try:
+        check_folder(path)
+    except CheckpointError:
+        return
+    check_model_folder(path, config.model)
+
+
 def check_adapters(path: Path) -> None:
     """Raises CheckpointError for a folder without the two files of PEFT."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     if missing := [name for name in files if not (path / name).exists()]:
         state = f"holds no {missing[0]}" if path.is_dir() else "is no folder"
-        raise CheckpointError(f"lora.path {path} {state}: name one with {' and '.join(files)}")
+        near = "" if path.exists() else f" ({nearest_path(path)})"
+        raise CheckpointError(
+            f"lora.path {path} {state}: name one with {' and '.join(files)}{near}"
+        )
 
 
 def checkpoint_steps(run: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, newest first, whether they can be read or
     not."""
     return candidates(checkpoints_of(run))
+
+
+def written_text(out: Path, kind: Literal["run", "folder", "adapter", "delta"]) -> str:
+    """What a conversion wrote into `out`, from its headers, and a command that uses it."""
+    held: list[tuple[str, int]] = []
+    if kind == "run":
+        for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
+            held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
+    elif kind == "adapter":
+        file = out / ADAPTER_WEIGHTS
+        names = {name: key for key, name in DTYPES.items()}
+        found = read_header(file, file_size(file)).values()
+        held += [(names[entry.dtype], entry.num_bytes) for entry in found]
+    else:
+        for tensor in FolderContents(out).stored.values():
+            held.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
+    dtypes = Counter(dtype for dtype, _ in held)
+    follow = {
+        "run": f"moemesh train {out / 'config.toml'} --out {out}",
+        "folder": f"moemesh generate {out} --prompt TEXT",
+        "adapter": f"moemesh train CONFIG.toml --set lora.path={out}",
+        "delta": f"moemesh convert BASE NEW_FOLDER --apply {out}",
+    }[kind]
+    size = format_bytes(sum(number for _, number in held))
+    kinds = ", ".join(f"{count:,} of {dtype}" for dtype, count in dtypes.most_common())
+    if len(dtypes) == 1:
+        kinds = next(iter(dtypes))
+    return f"wrote {len(held):,} tensors ({kinds}), {size}, into {out}\nnext: {follow}"
 
 
 def target_of(

@@ -320,13 +320,17 @@ def rewrite_header(saved: Path, header: bytes, length: int | None = None) -> Non
 @pytest.mark.parametrize(
     ("header", "length", "message"),
     [
-        (b"{}", None, "do not fill the file"),
-        (b"{}", 2**63, "header of 9223372036854775808 bytes"),
-        (b"{}", 0, "header of 0 bytes"),
+        (b"{}", None, "its header describes 10: it is damaged"),
+        (b"{}", 2**63, "the header has 9223372036854775808 bytes"),
+        (b"{}", 0, "the header has 0 bytes"),
         (b"[]", None, "header is damaged"),
         (b"[" * 50_000, None, "header is damaged"),
-        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[0,56]}}', None, "do not fill"),
-        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[4,60]}}', None, "do not fill"),
+        (
+            b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[0,56]}}',
+            None,
+            "its header describes",
+        ),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[4,60]}}', None, "leave gaps"),
         (b'{"w@5,0":{"dtype":"F32","shape":[3,5],"data_offsets":[0,60]}}', None, "disagrees"),
         (b'{"w@5,0":{"dtype":"I32","shape":[5,3],"data_offsets":[0,60]}}', None, "disagrees"),
         (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":["0",60]}}', None, "damaged"),
@@ -340,7 +344,7 @@ def test_forged_headers(saved: Path, header: bytes, length: int | None, message:
 
 def test_header_limit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "HEADER_LIMIT", 10)
-    with pytest.raises(CheckpointError, match="the limit is 10"):
+    with pytest.raises(CheckpointError, match="at most 10 are read"):
         open_checkpoint(saved, 2)
     monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 10)
     with pytest.raises(CheckpointError, match="larger than the limit of 10"):

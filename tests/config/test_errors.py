@@ -1,12 +1,13 @@
-"""Codes of problems: all that the package uses are explained, and no other."""
+"""Codes of problems and failures of runs: the error index has those of the package."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from moemesh.config.errors import CODES
-from tests.documents import ROOT
+from tests.documents import ROOT, text_of
 
 
 def literals(node: ast.expr | None) -> Iterator[str]:
@@ -49,3 +50,16 @@ def test_every_code_is_explained_and_used() -> None:
     assert not (unknown := {c: where for c, where in used.items() if c not in CODES}), unknown
     source = "".join(path.read_text() for path in (ROOT / "moemesh").rglob("*.py"))
     assert not [code for code in CODES if source.count(f'"{code}"') < 2], "explained, never used"
+
+
+def test_the_failures_of_the_error_index_are_messages_of_the_code() -> None:
+    table = text_of("docs/errors.md").split("## Failures of a run")[1].split("\n## ")[0]
+    told = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)))
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "moemesh").rglob("*.py")))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # literals of several lines are one
+    messages = [one for one in told if " " in one]
+    assert len(messages) >= 6
+    for message in messages:
+        # N, names in capitals and dots stand for what a run fills in.
+        parts = re.split(r"\b[A-Z]+\b|…", message)
+        assert all(part.strip() in code for part in parts), message

@@ -118,6 +118,21 @@ def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:
     assert load_run_text(resolved_toml(resolved.config)).config == resolved.config
 
 
+def test_keys_beside_a_model_folder_that_its_weights_do_not_fit(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 5, "hidden_size": 96, "vocab_size": 300, "intermediate_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4}
+    values = {"model_type": "mixtral", **sizes, **heads, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    given = ["num_layers=4", "router_logit_bias=true", "num_experts=4", "norm_eps=1e-6"]
+    given += ["experts_per_token=1", "aux_loss_coefficient=0.1"]
+    with pytest.raises(ConfigError) as caught:
+        load_run([], [f"model.path={tmp_path}", *(f"model.{one}" for one in given)], {})
+    first, second = caught.value.problems
+    assert (first.code, first.key, first.value) == ("conflict", "model.num_layers", 4)
+    assert "num_layers = 5" in first.message and str(tmp_path / "config.json") in first.message
+    assert second.key == "model.router_logit_bias" and "the default" in second.message
+
+
 def test_a_model_folder_that_cannot_be_read_is_one_problem(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run([], [f"model.path={tmp_path / 'none'}", "plan.tp=64"], {})

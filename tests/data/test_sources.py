@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from moemesh.config.data import DataConfig, DataSource
+from moemesh.config.errors import SeveralErrors
 from moemesh.data import sources as sources_module
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
@@ -91,7 +93,7 @@ def test_own_validation_keeps_all_for_training() -> None:
     assert len(samples.held_out_ids) == 8
     assert samples.num_training == 400 + 10 + 20
     assert "v" not in letters(samples, samples.ids_at(0, 1000))
-    with pytest.raises(DataError, match="validation v makes no sample"):
+    with pytest.raises(DataError, match="validation v holds 10 tokens and makes no sample"):
         mixed(validation=[stream("v", 10)])
 
 
@@ -152,7 +154,7 @@ def test_formats_mix(tmp_path: Path) -> None:
         seq_len=11,
         global_batch=4,
     )
-    check(data, 256)
+    assert not check(data, 256)
     samples = opened(data)
     assert [len(split.source.corpora) for split in samples.splits] == [1, 2]
     texts = [bytes(row.astype(np.uint8)) for row in samples.batch(samples.ids_at(0, 8))[0]]
@@ -415,9 +417,30 @@ def test_check_finds_what_is_wrong(
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "a.jsonl", "word", 3)
     (tmp_path / "raw.txt").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match=reason):
-        check(DataConfig(**data), 256)
-    check(DataConfig(path="a.jsonl"), 256)
+    (error,) = check(DataConfig(**data), 256)
+    assert isinstance(error, DataError) and re.search(reason, str(error))
+    assert not check(DataConfig(path="a.jsonl"), 256)
+
+
+def test_all_that_is_wrong_with_the_data_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a.txt", 50), ("b.txt", 40), ("broken.jsonl", 9)):
+        (tmp_path / name).write_text("x" * size)
+    gone = (DataSource(path="none"), DataSource(path="a.txt"), DataSource(path="nowhere"))
+    found = check(DataConfig(sources=gone, validation="v.txt", tokenizer="no_tokenizer"), 256)
+    words = ("no_tokenizer", "data.path none", "data.path nowhere", "data.validation v.txt")
+    assert len(found) == 4
+    assert all(word in str(error) for word, error in zip(words, found, strict=True))
+    with pytest.raises(SeveralErrors) as caught:
+        opened(DataConfig(path="a.txt", validation="b.txt", seq_len=60, global_batch=4))
+    assert len(caught.value.errors) == 2
+    assert "lower data.seq_len to 39" in str(caught.value)
+    both = (DataSource(path="broken.jsonl"), DataSource(path="none"))
+    with pytest.raises(SeveralErrors) as caught:
+        opened(DataConfig(sources=both, seq_len=4, global_batch=1))
+    assert [word in str(caught.value) for word in ("line 1", "none")] == [True, True]
 
 
 def test_fingerprints_follow_tokens_and_order() -> None:

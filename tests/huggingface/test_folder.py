@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.folder import WeightFolder
-from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights, logical_tensors
+from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along, write_folder
 from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.huggingface.folder import INDEX, SINGLE
@@ -105,7 +106,14 @@ def test_a_file_that_is_missing_or_cut(folder: Path) -> None:
     file = sorted(folder.glob("model-*"))[1]
     content = file.read_bytes()
     file.write_bytes(content[:-10])
-    assert "do not fill the file" in refused(folder)
+    ends = f"ends at byte {len(content) - 10}, its header describes {len(content)} bytes"
+    assert f"{ends}: the tensor model.norm.weight is cut; a download" in refused(folder)
+    file.write_bytes(content[:100])
+    assert "ends at byte 100, within its header of" in refused(folder)
+    file.write_bytes(content + b"more")
+    assert "it is damaged" in refused(folder)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "git lfs pull" in refused(folder)
     file.unlink()
     assert file.name in refused(folder)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.pieces import Piece, assemble, whole
-from moemesh.checkpoint.huggingface.weights import logical_tensors
 from moemesh.config.model import ModelConfig
 
 #: A stack of four experts whose gate and up lie one beside the other (interleaved), transposed.

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.weights import logical_tensors
+from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.train.conversion import convert
 from tests.huggingface.ours import config_of
 from tests.huggingface.tiny import save

@@ -172,7 +172,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     save_file({"a.weight": weight, **scale}, tmp_path / "model.safetensors")
     assert WeightFolder(tmp_path, fp8).tensors["a.weight"].shape == (40, 30)
     with pytest.raises(CheckpointError, match="float8_e4m3fn and config"):
-        WeightFolder(tmp_path).check({"a.weight": (40, 30)}, [".*"])
+        WeightFolder(tmp_path).contents.check({"a.weight": (40, 30)}, [".*"])
     blocks = torch.zeros(2, 6, 3, 16, dtype=torch.uint8)
     mxfp4 = Quantization("mxfp4", (1, 32))
     assert "b_scales is missing" in refused({"b_blocks": blocks}, mxfp4)

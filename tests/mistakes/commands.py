@@ -35,6 +35,14 @@ COMMANDS: list[Mistake] = [
     Mistake("train --stes", ("--stes",)),
     Mistake("train a.toml b.toml", ("b.toml",)),
     Mistake("train none.toml", ("none.toml", "cannot read")),
+    Mistake("train god.toml", ("god.toml", "did you mean good.toml?")),
+    Mistake("train documens/letter.txt", ("did you mean documents/letter.txt?",)),
+    Mistake("evaluate other_rum --data text.txt", ("other_rum", "did you mean other_run?")),
+    Mistake(
+        "train --dry-run --set model.path=cut_model --set data.path=text.txt --set train.device=cpu"
+        " --set data.global_batch=999",
+        ("2 problems", "cut_model/model.safetensors", "text.txt holds 2800 tokens"),
+    ),
     Mistake("train binary.toml", ("binary.toml", "UTF-8")),
     Mistake("train --set", ("--set",)),
     Mistake("train --set plan.ep=3", ("plan.ep", "(3)")),

@@ -219,6 +219,28 @@ CONFIGURATIONS: list[Mistake] = [
     check("model.path=broken_model", "config.json", foreign=True),
     check("model.path=empty_folder", "config.json"),
     check("model.path=text.txt", "text.txt"),
+    check("model.path=modle", "modle", "did you mean model?"),
+    check("model.path=cut_model", "ends at byte", "its header describes", "interrupted"),
+    check("model.path=headless_model", "ends at byte 100", "within its header", "interrupted"),
+    check("model.path=unfetched_model", "git lfs pull"),
+    check("model.path=other_model", "model.norm.weight", "[32]", "[64]", "model.extra"),
+    check("model.path=model model.num_layers=1", "model.num_layers = 1", "num_layers = 2"),
+    check("model.path=model model.num_heads=8", "model.num_heads = 8", "num_heads = 4"),
+    check("data.path=text.txt data.seq_len=9999", "text.txt holds 2800 tokens", "9999"),
+    check(
+        "data.path=text.txt data.validation=documents/letter.txt data.global_batch=1 "
+        "data.tokenizer=bytes",
+        "data.validation documents/letter.txt holds 9 tokens",
+        "lower data.seq_len to 8",
+    ),
+    check(
+        "data.path=txet.txt data.validation=none data.tokenizer=modle model.path=cut_model",
+        "4 problems",
+        "data.path txet.txt",
+        "data.validation none",
+        "cut_model/model.safetensors",
+        "data.tokenizer",
+    ),
     check("model.preset=deepseek", "model.preset", '"deepseek"', "deepseek-v"),
     # files of the data, the tokenizer, the device
     check("data.path=none", "data.path none", "No such file"),

@@ -22,6 +22,7 @@ MESSAGES = Path(__file__).with_name("messages.txt")
 ROOT = Path(__file__).parent.parent.parent
 #: Facts of the machine in a message.
 _MACHINE = re.compile(r"this machine has [0-9.]+ \w+")
+_FREE = re.compile(r"[0-9.]+ \w+ \([0-9,]+ bytes\) are free")
 
 
 #: The folder of the call.
@@ -66,4 +67,6 @@ def messages(found: Sequence[Outcome]) -> str:
 
 def _without_machine(text: str) -> str:
     """A message without the facts of the machine that it was printed on."""
-    return _HERE.sub("/HERE", _MACHINE.sub("this machine has N GiB", text))
+    return _HERE.sub(
+        "/HERE", _FREE.sub("N GiB are free", _MACHINE.sub("this machine has N GiB", text))
+    )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
+from math import prod
 from pathlib import Path
 
+from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.config.huggingface.model import model_values
 from moemesh.config.load import load_run, resolved_toml
 
 MODEL = {
@@ -66,3 +70,37 @@ def prepare(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "empty_folder").mkdir()
+    _write_models(folder)
+
+
+def _write_models(folder: Path) -> None:
+    """Folders of transformers whose weights are whole, cut, of another model, or not fetched."""
+    weights = _safetensors(_tensors())
+    other = _safetensors({**_tensors(), "model.norm.weight": (32,), "model.extra": (1,)})
+    for name, content in {
+        "model": weights,
+        "cut_model": weights[:-100],
+        "headless_model": weights[:100],
+        "other_model": other,
+        "unfetched_model": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(MODEL))
+        (folder / name / "model.safetensors").write_bytes(content)
+
+
+def _tensors() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights of MODEL."""
+    config = load_run([], [], {}).config.model.model_validate(model_values(MODEL))
+    found = logical_tensors(config, "mixtral").values()
+    return {piece.source: piece.stored for one in found for piece in one.pieces}
+
+
+def _safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:
+    """A file of zeros in fp32."""
+    header, end = dict[str, object](), 0
+    for name, shape in tensors.items():
+        start, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)

@@ -1,13 +1,21 @@
 """What is said before a run starts, and what is refused because it cannot fit."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from moemesh.config.load import load_run
+from moemesh.trace.memory import format_bytes
 from moemesh.train.preflight_warnings import (
     TooLargeError,
+    memory_warning,
+    predicted_memory,
     preflight_warnings,
     refuse_too_large,
 )
+from tests.mistakes.files import MODEL
 
 
 def said(*overrides: str) -> list[str]:
@@ -26,6 +34,7 @@ def test_a_sensible_plan_needs_no_remark() -> None:
         (["plan.schedule=gpipe"], "plan.schedule = gpipe does nothing"),
         (["plan.spare_slots=1"], "plan.spare_slots = 1 does nothing"),
         (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical does nothing"),
+        (["train.steps=8", "train.lr=0.4"], "steps = 8: the learning rate ends at 1.6e-01"),
         (["plan.pp=4"], "plan.microbatches = 1 keeps 4 pipeline ranks waiting for 75% of a step"),
     ],
 )
@@ -58,3 +67,43 @@ def test_states_that_exceed_the_memory_are_refused() -> None:
     large = load_run([], ["model.preset=mixtral-8x7b", "plan.dp=8", "plan.ep=8"], {}).config
     with pytest.raises(TooLargeError, match=r"optimizer of the first \d of 8 rank"):
         refuse_too_large(large, 2**39)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share", "change"),
+    [
+        ([], 0.6, "plan.microbatches = 2 needs"),
+        ([], 0.2, "plan.microbatches = "),
+        (["plan.microbatches=32"], 0.98, 'plan.recompute = "full" needs'),
+        (["plan.dp=8"], 0.95, "plan.microbatches = 2 needs"),
+        (["data.global_batch=4", "data.seq_len=1024"], 0.17, "data.seq_len = "),
+    ],
+)
+def test_memory_that_is_short_names_the_nearest_change(
+    overrides: list[str], share: float, change: str
+) -> None:
+    config = load_run([], overrides, {}).config
+    ranks = range(config.plan.world_size)
+    needed = sum(predicted_memory(config, rank).peak for rank in ranks)
+    assert memory_warning(config, needed) is None
+    memory = int(needed * share)
+    warning = memory_warning(config, memory)
+    assert warning is not None and change in warning
+    assert f"need {format_bytes(needed)} by prediction" in warning
+    # The change is legal, and what it is said to need is what it needs.
+    given = re.findall(r"(\w+\.\w+) = ([\w\"]+)", warning.partition(": ")[2])
+    changed = load_run([], [*overrides, *(f"{key}={value}" for key, value in given)], {}).config
+    smaller = sum(predicted_memory(changed, rank).peak for rank in ranks)
+    assert smaller <= memory and warning.endswith(f"needs {format_bytes(smaller)}")
+
+
+def test_memory_that_no_change_makes_enough() -> None:
+    warning = memory_warning(load_run([], [], {}).config, 1 << 20)
+    assert warning is not None and warning.endswith("with `moemesh plan`")
+
+
+def test_the_default_learning_rate_is_not_for_trained_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (remark,) = said(f"model.path={tmp_path}")
+    assert "train.lr = 0.003 is made for training from scratch" in remark
+    assert said(f"model.path={tmp_path}", "train.lr=1e-5") == []

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from moemesh.cli.preparation_text import FILES
+from moemesh.cli.weights import _length_of_run
+from moemesh.comm import devices
+from moemesh.config.errors import UserError
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train.preparation import prepare
+from moemesh.train import preflight_warnings, preparation
+from moemesh.train.lease import Lease
+from moemesh.train.preparation import finished, prepare
 from tests.documents import text_of
+from tests.mistakes.files import MODEL
 from tests.test_cli import clean_environment, run, run_guarded
 
 __all__ = ["clean_environment"]  # a fixture, used by being here
@@ -19,7 +27,7 @@ __all__ = ["clean_environment"]  # a fixture, used by being here
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text\n" * 400)
+    (tmp_path / "a.txt").write_text("some text\n" * 800)
     return tmp_path
 
 
@@ -32,6 +40,8 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         "plan     2 rank(s)  pp=1  dp=2  cp=1  tp=1  ep=2  etp=1  edp=1",
         "steps    3 steps of 32 sequences of 32 tokens",
         "data     a.txt: 1 file(s), 0.0 MB",
+        "samples  237 for training, read 0.405 times; 12 for validation",
+        "note: train.warmup_steps = 20 is no less than train.steps = 3",
         "resume   nothing there: a new run",
     ):
         assert line in done.stdout
@@ -61,6 +71,59 @@ def test_a_dry_run_of_a_run_that_goes_on(
     assert run(capsys, monkeypatch, "train", "--dry-run", *given)[0] == 0
 
 
+def test_a_folder_in_use_is_refused_before_any_data_is_read(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "run").mkdir()
+    given = ["train", "--dry-run", "--out", "run", "--set", "data.path=gone"]
+    lease = Lease.take(here / "run")
+    code, _, error = run(capsys, monkeypatch, *given)
+    assert code == 2 and f"run is in use by another run (pid {os.getpid()} on" in error
+    assert "gone" not in error
+    assert "gone: No such file" in run(capsys, monkeypatch, *given, "--takeover")[2]
+    lease.release()
+    assert "gone: No such file" in run(capsys, monkeypatch, *given)[2]
+
+
+def test_a_finished_run_is_told_before_its_data_is_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["data.path=gone", "train.steps=2"]
+    resolved = load_run([], settings)
+    assert finished(resolved, None, here / "run") is None
+    (here / "run/checkpoints/step-2").mkdir(parents=True)
+    (here / "run/config.toml").write_text(resolved_toml(resolved.config))
+    for name in ("plan.json", "report.html"):
+        (here / "run" / name).write_text("{}")
+    # The checkpoint is damaged: whether the run goes on from another is found out by a start.
+    assert finished(resolved, None, here / "run") is None
+    monkeypatch.setattr(preparation, "open_stored", lambda folder, step: None)
+    text = finished(resolved, None, here / "run")
+    assert text is not None and "already trained to step 2 of 2" in text
+    assert finished(load_run([], ["data.path=gone", "train.steps=3"]), None, here / "run") is None
+
+
+def test_all_that_a_run_would_meet_is_told_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["data.path=a.txt", "data.seq_len=9000", "lora.rank=2", "lora.path=gone"]
+    given += ["plan.dp=2", "plan.pp=2", "plan.schedule=gone.txt", "train.device=cuda"]
+    words = [word for one in given for word in ("--set", one)]
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
+    code, out, error = run(capsys, monkeypatch, "train", *words)
+    assert (code, out) == (2, "")
+    assert error.startswith("moemesh: 4 problems\n1. plan.schedule = "), error
+    for part in ("want a CUDA device each", "lora.path gone", "a.txt holds 8000 tokens"):
+        assert error.count(part) == 1, part
+
+
+def test_the_first_line_says_what_is_read_and_started() -> None:
+    texts: list[str] = []
+    resolved = load_run([], ["data.path=a.txt", "plan.dp=2", "data.validation=a.txt"])
+    prepare(resolved, None, None, say=texts.append)
+    assert texts == ["starting reads a.txt, a.txt; then starts 2 processes"]
+
+
 def test_the_files_are_those_of_the_documentation() -> None:
     table = text_of("docs/run-folder.md").split("## metrics.jsonl")[0]
     documented = set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
@@ -77,6 +140,32 @@ def test_a_check_for_another_machine_looks_at_settings_only(
     assert (code, out[:10]) == (0, "ok: 1 rank")
     wrong = ["config", "check", "--elsewhere", "--set", "plan.ep=3"]
     assert run(capsys, monkeypatch, *wrong)[0] == 2
+
+
+def test_what_only_this_machine_lacks_is_a_note(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text(json.dumps(MODEL))
+    monkeypatch.setattr(preflight_warnings, "_memory_bytes", lambda: 1 << 20)
+    given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
+    words = [word for one in given for word in ("--set", one)]
+    code, out, _ = run(capsys, monkeypatch, "config", "check", *words)
+    assert code == 0
+    lacking = [line for line in out.splitlines() if "it cannot run on this machine now" in line]
+    assert len(lacking) == 2
+    assert "1.0 MiB: take a smaller model" in lacking[0] and "holds no weights" in lacking[1]
+    assert run(capsys, monkeypatch, "train", "--dry-run", *words)[0] == 2
+
+
+def test_an_evaluation_takes_the_length_of_the_run(here: Path) -> None:
+    config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
+    (here / "run").mkdir()
+    (here / "run/config.toml").write_text(resolved_toml(config))
+    assert _length_of_run(here / "run", []) == 48
+    (here / "run/config.json").write_text(json.dumps(MODEL))
+    with pytest.raises(UserError, match="give --seq-len"):
+        _length_of_run(here / "run", [])
 
 
 def test_a_path_that_counts_from_the_configuration_is_recognised(

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, replace_by
 from moemesh.checkpoint.header import read_header
+from moemesh.checkpoint.huggingface.contents import read_json
 from moemesh.checkpoint.huggingface.convert import Weights
-from moemesh.checkpoint.huggingface.folder import read_json
 from moemesh.checkpoint.huggingface.names import pieces
 from moemesh.checkpoint.huggingface.pieces import Piece
 from moemesh.checkpoint.huggingface.weights import EXPERT

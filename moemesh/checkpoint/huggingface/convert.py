@@ -15,12 +15,8 @@ from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.delta import Delta
 from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.logical import LogicalTensor, extra_layers, logical_tensors
 from moemesh.checkpoint.huggingface.pieces import Piece
-from moemesh.checkpoint.huggingface.weights import (
-    LogicalTensor,
-    extra_layers,
-    logical_tensors,
-)
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard

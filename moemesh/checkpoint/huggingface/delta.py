@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
-from moemesh.checkpoint.huggingface.folder import WeightFolder, plain_file
-from moemesh.checkpoint.huggingface.weights import LogicalTensor
+from moemesh.checkpoint.huggingface.contents import plain_file
+from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.logical import LogicalTensor
 from moemesh.checkpoint.huggingface.write import write_json
 from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
 from moemesh.config.huggingface.folder import SINGLE

@@ -8,15 +8,18 @@ and the stored tensor that an export must write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-#: (name of a stored tensor, a range of each of its dims) -> these numbers.
-Read = Callable[[str, Sequence[range]], Tensor]
+
+class Read(Protocol):
+    """(name of a stored tensor, a range of each of its dims) -> these numbers."""
+
+    def __call__(self, name: str, box: Sequence[range], /) -> Tensor: ...
 
 
 class Source(Protocol):
@@ -115,6 +118,9 @@ def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None
 
 def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tensor:
     """The numbers of `box` of a logical tensor that `pieces` cover."""
+    # Here alone: names and shapes of a folder are checked before torch is imported.
+    import torch
+
     parts = [(common, piece) for piece in pieces if (common := piece.overlap(box)) is not None]
     if len(parts) == 1 and parts[0][0] == list(box):
         return parts[0][1].read(parts[0][0], read)

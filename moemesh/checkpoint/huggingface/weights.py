@@ -7,70 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.folder import WeightFolder
-from moemesh.checkpoint.huggingface.names import pieces, view_of
-from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble, assemble_into
+from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
+from moemesh.checkpoint.huggingface.pieces import Piece, assemble_into
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import family_of
 from moemesh.config.huggingface.quantization import Quantization, quantization_of
-from moemesh.config.lora import NO_ADAPTERS, is_adapter
+from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.model.transformer import Transformer
 
 #: A name of one expert of a stack: ``...experts.17.gate_up``.
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
-#: Tensors that some versions of transformers write and no model needs.
-_WITHOUT_USE = (r".*\.rotary_emb\.inv_freq",)
-
-
-class LogicalTensor(NamedTuple):
-    """A parameter or buffer of the whole model: its shape, and the pieces that hold it, which speak
-    of its dims or, of a vector, of those of the table `view` that it stands for."""
-
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    pieces: list[Piece]
-
-    def read(self, box: Sequence[range], read: Read) -> Tensor:
-        """The part `box` of the tensor."""
-        if self.view == self.shape:
-            return assemble(self.pieces, box, read)
-        # The rows of the table that hold the wanted part of the vector.
-        (wanted,), width = box, prod(self.view[1:])
-        rows = range(wanted.start // width, -(-wanted.stop // width))
-        table = assemble(self.pieces, [rows, *map(range, self.view[1:])], read)
-        start = wanted.start - rows.start * width
-        return table.reshape(-1)[start : start + len(wanted)]
-
-
-def logical_tensors(
-    config: ModelConfig, kind: str, *, fused: bool = False
-) -> dict[str, LogicalTensor]:
-    """Every parameter and buffer of a model of the family `kind`, by its name without "model."; of
-    a folder with `fused` experts (:mod:`moemesh.checkpoint.huggingface.names`)."""
-    # Adapters have folders of their own.
-    model = Transformer(config.with_lora(NO_ADAPTERS))
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found: dict[str, LogicalTensor] = {}
-    for name, tensor in named.items():
-        shape = tuple(tensor.shape)
-        view = view_of(name, shape, config)
-        try:
-            found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
-        except KeyError:
-            raise CheckpointError(
-                f"{name} is a part of the model that folders of the family {kind} have no name for"
-            ) from None
-    return found
 
 
 class HuggingFaceWeights:
@@ -87,16 +40,7 @@ class HuggingFaceWeights:
         self.folder = WeightFolder(path, quantization)
         self.quantization = quantization
         self._experts: dict[str, list[LogicalTensor]] = {}
-        fused = any(name.endswith(".experts.gate_up_proj") for name in self.folder.tensors)
-        self.tensors = logical_tensors(config, kind, fused=fused)
-        expected = {
-            piece.source: piece.stored for one in self.tensors.values() for piece in one.pieces
-        }
-        # Further prediction layers stand behind the last layer; a tied head may be written twice.
-        known = [*_WITHOUT_USE, *extra_layers(config)]
-        if config.tied_embeddings:
-            known.append(r"lm_head\.weight")
-        self.folder.check(expected, known)
+        self.tensors = checked_tensors(self.folder.contents, config, kind)
 
     @staticmethod
     def open(path: Path, config: ModelConfig) -> HuggingFaceWeights:
@@ -158,11 +102,3 @@ class HuggingFaceWeights:
             tensor = self._expert(f"{match[1]}.{match[3]}", expert)
             return tensor.read([range(expert, expert + 1), *box], self.folder.read)[0]
         return self.tensors[name].read(box, self.folder.read)
-
-
-def extra_layers(config: ModelConfig) -> list[str]:
-    """Patterns of the tensors behind the last layer: further prediction layers of DeepSeek-V3 and
-    GLM-4.5, which loaders of transformers skip."""
-    first = config.num_layers
-    behind = "|".join(str(index) for index in range(first, first + 8))
-    return [rf"model\.layers\.({behind})\..*", r"mtp\..*"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.header import read_header
-from moemesh.checkpoint.huggingface.folder import plain_file
+from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
 from moemesh.config.huggingface.folder import INDEX, SINGLE

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.model import model_values
+from moemesh.config.paths import nearest_path
 from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import Leaf, Source
 
@@ -30,8 +31,10 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
             raw = stream.read(CONFIG_LIMIT + 1)
     except OSError as error:
         reason = error.strerror or str(error)
-        message = f"cannot read {file}: {reason}"
-        raise _refused("no-file", key, path, message, "a folder with config.json") from None
+        message, fix = f"cannot read {file}: {reason}", "a folder with config.json"
+        if not path.exists():
+            fix = f"{fix}; {nearest_path(path)}"
+        raise _refused("no-file", key, path, message, fix) from None
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
     try:

@@ -1,0 +1,179 @@
+"""The tensors of a folder of transformers by its index and headers, without torch.
+
+    config.json                       sizes and kinds of layers
+    model.safetensors                 all tensors, or
+    model.safetensors.index.json      tensor -> file, and the files it names
+
+The index comes from outside: a file that it names must be a plain name of this folder, every header
+is bounded and checked against the file, and index and headers must agree, before a number is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, read_start
+from moemesh.checkpoint.header import read_places
+from moemesh.checkpoint.huggingface.packed import Packed, packed_tensors
+from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
+from moemesh.config.huggingface.folder import INDEX, SINGLE, once
+from moemesh.config.huggingface.quantization import Quantization
+
+#: Upper bound of an index that will be parsed, in bytes.
+INDEX_LIMIT = 64 << 20
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+#: Numbers that a weight can be stored as.
+_WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+#: safetensors' names of dtypes -> torch's.
+_NAMES = {name: key for key, name in DTYPES.items()}
+#: So many lines of what is wrong are told.
+_MOST_LINES = 5
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a folder: the file that holds it, torch's name of its dtype, its shape and its
+    first byte."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+
+class FolderContents:
+    """The tensors of a folder. Raises CheckpointError naming file and tensor for anything that is
+    missing, damaged, or would lead out of the folder.
+
+    `stored` as they lie there; `packed` those that stored ones of fewer bits stand for, of a folder
+    with `quantization`; `tensors` those that can be read, the packed ones as float32.
+    """
+
+    def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
+        check_folder(path)
+        self.path = path
+        self.stored: dict[str, StoredTensor] = {}
+        index = _index(path)
+        files = sorted(set(index.values())) if index is not None else [SINGLE]
+        for file in files:
+            self._add(file, index)
+        if index is not None and (missing := sorted(index.keys() - self.stored.keys())):
+            raise CheckpointError(
+                f"{path / index[missing[0]]}: holds no tensor {missing[0]}, which {INDEX} places "
+                f"there ({len(missing)} such tensors)"
+            )
+        self.tensors = dict(self.stored)
+        self.packed: dict[str, Packed] = {}
+        if quantization is not None:
+            self._unpack(quantization)
+
+    def _unpack(self, quantization: Quantization) -> None:
+        """Put the tensors that others stand for in their place."""
+        self.packed, problems = packed_tensors(self.stored, quantization)
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise CheckpointError(f"{self.path}: {problems[0]}{more}")
+        for name, tensor in self.packed.items():
+            file = self.stored[tensor.sources[0]].file
+            for source in tensor.sources:
+                self.tensors.pop(source, None)
+            self.tensors[name] = StoredTensor(file, "float32", tensor.shape)
+
+    def _add(self, file: str, index: dict[str, str] | None) -> None:
+        path = plain_file(self.path, file)
+        for name, (entry, start) in read_places(path, file_size(path)).items():
+            if entry.dtype not in _NAMES:
+                raise CheckpointError(f"{path}: {name} has the dtype {entry.dtype}, not known here")
+            dtype = _NAMES[entry.dtype]
+            if prod(entry.shape) * ITEM_BYTES[dtype] != entry.num_bytes:
+                raise CheckpointError(
+                    f"{path}: {name} {list(entry.shape)} of {entry.dtype} has {entry.num_bytes} "
+                    "bytes"
+                )
+            if index is not None and index.get(name) != file:
+                there = index.get(name, "no file")
+                raise CheckpointError(f"{path}: holds {name}, which {INDEX} places in {there}")
+            self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
+
+    def check(self, expected: dict[str, tuple[int, ...]], known: Collection[str] = ()) -> None:
+        """Raises CheckpointError unless the folder holds the tensors `expected` with these shapes,
+        and no others but those that match a pattern of `known`."""
+        missing = [name for name in expected if name not in self.tensors]
+        extra = [
+            name
+            for name in self.tensors
+            if name not in expected and not any(re.fullmatch(one, name) for one in known)
+        ]
+        lines = _listed("is missing", missing) + _listed("belongs to no part of the model", extra)
+        for name, shape in expected.items():
+            if (tensor := self.tensors.get(name)) is None:
+                continue
+            if tensor.shape != shape:
+                found = list(tensor.shape)
+                lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
+            elif tensor.dtype not in _WEIGHT_DTYPES:
+                why = "and config.json names no quantization" if "float8" in tensor.dtype else ""
+                lines.append(f"{name} is stored as {tensor.dtype} {why}".rstrip())
+        if lines:
+            more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+            raise CheckpointError(
+                f"{self.path}: the weights are not those of its config.json:\n  "
+                + "\n  ".join(lines[:_MOST_LINES])
+                + more
+            )
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. In the hub's cache, whose folders ``snapshots/REVISION`` hold
+    links to ``blobs``, the file there; any other link is left as it is, and not followed."""
+    path = folder / name
+    if not path.is_symlink():
+        return path
+    home, target = folder.resolve(), path.resolve()
+    is_cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    return target if is_cached else path
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes. Raises CheckpointError for anything else."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing")
+    raw = read_start(path, limit + 1)
+    if len(raw) > limit:
+        raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
+    try:
+        found = json.loads(raw, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Tensor -> file; None where there is one file without an index."""
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return None
+        raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+    found = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{path / INDEX}: has no weight_map")
+    for name, file in cast("dict[str, object]", found).items():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise CheckpointError(
+                f"{path / INDEX}: places {name} in {file!r}, which is no plain file name of the "
+                "folder"
+            )
+    return cast("dict[str, str]", found)
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return [f"{names[0]} {what}{more}"]
