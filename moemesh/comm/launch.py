@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import fcntl
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,18 +31,24 @@ from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
 from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import STOPPING_SOON
-from moemesh.comm.slurm import ranks_of_slurm
-from moemesh.comm.supervisor import (
-    FOLDER_VARIABLE,
+from moemesh.comm.meeting import (
     LOCK,
     STACK_SIGNAL,
     STORE,
     WORDS,
+    is_locked,
+    stack_file,
+    torchrun_file,
+    write_told,
+)
+from moemesh.comm.node import Node, meet
+from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.comm.supervisor import (
+    FOLDER_VARIABLE,
     Ended,
     Supervisor,
+    describe,
     python_command,
-    stack_file,
-    write_told,
 )
 from moemesh.comm.verdict import Limits
 from moemesh.config.errors import is_user_error
@@ -53,9 +59,12 @@ from moemesh.trace.word_file import RANK_BYTES
 ENTRY = ("-m", "moemesh")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
-_TAIL_LINES = 30
 _PATIENCE_SECONDS = 1200.0
 _WATCHDOG_SECONDS = 60.0
+#: Longer than a watcher takes to tell a cause from what followed.
+_VERDICT_SECONDS = 6.0
+#: Where this rank of another launcher meets its watcher.
+_watched: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +135,41 @@ def attach() -> None:
     # Kept open: the handler writes into it.
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
     progress_words.attach(folder / WORDS, rank)
+
+
+def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
+    """Let this rank of another launcher be watched: the first rank of a node starts
+    ``command(folder, node)``, which watches them all. Nothing where that cannot be, or for a world
+    of one."""
+    global _watched
+    node, rank = Node.of(os.environ), own_rank()
+    if node.world_size == 1:
+        return
+    with suppress(OSError):
+        folder = meet(node, lambda folder: command(folder, node))
+        if folder is None:
+            return
+        report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        torchrun_file(folder, rank).write_text(report)
+        faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
+        progress_words.attach(folder / WORDS, rank)
+        _watched, sys.excepthook = folder, _report_and_print
+
+
+def watched() -> bool:
+    """Whether a watcher tells the failure of this rank of another launcher."""
+    if _watched is None or not _watched.is_dir():
+        return False
+    return is_locked(_watched) or not (_watched / LOCK).exists()
+
+
+def await_verdict() -> None:
+    """Of a rank that may have failed because of another one: stay until the watcher has named that
+    one, since the launcher of the ranks believes in the first that leaves."""
+    end = time.monotonic() + _VERDICT_SECONDS
+    word = progress_words.own_word()
+    while word is not None and word.inside and watched() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ranks:
@@ -205,7 +249,8 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
     own. `is_final`: the same would happen again in a run that goes on. An attribute ``facts`` of
     the exception, a mapping, goes into the report.
     """
-    if not launched():
+    folder = _launcher() if launched() else _watched
+    if folder is None:
         return
     facts: Mapping[str, Any] = getattr(error, "facts", None) or {}
     told = {
@@ -216,7 +261,7 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
         "facts": dict(facts),
         "is_final": is_final or is_user_error(error),
     }
-    write_told(_launcher(), own_rank(), told)
+    write_told(folder, own_rank(), told)
     progress_words.failed()
 
 
@@ -307,32 +352,6 @@ def run_ranks(
     return ended
 
 
-def describe(ended: Ended, logs: Path, *, logs_stay: bool) -> str:
-    """The failure of a run for a person: the cause, where the rank was, and its last words."""
-    verdict = ended.verdict
-    assert verdict is not None
-    lines = [f"moemesh: {verdict.message}"]
-    word = verdict.seen.word
-    if verdict.kind in ("killed", "exited", "stopped", "hung", "busy") and word is not None:
-        lines.append(f"it was in {word.place()}")
-    stack = ended.stacks.get(verdict.rank)
-    errors = logs / f"rank-{verdict.rank}.err"
-    if stack is not None and verdict.kind in ("hung", "busy"):
-        where = f" (all of it in {logs / f'rank-{verdict.rank}.stacks'})" if logs_stay else ""
-        lines += [f"its stack{where}:", *main_stack(stack)]
-    elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):
-        words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        where = f" (all of it in {errors})" if logs_stay else ""
-        lines += [f"its last words{where}:", *words] if words else []
-    return "\n".join(lines)
-
-
-def main_stack(stack: str) -> list[str]:
-    """The lines of the main thread, innermost first, of what faulthandler wrote."""
-    *_, last = stack.split("\n\n")
-    return [line for line in last.splitlines() if line.startswith("  ")][:_TAIL_LINES]
-
-
 def _variable(name: str, default: int) -> int:
     return int(os.environ.get(name, default)) if joined() else default
 
@@ -346,7 +365,8 @@ def _num_cores() -> int:
 def _report_and_print(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    report_failure(error)
+    if launched() or not isinstance(error, KeyboardInterrupt):
+        report_failure(error)
     # The console shows one failure, the first: the launcher prints rank 0's if that is it.
     if not (launched() and _variable("RANK", 0) == 0):
         sys.__excepthook__(kind, error, trace)
@@ -364,11 +384,5 @@ def _die_with_the_launcher(folder: Path) -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
     # It may have died before: then its lock is free.
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(handle)
-    os._exit(128 + signal.SIGKILL)
+    if not is_locked(folder):
+        os._exit(128 + signal.SIGKILL)

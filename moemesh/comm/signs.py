@@ -11,6 +11,8 @@ from moemesh.trace.word_file import Word
 
 #: A rank that leaves as intended is gone within this, or is ended.
 END_SECONDS = 120.0
+#: In the place of an exit code: the process is gone, and only its parent knows how.
+GONE = 256
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,41 +7,29 @@ of all ranks are written, and the ranks are ended. torch is not imported.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
+from moemesh.comm.meeting import WORDS, meeting_place
+from moemesh.comm.observer import LOOK_SECONDS, Observer
 from moemesh.comm.signs import Seen, Told
 from moemesh.comm.verdict import Judge, Limits, Verdict
-from moemesh.trace.word_file import SETUP, WordFile
+from moemesh.trace.word_file import SETUP, Word, WordFile
 
 #: Set for every rank: the folder in which it meets the others and its supervisor.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
-WORDS, STORE, LOCK = "words", "store", "lock"
-#: A rank writes the stacks of its threads when it gets this signal.
-STACK_SIGNAL = signal.SIGUSR2
+_TAIL_LINES = 30
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-
-_LOOK_SECONDS = 0.03
-_STACK_SECONDS = 0.3
-#: After a verdict the other ranks have so long to put their own errors into their logs.
-_FOLLOW_SECONDS = 1.0
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_PREFIX = "moemesh-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +48,32 @@ class Ended:
     was_training: bool = True
     stacks: dict[int, str]
     traces: dict[int, str]
+
+
+def describe(ended: Ended, logs: Path, *, logs_stay: bool) -> str:
+    """The failure of a run for a person: the cause, where the rank was, and its last words."""
+    verdict = ended.verdict
+    assert verdict is not None
+    lines = [f"moemesh: {verdict.message}"]
+    word = verdict.seen.word
+    if verdict.kind in ("killed", "exited", "stopped", "hung", "busy") and word is not None:
+        lines.append(f"it was in {word.place()}")
+    stack = ended.stacks.get(verdict.rank)
+    errors = logs / f"rank-{verdict.rank}.err"
+    if stack is not None and verdict.kind in ("hung", "busy"):
+        where = f" (all of it in {logs / f'rank-{verdict.rank}.stacks'})" if logs_stay else ""
+        lines += [f"its stack{where}:", *main_stack(stack)]
+    elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):
+        words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        where = f" (all of it in {errors})" if logs_stay else ""
+        lines += [f"its last words{where}:", *words] if words else []
+    return "\n".join(lines)
+
+
+def main_stack(stack: str) -> list[str]:
+    """The lines of the main thread, innermost first, of what faulthandler wrote."""
+    *_, last = stack.split("\n\n")
+    return [line for line in last.splitlines() if line.startswith("  ")][:_TAIL_LINES]
 
 
 class Supervisor:
@@ -95,7 +109,7 @@ class Supervisor:
                     if self._signals:
                         break
                     self._processes.append(self._start(rank, folder))
-                return self._watch(folder, words)
+                return self._watch(Observer(folder, words, range(len(self._processes)), self))
             finally:
                 self._kill(words)
                 words.close()
@@ -115,13 +129,13 @@ class Supervisor:
                 self._command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
             )
 
-    def _watch(self, folder: Path, words: WordFile) -> Ended:
+    def _watch(self, observer: Observer) -> Ended:
         stopped_by: int | None = None
         asked_at = 0.0
         checked_at = time.monotonic()
         while True:
             now = time.monotonic()
-            seen = [self._see(rank, folder, words) for rank in range(len(self._processes))]
+            seen = observer.look()
             numbers, self._signals = self._signals, []
             for number in numbers:
                 if stopped_by is None:
@@ -145,13 +159,13 @@ class Supervisor:
                     one = Seen(rank=0, exit_code=2, word=seen[0].word, told=told)
                     verdict = Verdict(kind="exception", rank=0, message=text, seen=one)
             if verdict is not None:
-                stacks = self._stacks(seen, folder)
-                self._let_follow(verdict, folder, words)
-                traces = self._traces(folder)
-                return Ended(code=verdict.exit_code, verdict=verdict, stacks=stacks, traces=traces)
+                stacks = observer.stacks(seen, self._logs)
+                observer.let_follow(verdict)
+                code, traces = verdict.exit_code, observer.traces()
+                return Ended(code=code, verdict=verdict, stacks=stacks, traces=traces)
             if all(one.has_left(now) for one in seen) and not self._judge.is_deciding:
                 return self._ended(seen, stopped_by)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""
@@ -169,21 +183,13 @@ class Supervisor:
             traces={},
         )
 
-    def _see(self, rank: int, folder: Path, words: WordFile) -> Seen:
-        process, word = self._processes[rank], words.read(rank)
-        code = process.poll()
-        state, cpu_seconds = "", 0.0
-        if code is None:
-            state, cpu_seconds = _state(word.pid if word is not None else process.pid)
-        may_have_told = code is not None or (word is not None and word.failed)
-        return Seen(
-            rank=rank,
-            exit_code=code,
-            state=state,
-            cpu_seconds=cpu_seconds,
-            word=word,
-            told=read_told(folder, rank) if may_have_told else None,
-        )
+    def exit_code(self, rank: int, word: Word | None) -> int | None:
+        """As of :class:`moemesh.comm.observer.Processes`."""
+        return self._processes[rank].poll()
+
+    def pid(self, rank: int) -> int:
+        """As of :class:`moemesh.comm.observer.Processes`."""
+        return self._processes[rank].pid
 
     def _forward(self, number: int, seen: Sequence[Seen]) -> bool:
         """Pass a signal on to every rank; False where nothing is there yet that could be saved."""
@@ -200,40 +206,6 @@ class Supervisor:
         if len(words) < self._num_ranks:
             return False
         return all(word.phase != SETUP or word.step for word in words)
-
-    def _stacks(self, seen: Sequence[Seen], folder: Path) -> dict[int, str]:
-        """Ask every rank that is alive for the stacks of its threads."""
-        asked = [one for one in seen if one.exit_code is None and one.word is not None]
-        for one in asked:
-            assert one.word is not None
-            with suppress(OSError):
-                os.kill(one.word.pid, STACK_SIGNAL)
-        end = time.monotonic() + _STACK_SECONDS
-        wanted = {one.rank for one in asked if one.state != "T"}
-        while wanted and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
-            wanted = {rank for rank in wanted if not _size(stack_file(folder, rank))}
-        found = {one.rank: _text(stack_file(folder, one.rank)) for one in asked}
-        for rank, stack in found.items():
-            if stack:
-                with suppress(OSError):
-                    (self._logs / f"rank-{rank}.stacks").write_text(stack)
-        return {rank: stack for rank, stack in found.items() if stack}
-
-    def _let_follow(self, verdict: Verdict, folder: Path, words: WordFile) -> None:
-        """Give the other ranks time for their own errors, which a dead peer brings at once."""
-        if verdict.kind in ("hung", "busy", "stopped"):
-            return
-        end = time.monotonic() + _FOLLOW_SECONDS
-        while time.monotonic() < end:
-            seen = [self._see(rank, folder, words) for rank in range(len(self._processes))]
-            if all(one.exit_code is not None or one.told is not None for one in seen):
-                return
-            time.sleep(_LOOK_SECONDS)
-
-    def _traces(self, folder: Path) -> dict[int, str]:
-        told = {rank: read_told(folder, rank) for rank in range(self._num_ranks)}
-        return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
 
     def _kill(self, words: WordFile) -> None:
         """End every rank, with all that it started; nothing of it stays."""
@@ -268,92 +240,6 @@ class Supervisor:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def meeting_place() -> Iterator[Path]:
-    """A private folder in shared memory, or in the folder for temporary files; removed at the end.
-
-    One that a killed supervisor has left is removed by the next: its lock is free.
-    """
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    _sweep(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    handle = os.open(folder / "locking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    os.rename(folder / "locking", folder / LOCK)  # others see it only when it is locked
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
-
-
-def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if folder.stat().st_uid != os.getuid():
-                continue
-            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)
-
-
-def told_file(folder: Path, rank: int) -> Path:
-    """Where a rank tells of its exception."""
-    return folder / f"told-{rank}.json"
-
-
-def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks."""
-    return folder / f"stacks-{rank}"
-
-
-def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
-    """Tell of an exception, once; the supervisor may look while this is written."""
-    file = told_file(folder, rank)
-    if file.exists():
-        return
-    temporary = file.with_suffix(".tmp")
-    with suppress(OSError):
-        temporary.write_text(json.dumps(told, default=str))
-        os.replace(temporary, file)
-
-
-def read_told(folder: Path, rank: int) -> Told | None:
-    """What a rank has told, if it has."""
-    try:
-        return Told(**json.loads(told_file(folder, rank).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _state(pid: int) -> tuple[str, float]:
-    """State and CPU seconds of a process; ("", 0) where the system does not tell."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
-    except (OSError, IndexError, ValueError):
-        return "", 0.0
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def python_command(entry: Sequence[str], arguments: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moemesh.comm.blame import blame, wait_for
-from moemesh.comm.signs import Seen, weakness
+from moemesh.comm.signs import GONE, Seen, weakness
 from moemesh.trace.word_file import DATA, STEP, Collective, Word
 
 Kind = Literal["killed", "exited", "exception", "stopped", "hung", "busy", "lost-contact"]
@@ -76,7 +76,7 @@ class Verdict:
     def exit_code(self) -> int:
         """Of the run: that of the rank, 128 + signal where one killed it, else 1."""
         code = self.seen.exit_code
-        if code is None or code == 0:
+        if code is None or code in (0, GONE):
             return 1
         return code if code > 0 else 128 - code
 
@@ -175,12 +175,15 @@ class Judge:
             text = told.message.lower()
             if one.is_inside and any(word in text for word in _FOLLOW_UP):
                 kind = "lost-contact"
-            message = f"rank {one.rank} failed with exit code {code or 1}: {told.kind}"
+            shown = 1 if code in (None, 0, GONE) else code
+            message = f"rank {one.rank} failed with exit code {shown}: {told.kind}"
             message += f": {told.message}" if told.message else ""
             return Verdict(
                 kind=kind, rank=one.rank, message=message, seen=one, collective=_collective(one)
             )
-        if code == 0:
+        if code == GONE:
+            message = f"rank {one.rank} ended in the middle of the run, nobody knows how"
+        elif code == 0:
             message = f"rank {one.rank} left with exit code 0 before the run was over"
         else:
             message = f"rank {one.rank} failed with exit code {code}"
@@ -221,6 +224,8 @@ class Judge:
             message = f"rank {late[0].rank} did not start within {self._still:.0f} s"
             return Verdict(kind="hung", rank=late[0].rank, message=message, seen=late[0])
         culprit = next(one for one in at_work if one.rank == found.rank)
+        if _waits_for_others(culprit, seen):
+            return None
         kind: Kind = "busy" if culprit.state == "R" and not culprit.is_inside else "hung"
         return self._verdict(kind, culprit, seen, self._still)
 
@@ -294,6 +299,13 @@ class _StepTimes:
                 self.median = statistics.median(self._times)
             self.num_seen += step - self._step
         self._step, self._at = step, now
+
+
+def _waits_for_others(one: Seen, seen: Sequence[Seen]) -> bool:
+    """Whether a rank waits in an operation with ranks that are not among those seen: of another
+    node, whose watcher sees who is at fault."""
+    at = _collective(one)
+    return at is not None and not set(at.members) <= {other.rank for other in seen}
 
 
 def _collective(one: Seen) -> Collective | None:

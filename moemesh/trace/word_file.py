@@ -145,13 +145,15 @@ def members_of(text: str) -> tuple[int, ...]:
 class WordFile:
     """The records of `num_ranks` ranks in one file. The file is removed by :meth:`close`."""
 
-    def __init__(self, path: Path, num_ranks: int) -> None:
-        """Create the file; raises OSError where it exists or cannot be written."""
+    def __init__(self, path: Path, num_ranks: int, *, is_there: bool = False) -> None:
+        """Create the file, unless it `is_there`; raises OSError where that cannot be."""
         self.path, self.num_ranks = path, num_ranks
         size = RANK_BYTES * num_ranks
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        created = 0 if is_there else os.O_CREAT | os.O_EXCL
+        handle = os.open(path, os.O_RDWR | created, 0o600)
         try:
-            os.ftruncate(handle, size)
+            if not is_there:
+                os.ftruncate(handle, size)
             self._memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
@@ -160,9 +162,13 @@ class WordFile:
         """The record of `rank`; None as long as it has not attached."""
         return read_word(self._memory, rank)
 
+    def unmap(self) -> None:
+        """Leave the file to others."""
+        self._memory.close()
+
     def close(self) -> None:
         """Unmap and remove the file."""
-        self._memory.close()
+        self.unmap()
         with suppress(OSError):
             self.path.unlink()
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,9 +38,10 @@ from moemesh.train.kept_schedule import readable, settle
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.preparation import Preparation, folder_of, prepare
-from moemesh.train.restarts import train_supervised
+from moemesh.train.restarts import limits_of, train_supervised
 from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
+from moemesh.train.watcher import watcher_command
 
 
 class WorldSizeError(UserError):
@@ -79,6 +81,7 @@ def train(
             raise ConfigError(problems)
         if launch.launched():
             return _rank(config, _folder(config, path), path, stop_after=stop_after, **profiled)
+        launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(
             config,
             None,
@@ -231,7 +234,7 @@ def _rank(
         launch.stop(code)
         return code
     except UserError as error:
-        if not isinstance(error, CheckpointError) and not launch.launched():
+        if not (isinstance(error, CheckpointError) or launch.launched() or launch.watched()):
             raise
         return _fail(error, rank, path, folder)
     except Exception as error:
@@ -272,8 +275,9 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
     for its ranks, since it knows which of them failed first."""
     is_final = is_user_error(error) or getattr(error, "is_final", False)
     launch.report_failure(error, is_final=is_final)
-    if launch.launched():
-        if rank > 0:
+    if launch.launched() or launch.watched():
+        launch.await_verdict()
+        if launch.launched() and rank > 0:
             traceback.print_exception(error)
         return 1 if isinstance(error, CheckpointError) or not is_user_error(error) else 2
     advice = str((getattr(error, "facts", None) or {}).get("advice", ""))

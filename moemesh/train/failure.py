@@ -72,16 +72,24 @@ def write_verdict(
 
     `action`: what the library did about it; `advice`: what the user should do.
     """
-    verdict = ended.verdict
-    assert verdict is not None
-    content = _of_verdict(verdict, epoch, advice) | {"action": action}
-    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
-    if told is not None:
-        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
-    elif stack is not None:
-        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
+    content = _of_ended(ended, epoch, advice) | {"action": action}
     with suppress(OSError):
         os.replace(_temporary(folder, content), folder / FILE)
+
+
+def write_node_verdict(
+    folder: Path, ended: Ended, first_rank: int, *, epoch: int | None, action: str, advice: str
+) -> bool:
+    """As :func:`write_verdict`, of the node whose first rank is `first_rank`: its own report, and
+    that of the run unless another node was faster; returns whether this one was the first."""
+    content = _of_ended(ended, epoch, advice) | {"action": action}
+    place = folder / EARLIER / str(epoch or 0)
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        os.replace(_temporary(folder, content), place / f"node-{first_rank}.json")
+    if _epoch_of(folder / FILE) != epoch:
+        keep_failure(folder)
+    return _link(folder, content)
 
 
 def keep_failure(folder: Path) -> Path | None:
@@ -91,17 +99,20 @@ def keep_failure(folder: Path) -> Path | None:
     with suppress(OSError, ValueError):
         if not file.exists():
             return None
-        try:
-            epoch = int(json.loads(file.read_text(encoding="utf-8"))["epoch"])
-        except (ValueError, KeyError, TypeError):
-            epoch = 0
-        place = folder / EARLIER / str(epoch)
+        place = folder / EARLIER / str(_epoch_of(file) or 0)
         place.mkdir(parents=True, exist_ok=True)
         os.replace(file, place / FILE)
         for stacks in (folder / LOGS).glob("rank-*.stacks"):
             os.replace(stacks, place / stacks.name)
         return place
     return None
+
+
+def _epoch_of(file: Path) -> int | None:
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["epoch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def hint_on(verdict: Verdict) -> str:
@@ -164,6 +175,18 @@ def same_failure(one: Verdict, other: Verdict) -> bool:
 def details(folder: Path) -> str:
     """Where the report is."""
     return f"details in {folder / FILE}"
+
+
+def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
+    verdict = ended.verdict
+    assert verdict is not None
+    content = _of_verdict(verdict, epoch, advice)
+    told, stack = verdict.seen.told, ended.stacks.get(verdict.rank)
+    if told is not None:
+        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **_facts(told.facts)}
+    elif stack is not None:
+        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
+    return content
 
 
 def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, Any]:
@@ -236,13 +259,17 @@ def _temporary(folder: Path, content: dict[str, Any]) -> Path:
     return temporary
 
 
-def _link(folder: Path, content: dict[str, Any]) -> None:
+def _link(folder: Path, content: dict[str, Any]) -> bool:
+    """Write the report of the run; False where there is one."""
+    is_first = False
     # The message on the console must come out even where nothing can be written any more.
     with suppress(OSError):
         temporary = _temporary(folder, content)
-        with suppress(FileExistsError, OSError):
+        with suppress(OSError):
             os.link(temporary, folder / FILE)
+            is_first = True
         temporary.unlink()
+    return is_first
 
 
 def _first_line(text: str) -> str:

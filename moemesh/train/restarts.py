@@ -9,7 +9,7 @@ import torch
 
 from moemesh.comm import launch
 from moemesh.comm.interrupts import STOPPING
-from moemesh.comm.supervisor import Ended
+from moemesh.comm.supervisor import Ended, describe
 from moemesh.comm.verdict import Limits, Verdict
 from moemesh.config.run import RunConfig
 from moemesh.train.events import Events
@@ -90,7 +90,7 @@ def train_supervised(
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        _say(launch.describe(ended, logs, logs_stay=True))
+        _say(describe(ended, logs, logs_stay=True))
         if not folder.is_ours():
             return ended.code
         step = newest_step(path)

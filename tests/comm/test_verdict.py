@@ -264,6 +264,15 @@ def test_the_first_steps_have_the_patience_of_the_run() -> None:
     assert clock.now - start == pytest.approx(30.0, abs=0.5)
 
 
+def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
+    """Ranks 0 and 1 of four are seen here; 2 or 3 has not come, and the watcher there says so."""
+    clock = Clock(patience=30.0)
+    clock.train(20, ranks=2)
+    assert clock.look([waiting(0), waiting(1)], 100.0) is None
+    found = clock.look([waiting(0), seen(1)], 100.0)
+    assert found is not None and found.rank == 1
+
+
 def test_a_rank_that_does_not_start() -> None:
     clock = Clock(patience=30.0)
     ranks = [seen(0, word=word(0, step=0, phase="setup")), Seen(rank=1, state="S")]

@@ -1,0 +1,110 @@
+"""The folder in which ranks of one machine meet whoever watches them: words, exceptions, stacks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from moemesh.comm.signs import Told
+
+WORDS, STORE, LOCK = "words", "store", "lock"
+#: A rank writes the stacks of its threads when it gets this signal.
+STACK_SIGNAL = signal.SIGUSR2
+PREFIX = "moemesh-"
+
+
+@contextmanager
+def meeting_place() -> Iterator[Path]:
+    """A private folder in shared memory, or in the folder for temporary files; removed at the end.
+
+    One that a killed supervisor has left is removed by the next: its lock is free.
+    """
+    parent = shared_memory()
+    _sweep(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    handle = lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def shared_memory() -> Path:
+    """Where folders of ranks are: in memory, or among temporary files."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def lock(folder: Path) -> int:
+    """Lock a new folder; it stays so until the handle that is returned is closed."""
+    handle = os.open(folder / "locking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.rename(folder / "locking", folder / LOCK)  # others see it only when it is locked
+    return handle
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether the supervisor of a folder lives."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            if (folder / LOCK).exists() and not is_locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def told_file(folder: Path, rank: int) -> Path:
+    """Where a rank tells of its exception."""
+    return folder / f"told-{rank}.json"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its stacks."""
+    return folder / f"stacks-{rank}"
+
+
+def torchrun_file(folder: Path, rank: int) -> Path:
+    """Where a rank says which file torchrun shows as its error."""
+    return folder / f"torchrun-{rank}"
+
+
+def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
+    """Tell of an exception, once; the supervisor may look while this is written."""
+    file = told_file(folder, rank)
+    if file.exists():
+        return
+    temporary = file.with_suffix(".tmp")
+    with suppress(OSError):
+        temporary.write_text(json.dumps(told, default=str))
+        os.replace(temporary, file)
+
+
+def read_told(folder: Path, rank: int) -> Told | None:
+    """What a rank has told, if it has."""
+    try:
+        return Told(**json.loads(told_file(folder, rank).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,193 @@
+"""The ranks of a node that torchrun, srun or anything else has started: where they meet a watcher.
+
+The first rank that comes makes a folder in shared memory, of a name that the ranks of this node and
+this start have in common, and starts the watcher; the others find it there. A node is a part of a
+machine: ranks that see one another's processes. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moemesh.comm.meeting import LOCK, PREFIX, WORDS, is_locked, shared_memory
+from moemesh.comm.signs import GONE
+from moemesh.trace.word_file import Word, WordFile
+
+#: What tells one start of ranks from any other.
+_NAMES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+_PROCESSES = "processes"
+#: A watcher of an earlier start under the same name has so long to be gone.
+_EARLIER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The ranks `first` to `first + num_ranks - 1` of `world_size`. ``name``: of their folder."""
+
+    first: int
+    num_ranks: int
+    world_size: int
+    name: str
+    launcher: str
+
+    @property
+    def ranks(self) -> range:
+        """Those of this node, which follow each other."""
+        return range(self.first, self.first + self.num_ranks)
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Node:
+        """That of a process with the variables of a rank."""
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        first = rank - int(environment["LOCAL_RANK"])
+        known = [str(first), *(environment.get(name, "") for name in _NAMES)]
+        digest = hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+        launcher = "another launcher"
+        if "TORCHELASTIC_RUN_ID" in environment:
+            launcher = "torchrun"
+        elif "SLURM_STEP_ID" in environment:
+            launcher = "srun"
+        return Node(
+            first=first,
+            num_ranks=int(environment.get("LOCAL_WORLD_SIZE", size)),
+            world_size=size,
+            name=f"{PREFIX}node-{os.getuid()}-{digest}",
+            launcher=launcher,
+        )
+
+
+def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
+    """The folder of the ranks of `node`; the first that comes runs ``watcher(folder)`` beside them.
+
+    None where processes of others cannot be watched: outside of Linux, or where the folder is not
+    one's own.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return None
+    folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
+    with suppress(OSError):
+        while not _make(folder, node.world_size):
+            if _is_ours(folder) and (not (folder / LOCK).exists() or is_locked(folder)):
+                return folder
+            if time.monotonic() > end:
+                return None
+            _discard(folder)
+        # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
+        subprocess.Popen(watcher(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+        return folder
+    return None
+
+
+def _make(folder: Path, world_size: int) -> bool:
+    """Make the folder with all that ranks need; False where it is there."""
+    if folder.exists():
+        return False
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    # Records of ranks that never come take no memory.
+    WordFile(made / WORDS, world_size).unmap()
+    (made / _PROCESSES).write_text(_processes())
+    try:
+        os.rename(made, folder)  # fails where another rank was first: its folder is not empty
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        return False
+    return True
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the watcher of a folder sees the processes that this one sees."""
+    with suppress(OSError):
+        is_own = folder.stat().st_uid == os.getuid()
+        return is_own and (folder / _PROCESSES).read_text() == _processes()
+    return False
+
+
+def _processes() -> str:
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _discard(folder: Path) -> None:
+    """Remove what a killed watcher has left."""
+    if folder.stat().st_uid == os.getuid() and not is_locked(folder):
+        aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
+        with suppress(OSError):
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    time.sleep(0.05)
+
+
+class Guests:
+    """Processes that another one has started: when they end, and how.
+
+    Whoever started them learns their exit code, and then nobody else can; it is read in the moment
+    in which the process ends, or is unknown (:data:`moemesh.comm.signs.GONE`).
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._handles: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+
+    def exit_code(self, rank: int, word: Word | None) -> int | None:
+        """As of :class:`moemesh.comm.observer.Processes`."""
+        if word is not None and rank not in self._pids:
+            self._pids[rank] = word.pid
+            try:
+                handle = os.pidfd_open(word.pid)
+            except OSError:
+                self._codes[rank] = GONE
+            else:
+                self._handles[handle] = rank
+                self._poll.register(handle, select.POLLIN)
+        return self._codes.get(rank)
+
+    def pid(self, rank: int) -> int:
+        """As of :class:`moemesh.comm.observer.Processes`; 0, which is no process."""
+        return self._pids.get(rank, 0)
+
+    def wait(self, seconds: float) -> None:
+        """Until `seconds` are over or a process has ended."""
+        for handle, _ in self._poll.poll(1000 * seconds):
+            rank = self._handles.pop(handle)
+            self._codes[rank] = _exit_code(self._pids[rank])
+            self._poll.unregister(handle)
+            os.close(handle)
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank that lives; never to a process that has got its number since."""
+        for handle, one in self._handles.items():
+            if one == rank:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(handle, number)
+
+
+def _exit_code(pid: int) -> int:
+    """Of a process that has ended and that its parent has not asked about yet."""
+    with suppress(OSError, IndexError, ValueError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        if fields[0] == b"Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return GONE

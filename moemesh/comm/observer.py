@@ -1,0 +1,123 @@
+"""An observer of the ranks of this machine: how each one is now, its stacks and its last words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from moemesh.comm.meeting import STACK_SIGNAL, read_told, stack_file
+from moemesh.comm.signs import Seen
+from moemesh.comm.verdict import Verdict
+from moemesh.trace.word_file import Word, WordFile
+
+#: Between two looks at the ranks.
+LOOK_SECONDS = 0.03
+_STACK_SECONDS = 0.3
+#: After a verdict the other ranks have so long to put their own errors into their logs.
+_FOLLOW_SECONDS = 1.0
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Processes(Protocol):
+    """The processes of the ranks, whoever started them."""
+
+    def exit_code(self, rank: int, word: Word | None) -> int | None:
+        """As of :class:`Seen`; `word` is the newest one of the rank."""
+        ...
+
+    def pid(self, rank: int) -> int:
+        """Of the process, where the rank has not told its own."""
+        ...
+
+
+class Observer:
+    """Looks at `ranks` that meet in `folder`."""
+
+    def __init__(
+        self, folder: Path, words: WordFile, ranks: Sequence[int], processes: Processes
+    ) -> None:
+        self.folder, self.words, self.ranks = folder, words, ranks
+        self._processes = processes
+
+    def look(self) -> list[Seen]:
+        """All ranks at this moment."""
+        return [self._see(rank) for rank in self.ranks]
+
+    def _see(self, rank: int) -> Seen:
+        word = self.words.read(rank)
+        code = self._processes.exit_code(rank, word)
+        state, cpu_seconds = "", 0.0
+        if code is None:
+            pid = word.pid if word is not None else self._processes.pid(rank)
+            state, cpu_seconds = _state(pid)
+        may_have_told = code is not None or (word is not None and word.failed)
+        return Seen(
+            rank=rank,
+            exit_code=code,
+            state=state,
+            cpu_seconds=cpu_seconds,
+            word=word,
+            told=read_told(self.folder, rank) if may_have_told else None,
+        )
+
+    def stacks(self, seen: Sequence[Seen], logs: Path) -> dict[int, str]:
+        """The stacks of the threads of every rank that is alive, also written into `logs`."""
+        asked = [one for one in seen if one.exit_code is None and one.word is not None]
+        for one in asked:
+            assert one.word is not None
+            with suppress(OSError):
+                os.kill(one.word.pid, STACK_SIGNAL)
+        end = time.monotonic() + _STACK_SECONDS
+        wanted = {one.rank for one in asked if one.state != "T"}
+        while wanted and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+            wanted = {rank for rank in wanted if not _size(stack_file(self.folder, rank))}
+        found = {one.rank: _text(stack_file(self.folder, one.rank)) for one in asked}
+        for rank, stack in found.items():
+            if stack:
+                with suppress(OSError):
+                    (logs / f"rank-{rank}.stacks").write_text(stack)
+        return {rank: stack for rank, stack in found.items() if stack}
+
+    def let_follow(self, verdict: Verdict) -> None:
+        """Give the other ranks time for their own errors, which a dead peer brings at once."""
+        if verdict.kind in ("hung", "busy", "stopped"):
+            return
+        end = time.monotonic() + _FOLLOW_SECONDS
+        while time.monotonic() < end:
+            if all(one.exit_code is not None or one.told is not None for one in self.look()):
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def traces(self) -> dict[int, str]:
+        """Of the exceptions that ranks told of."""
+        told = {rank: read_told(self.folder, rank) for rank in self.ranks}
+        return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
+
+
+def _state(pid: int) -> tuple[str, float]:
+    """State and CPU seconds of a process; ("", 0) where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+    except (OSError, IndexError, ValueError):
+        return "", 0.0
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,179 @@
+"""The watcher of a node: names the rank at fault where another launcher has started the ranks.
+
+It is a process beside the ranks of its node, which the first of them starts
+(`moemesh.comm.node`). After a verdict it writes the report, tells the cause, and ends the ranks, so
+that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moemesh.comm.meeting import WORDS, lock, torchrun_file
+from moemesh.comm.node import Guests, Node
+from moemesh.comm.observer import LOOK_SECONDS, Observer
+from moemesh.comm.signs import Seen
+from moemesh.comm.supervisor import Ended, describe, python_command
+from moemesh.comm.verdict import Judge, Limits, Verdict
+from moemesh.trace.word_file import WordFile
+from moemesh.train.events import Events
+from moemesh.train.failure import advice_on, details, write_node_verdict
+from moemesh.train.folder import LOGS, RunFolder
+from moemesh.train.lease import read_epoch
+
+#: Signals with which a job is asked to end; ranks see to them.
+_ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: Without any rank for so long there will be none.
+_EMPTY_SECONDS = 60.0
+#: The launcher takes the rank that leaves first for the cause.
+_CULPRIT_FIRST_SECONDS = 0.4
+_COMMANDS = {
+    "torchrun": ["torchrun", "...", "-m", "moemesh"],
+    "srun": ["srun", "...", "moemesh"],
+}
+_STARTS_AGAIN = {
+    "torchrun": "torchrun starts them again as often as --max-restarts says",
+    "srun": "Slurm starts the job again where it may (--requeue)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a watcher is told: where ranks meet, where the run is, and the words of the command."""
+
+    node: Node
+    folder: str
+    path: str
+    limits: Limits
+    command: list[str]
+
+    def text(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of(text: str) -> Spec:
+        """The inverse of :meth:`text`."""
+        found: dict[str, Any] = json.loads(text)
+        found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
+        return Spec(**found)
+
+
+def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> list[str]:
+    """The command of the watcher of `node`, whose ranks meet in `folder`; `path`: of the run."""
+    command = [*_COMMANDS.get(node.launcher, ["moemesh"]), *sys.argv[1:]]
+    spec = Spec(
+        node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
+    )
+    return python_command(["-m", "moemesh.train.watcher"], [spec.text()])
+
+
+class Watcher:
+    """Watches the ranks of one node until they are gone; see :meth:`run`."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec, self._path = spec, Path(spec.path)
+        self._guests, self._judge = Guests(), Judge(spec.limits)
+        self._folder = Path(spec.folder)
+
+    def run(self) -> None:
+        """Until all ranks have left, or were ended after a failure."""
+        words = WordFile(self._folder / WORDS, self._spec.node.world_size, is_there=True)
+        observer = Observer(self._folder, words, self._spec.node.ranks, self._guests)
+        handle = lock(self._folder)
+        try:
+            if (found := self._watch(observer)) is not None:
+                self._end(observer, *found)
+        finally:
+            words.unmap()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(handle)
+
+    def _watch(self, observer: Observer) -> tuple[Verdict, list[Seen]] | None:
+        empty_until = time.monotonic() + _EMPTY_SECONDS
+        while True:
+            # A rank that does not come, or does not take part, is its launcher's.
+            seen = [one for one in observer.look() if one.word is not None]
+            if not seen and time.monotonic() > empty_until:
+                return None
+            for one in seen:
+                if one.exit_code is not None and -one.exit_code in _ASKED:
+                    self._judge.stopping = -one.exit_code
+            if (verdict := self._judge.look(time.monotonic(), seen)) is not None:
+                return verdict, seen
+            are_gone = bool(seen) and all(one.exit_code is not None for one in seen)
+            if are_gone and not self._judge.is_deciding:
+                return None
+            self._guests.wait(LOOK_SECONDS)
+
+    def _end(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
+        """Report a failure, and end the ranks."""
+        logs = self._path / LOGS
+        stacks = observer.stacks(seen, logs)
+        observer.let_follow(verdict)
+        ended = Ended(
+            code=verdict.exit_code, verdict=verdict, stacks=stacks, traces=observer.traces()
+        )
+        with suppress(OSError):
+            logs.mkdir(exist_ok=True)
+            for rank, trace in ended.traces.items():
+                (logs / f"rank-{rank}.err").write_text(trace)
+        self._tell(ended, logs)
+        # Nobody meets here any more, and ranks that wait for the verdict have it.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._guests.send(verdict.rank, signal.SIGKILL)
+        time.sleep(_CULPRIT_FIRST_SECONDS)
+        for one in seen:
+            self._guests.send(one.rank, signal.SIGKILL)
+
+    def _tell(self, ended: Ended, logs: Path) -> None:
+        spec, verdict, word = self._spec, ended.verdict, None
+        assert verdict is not None
+        advice = advice_on(verdict, self._path, spec.command)
+        again = _STARTS_AGAIN.get(spec.node.launcher)
+        action = "ended the ranks of this node" + (f"; {again}" if again else "")
+        lines = [describe(ended, logs, logs_stay=self._path.is_dir())]
+        if self._path.is_dir():
+            epoch, word = read_epoch(self._path), verdict.seen.word
+            is_first = write_node_verdict(
+                self._path, ended, spec.node.first, epoch=epoch, action=action, advice=advice
+            )
+            if is_first:
+                events = Events(RunFolder(self._path, has_run=True))
+                events.add("failed", verdict.message, word.step if word is not None else None)
+            lines.append(f"moemesh: {action}; {details(self._path)}")
+        _write_for_torchrun(self._folder, verdict)
+        print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
+
+
+def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
+    """The message that torchrun's own report shows of the rank at fault."""
+    with suppress(OSError):
+        if not (name := torchrun_file(folder, verdict.rank).read_text()):
+            return
+        extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": verdict.message, "extraInfo": extra}})
+        temporary = Path(f"{name}.{os.getpid()}")
+        temporary.write_text(text)
+        os.replace(temporary, name)
+
+
+def main() -> None:
+    """Be the watcher that the command line describes."""
+    for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    Watcher(Spec.of(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

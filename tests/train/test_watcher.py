@@ -1,0 +1,290 @@
+"""The watcher of a node: ranks of another launcher that are killed, stopped, stuck or leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.bench.drill_rank import Spec as FaultSpec
+from moemesh.comm import node as nodes
+from moemesh.comm import observer
+from moemesh.comm.meeting import WORDS, is_locked, lock, shared_memory, torchrun_file
+from moemesh.comm.node import Guests, Node, meet
+from moemesh.comm.signs import GONE
+from moemesh.comm.verdict import Limits
+from moemesh.trace.word_file import Word, WordFile
+from moemesh.train import watcher
+from moemesh.train.lease import read_epoch
+from moemesh.train.watcher import Spec, Watcher
+from tests.train.runs import arguments, losses, metrics, moemesh
+
+RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8"}
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """Of ranks 4 and 5, as no other test has them; its folder goes with the test."""
+    monkeypatch.setattr(observer, "_FOLLOW_SECONDS", 0.1)
+    monkeypatch.setattr(watcher, "_CULPRIT_FIRST_SECONDS", 0.05)
+    node = Node.of(RANK | {"MASTER_ADDR": str(tmp_path)})
+    yield node
+    nodes.shutil.rmtree(shared_memory() / node.name, ignore_errors=True)
+
+
+def test_a_node_has_a_name_of_its_own_at_each_start() -> None:
+    start = RANK | {"MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x"}
+    node = Node.of(start | {"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert (list(node.ranks), node.world_size, node.launcher) == ([4, 5], 8, "torchrun")
+    sibling = {"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert Node.of(start | sibling).name == node.name
+    others = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"RANK": "6", "LOCAL_RANK": "0"}]
+    assert len({node.name, *(Node.of(start | other).name for other in others)}) == 3
+
+
+def test_the_first_rank_starts_the_watcher_and_what_a_killed_one_left_is_removed(
+    node: Node, tmp_path: Path
+) -> None:
+    def start(folder: Path) -> list[str]:
+        return [sys.executable, "-c", f"open({str(tmp_path / 'started')!r}, 'a').write('x')"]
+
+    folder = meet(node, start)
+    assert folder is not None and (folder / WORDS).stat().st_size > 0
+    (folder / "of the first").touch()
+    assert meet(node, start) == folder
+    handle = lock(folder)
+    assert meet(node, start) == folder and (folder / "of the first").exists()
+    os.close(handle)  # as when the watcher is killed
+    assert not is_locked(folder)
+    assert meet(node, start) == folder and not (folder / "of the first").exists()
+    end = time.monotonic() + 20
+    while not (tmp_path / "started").exists() or (tmp_path / "started").read_text() != "xx":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_ranks_that_do_not_see_each_other_do_not_meet(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_EARLIER_SECONDS", 0.1)
+    folder = meet(node, lambda folder: ["true"])
+    assert folder is not None
+    handle = lock(folder)
+    monkeypatch.setattr(nodes, "_processes", lambda: "another container")
+    assert meet(node, lambda folder: ["true"]) is None
+    os.close(handle)
+
+
+def word_of(pid: int) -> Any:
+    return type("Found", (), {"pid": pid})()
+
+
+def test_how_a_process_of_another_parent_ended() -> None:
+    guests = Guests()
+    codes = ["exit 3", "kill -9 $$", "exit 0"]
+    children = [subprocess.Popen(["sh", "-c", f"read x; {code}"], stdin=-1) for code in codes]
+    for rank, child in enumerate(children):
+        assert guests.exit_code(rank, word_of(child.pid)) is None
+    assert guests.exit_code(9, None) is None
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+        # Waiting leaves the code to be read; nobody but the parent can read it later.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    guests.wait(5)
+    assert [guests.exit_code(rank, None) for rank in range(3)] == [3, -9, 0]
+    for child in children:
+        child.wait()
+    late = Guests()
+    assert late.exit_code(0, word_of(children[0].pid)) == GONE
+
+
+#: A rank: attaches, is in a step, then does as told.
+PROCESS = """
+import faulthandler, os, signal, sys, time
+from pathlib import Path
+from moemesh.trace import progress_words as words
+from moemesh.comm.meeting import STACK_SIGNAL, WORDS, stack_file
+folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"))
+words.attach(folder / WORDS, rank)
+words.at_step(7)
+group = (4, 5)
+words.waiting(words.entered("all_reduce", "dp", "gradients", group, 8))
+words.left()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+if what == "wait":
+    words.waiting(words.entered("all_reduce", "dp", "gradients", group, 8))
+    time.sleep(100)
+if what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "sleep":
+    time.sleep(100)
+words.finished(0)
+"""
+
+
+def watch(node: Node, run: Path, *what: str) -> list[int]:
+    """The exit codes of two ranks that do `what`, with a watcher beside them."""
+    folder = meet(node, lambda folder: ["true"])
+    assert folder is not None
+    torchrun_file(folder, 5).write_text(str(run.parent / "error.json"))
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), str(rank), one])
+        for rank, one in zip(node.ranks, what, strict=True)
+    ]
+    words = WordFile(folder / WORDS, node.world_size, is_there=True)
+    found: list[Word | None] = [None]
+    while None in found:
+        found = [words.read(rank) for rank in node.ranks]
+        time.sleep(0.01)
+    (folder / "go").touch()
+    limits = Limits(patience=0.4, floor=0.4)
+    command = ["moemesh", "train", "x.toml"]
+    spec = Spec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
+    assert Spec.of(spec.text()) == spec
+    try:
+        Watcher(spec).run()
+        assert not folder.exists()
+        return [one.wait(10) for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+
+
+def test_a_killed_rank_is_named_and_the_others_are_ended(
+    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lease").write_text(json.dumps({"epoch": 3}))
+    # Of an earlier start; another node was not faster.
+    (run / "failure.json").write_text(json.dumps({"epoch": 2, "rank": 0}))
+    assert watch(node, run, "wait", "kill") == [-9, -9]
+    report = json.loads((run / "failure.json").read_text())
+    assert (report["kind"], report["rank"], report["epoch"], report["step"]) == ("Killed", 5, 3, 7)
+    assert report["signal"] == "SIGKILL" and report["exit_code"] == 137
+    assert json.loads((run / "failures/3/node-4.json").read_text()) == report
+    assert json.loads((run / "failures/2/failure.json").read_text())["rank"] == 0
+    shown = json.loads((tmp_path / "error.json").read_text())
+    assert shown["message"]["message"] == "rank 5 was killed by SIGKILL"
+    err = capfd.readouterr().err.splitlines()
+    assert err[0] == "moemesh: rank 5 was killed by SIGKILL"
+    assert err[-1].endswith("the same command starts again: moemesh train x.toml")
+    event = json.loads((run / "events.jsonl").read_text())
+    assert (event["kind"], event["step"]) == ("failed", 7)
+
+
+def test_a_hanging_rank_is_named_and_the_report_of_the_faster_node_stays(
+    node: Node, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lease").write_text(json.dumps({"epoch": 3}))
+    (run / "failure.json").write_text(json.dumps({"epoch": 3, "rank": 0}))
+    assert watch(node, run, "sleep", "wait") == [-9, -9]
+    assert json.loads((run / "failure.json").read_text())["rank"] == 0
+    report = json.loads((run / "failures/3/node-4.json").read_text())
+    assert (report["kind"], report["rank"]) == ("Hung", 4)
+    assert report["collective"]["entered"] == [5] and report["collective"]["missing"] == [4]
+    assert not (run / "events.jsonl").exists()
+
+
+def test_ranks_that_end_well_leave_nothing(
+    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert watch(node, tmp_path / "run", "end", "end") == [0, 0]
+    assert capfd.readouterr().err == "" and not (tmp_path / "run").exists()
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [
+        ("kill", "Killed"),
+        ("stop", "Stopped"),
+        ("loop", "Busy"),
+        ("raise", "RuntimeError"),
+        ("exit 3", "Exited"),
+    ],
+)
+def test_torchrun_starts_ranks_again_after_each_fault(
+    tmp_path: Path, action: str, kind: str
+) -> None:
+    keys = {"plan__dp": 2, "train__steps": 8, "train__checkpoint_every": 2}
+    whole = tmp_path / "whole"
+    assert moemesh(*arguments(whole, **keys)).returncode == 0
+    fault = FaultSpec(action=action, rank=1, step=5, place="forward", folder=str(tmp_path))
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "--max-restarts=1", "-m", "moemesh.bench.drill_rank", fault.text()]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments(out, **keys)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "failures/1/failure.json").read_text())
+    assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
+    assert f"moemesh: {report['action']}" in done.stderr and read_epoch(out) == 2
+    # Of what rank 0 met because of it nobody speaks, and torchrun holds the same rank to be first.
+    assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
+    assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr
+    assert losses(metrics(out)) == losses(metrics(whole))
+    assert not [one for one in watchers() if str(out) in one]
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
+    fault = FaultSpec(action="loop", rank=1, step=5, place="forward", folder=str(tmp_path))
+    out = tmp_path / "run"
+    command = [*TORCHRUN, "-m", "moemesh.bench.drill_rank", fault.text()]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments(out, plan__dp=2, train__steps=8)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    *_, last = done.stderr.split("Root Cause")
+    assert "rank 1 is busy" in last and "never entered" in last
+    assert json.loads((out / "failure.json").read_text())["rank"] == 1
+
+
+def watchers() -> Iterator[str]:
+    """The command lines of all watchers."""
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = place.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if "moemesh.train.watcher" in line:
+            yield line
+
+
+def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
+    node: Node, tmp_path: Path
+) -> None:
+    folder = meet(node, lambda folder: ["true"])
+    assert folder is not None
+    rank = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
+    words = WordFile(folder / WORDS, node.world_size, is_there=True)
+    while words.read(4) is None:
+        time.sleep(0.01)
+    rank.send_signal(signal.SIGTERM)
+    limits = Limits(patience=60.0)
+    spec = Spec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
+    Watcher(spec).run()
+    assert rank.wait(10) == -15 and not (tmp_path / "failure.json").exists()
