@@ -158,8 +158,9 @@ def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
 
 def watched() -> bool:
     """Whether a watcher tells the failure of this rank of another launcher."""
-    if _watched is None or not _watched.is_dir():
+    if _watched is None:
         return False
+    # One that was killed leaves its folder; after a verdict the folder is gone.
     return is_locked(_watched) or not (_watched / LOCK).exists()
 
 
