@@ -42,6 +42,7 @@ from moemesh.comm.meeting import (
     write_told,
 )
 from moemesh.comm.node import Node, meet
+from moemesh.comm.slow_rank import SlowRank
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.comm.supervisor import (
     FOLDER_VARIABLE,
@@ -319,6 +320,7 @@ def run_ranks(
     entry: Sequence[str] | None = None,
     answer: str = STOPPING_SOON,
     still_ours: Callable[[], bool] = lambda: True,
+    notice: Callable[[SlowRank], None] = lambda slow: None,
 ) -> Ended:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended.
 
@@ -330,7 +332,8 @@ def run_ranks(
     rank, once: ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as
     well. They have `grace_seconds` to save and leave before they are killed, and none where nothing
     has been trained yet; the exit code is 128 + signal (SIGUSR1: that of SIGTERM). A second Ctrl-C
-    kills them at once; `answer` is said at the first. `still_ours` is asked once a second.
+    kills them at once; `answer` is said at the first. `still_ours` is asked once a second;
+    `notice` gets slow ranks.
     """
     logs.mkdir(parents=True, exist_ok=True)
     # Of an earlier run: these are written at the end, or only where there is something to write.
@@ -344,6 +347,7 @@ def run_ranks(
         grace_seconds=grace_seconds,
         answer=answer,
         still_ours=still_ours,
+        notice=notice,
     ).run()
     if 0 in ended.traces:  # rank 0 has no log of its own
         (logs / "rank-0.err").write_text(ended.traces[0])

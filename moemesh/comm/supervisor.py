@@ -23,6 +23,7 @@ from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
 from moemesh.comm.meeting import WORDS, meeting_place
 from moemesh.comm.observer import LOOK_SECONDS, Observer
 from moemesh.comm.signs import Seen, Told
+from moemesh.comm.slow_rank import SlowRank, SlowRanks
 from moemesh.comm.verdict import Judge, Limits, Verdict
 from moemesh.trace.word_file import SETUP, Word, WordFile
 
@@ -89,14 +90,16 @@ class Supervisor:
         grace_seconds: float,
         answer: str,
         still_ours: Callable[[], bool] = lambda: True,
+        notice: Callable[[SlowRank], None] = lambda slow: None,
     ) -> None:
         """`command`: of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is said at the first Ctrl-C.
-        `still_ours`: whether the run may go on; asked once a second.
+        `still_ours`: whether the run may go on; asked once a second. `notice` gets slow ranks.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._judge, self._limits = Judge(limits), limits
         self._grace, self._answer, self._still_ours = grace_seconds, answer, still_ours
+        self._notice, self._slow = notice, SlowRanks()
         self._signals: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -158,6 +161,8 @@ class Supervisor:
                     told = Told(kind="RunFolderError", message=text, at=now, is_final=True)
                     one = Seen(rank=0, exit_code=2, word=seen[0].word, told=told)
                     verdict = Verdict(kind="exception", rank=0, message=text, seen=one)
+            for slow in self._slow.look([one.word for one in seen if one.word is not None]):
+                self._notice(slow)
             if verdict is not None:
                 stacks = observer.stacks(seen, self._logs)
                 observer.let_follow(verdict)

@@ -62,6 +62,8 @@ class _Writer:
         #: What the record shows, and the operation that was entered last.
         self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
         self.waited = self.waited_in_steps = self.since = 0.0
+        self.worked = self.began = 0.0
+        self.waited_before: float | None = None
         self.groups: dict[int, tuple[Sequence[int], int]] = {}
         self.slots: dict[str, int] = {}
         self.counts: list[int] = []
@@ -91,6 +93,7 @@ class _Writer:
             ticket.caller,
             time.monotonic(),
             self.waited,
+            self.worked,
             self.changes,
         )
         # Not pack_into, which fills the place with zeros first.
@@ -187,8 +190,18 @@ def at_step(step: int, stage: int = 0) -> None:
     """The rank begins step `step` (from 1); `stage`: its index on the pipeline axis."""
     if (own := _own) is not None:
         own.step, own.stage, own.phase = step, stage, b"step"
+        own.began, own.waited_before = time.monotonic(), own.waited_in_steps
         own.microbatch = own.layer = -1
         own.write()
+
+
+def stepped() -> None:
+    """The step is over, and its work is told with the next one; what the first rank alone has yet
+    to report is no work of the step."""
+    if (own := _own) is not None and own.waited_before is not None:
+        waited = own.waited_in_steps - own.waited_before
+        own.worked += time.monotonic() - own.began - waited
+        own.waited_before = None
 
 
 def at_microbatch(microbatch: int) -> None:

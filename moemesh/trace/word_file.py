@@ -32,7 +32,7 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
 FAILED = -1
 #: `inside` of a rank that waits for its device.
 ON_DEVICE = 2
-RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sddQ")
+RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sdddQ")
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
 NUM_GROUPS = 64
@@ -68,8 +68,10 @@ class Word:
 
     ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last;
     ``on_device``: it waits for its device, which has come to ``collective`` at most.
-    ``waited``: seconds inside of collectives so far. ``done``: it leaves as intended, with
-    ``code``; ``failed``: with an exception, of which it has told.
+    ``waited``: seconds inside of collectives so far;
+    ``worked``: seconds outside of them in the steps before this one.
+    ``done``: it leaves as intended, with ``code``; ``failed``: with an exception, of which it has
+    told.
     """
 
     rank: int
@@ -88,6 +90,7 @@ class Word:
     collective: Collective | None
     moved: float
     waited: float
+    worked: float
     counts: dict[str, int] = field(default_factory=dict[str, int])
     on_device: bool = False
 
@@ -181,7 +184,7 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         return None
     fields = RECORD.unpack(raw)
     (changes, pid, step, phase, microbatch, layer, stage, number, inside, done, code) = fields[:11]
-    (group, in_group, op, axis, caller, moved, waited, _) = fields[11:]
+    (group, in_group, op, axis, caller, moved, waited, worked, _) = fields[11:]
     counts: dict[str, int] = {}
     names: list[str] = []
     for slot in range(NUM_GROUPS):
@@ -221,6 +224,7 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         collective=collective,
         moved=moved,
         waited=waited,
+        worked=worked,
         counts=counts,
         on_device=inside == ON_DEVICE,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 
+from moemesh.comm.slow_rank import SlowRank
 from moemesh.train.folder import RunFolder
 
 FILE = "events.jsonl"
@@ -22,3 +24,9 @@ class Events:
             return
         time = datetime.now(UTC).isoformat(timespec="seconds")
         self._log.append([{"time": time, "step": step, "kind": kind, "text": text}])
+
+
+def tell_slow(slow: SlowRank, events: Events) -> None:
+    """One line on stderr and an event; the run goes on."""
+    events.add("slow_rank", str(slow), slow.step)
+    print(f"moemesh: {slow}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from moemesh.comm.interrupts import STOPPING
 from moemesh.comm.supervisor import Ended, describe
 from moemesh.comm.verdict import Limits, Verdict
 from moemesh.config.run import RunConfig
-from moemesh.train.events import Events
+from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import (
     advice_on,
     details,
@@ -86,6 +86,7 @@ def train_supervised(
             limits=limits_of(config),
             answer=STOPPING,
             still_ours=folder.is_ours,
+            notice=lambda slow: tell_slow(slow, events),
         )
         verdict = ended.verdict
         if verdict is None:

@@ -154,6 +154,7 @@ class Session:
             began = step
             progress_words.at_step(step + 1, self.mesh["pp"].index)
             finished = steps.advance(step + 1, self._report)
+            progress_words.stepped()
             step = finished.number
             if reason := self.guard.settle(self.examine):
                 step = saved = self.go_back(step, reason)
@@ -181,6 +182,7 @@ class Session:
 
     def _report(self, step: FinishedStep) -> None:
         """Take a finished step while the next one is under way."""
+        progress_words.stepped()
         self.record(step)
         progress_words.at_step(step.number + 1, self.mesh["pp"].index)
 

@@ -23,10 +23,11 @@ from moemesh.comm.meeting import WORDS, lock, torchrun_file
 from moemesh.comm.node import Guests, Node
 from moemesh.comm.observer import LOOK_SECONDS, Observer
 from moemesh.comm.signs import Seen
+from moemesh.comm.slow_rank import SlowRanks
 from moemesh.comm.supervisor import Ended, describe, python_command
 from moemesh.comm.verdict import Judge, Limits, Verdict
 from moemesh.trace.word_file import WordFile
-from moemesh.train.events import Events
+from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import advice_on, details, write_node_verdict
 from moemesh.train.folder import LOGS, RunFolder
 from moemesh.train.lease import read_epoch
@@ -83,7 +84,7 @@ class Watcher:
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self._path = spec, Path(spec.path)
-        self._guests, self._judge = Guests(), Judge(spec.limits)
+        self._guests, self._judge, self._slow = Guests(), Judge(spec.limits), SlowRanks()
         self._folder = Path(spec.folder)
 
     def run(self) -> None:
@@ -111,10 +112,15 @@ class Watcher:
                     self._judge.stopping = -one.exit_code
             if (verdict := self._judge.look(time.monotonic(), seen)) is not None:
                 return verdict, seen
+            for slow in self._slow.look([one.word for one in seen if one.word is not None]):
+                tell_slow(slow, self._events())
             are_gone = bool(seen) and all(one.exit_code is not None for one in seen)
             if are_gone and not self._judge.is_deciding:
                 return None
             self._guests.wait(LOOK_SECONDS)
+
+    def _events(self) -> Events:
+        return Events(RunFolder(self._path, has_run=True))
 
     def _end(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
         """Report a failure, and end the ranks."""
@@ -149,8 +155,8 @@ class Watcher:
                 self._path, ended, spec.node.first, epoch=epoch, action=action, advice=advice
             )
             if is_first:
-                events = Events(RunFolder(self._path, has_run=True))
-                events.add("failed", verdict.message, word.step if word is not None else None)
+                at = word.step if word is not None else None
+                self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
         _write_for_torchrun(self._folder, verdict)
         print("\n".join([*lines, advice]), file=sys.stderr, flush=True)

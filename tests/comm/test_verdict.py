@@ -50,6 +50,7 @@ def word(rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **mor
         "collective": at,
         "moved": 0.0,
         "waited": 0.0,
+        "worked": 0.0,
         "counts": counts,
     }
     return Word(**values | more)

@@ -1,0 +1,97 @@
+"""Restarts and their end: the budget, a folder that is taken over, Ctrl-C before training."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from moemesh.comm.signs import Seen, Told
+from moemesh.comm.verdict import Kind, Verdict
+from moemesh.train.restarts import CAME_TWICE, Budget
+from tests.comm.test_verdict import word
+from tests.train.runs import arguments, metrics, start
+
+
+def failed(kind: Kind = "killed", rank: int = 1, *, step: int = 5, told: Told | None = None):
+    seen = Seen(rank=rank, exit_code=-9, word=word(rank, step=step), told=told)
+    return Verdict(kind=kind, rank=rank, message="", seen=seen)
+
+
+def test_restarts_without_progress_come_to_an_end() -> None:
+    budget = Budget(2)
+    assert [budget.refuses(failed(), 4) for _ in range(2)] == [None, None]
+    assert budget.refuses(failed(), 4) == "no progress between restarts"
+    assert Budget(0).refuses(failed(), 4) == "train.restarts is 0"
+
+
+def test_a_newer_checkpoint_renews_the_budget() -> None:
+    budget = Budget(1)
+    assert budget.refuses(failed(), None) is None
+    assert budget.refuses(failed(), 0) is None  # the first checkpoint
+    assert budget.refuses(failed(), 2) is None
+    assert budget.refuses(failed(), 2) == "no progress between restarts"
+    # An older one, since the newest was damaged, is no progress.
+    assert budget.refuses(failed(), 1) == "no progress between restarts"
+
+
+def test_what_would_come_again_is_not_tried_again() -> None:
+    final = Told(kind="ConfigError", message="", at=0.0, is_final=True)
+    assert Budget(2).refuses(failed("exception", told=final), 4) == "the same would happen again"
+    raised = Told(kind="KeyError", message="'x'", at=0.0)
+    budget = Budget(5)
+    assert budget.refuses(failed("exception", told=raised), 4) is None
+    assert budget.refuses(failed("exception", told=raised), 4) == CAME_TWICE
+    # Elsewhere it is another one, and so it is behind a newer checkpoint.
+    budget = Budget(5)
+    assert budget.refuses(failed("exception", told=raised), 4) is None
+    assert budget.refuses(failed("exception", told=raised, step=6), 4) is None
+    assert budget.refuses(failed("exception", told=raised, step=6), 5) is None
+    # A signal is no mistake of the program.
+    budget = Budget(5)
+    assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
+
+
+def wait_until(true, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "run"
+    keys = {"plan__dp": ranks, "train__steps": 100_000, "train__checkpoint_every": 5}
+    first = start(*arguments(out, **keys))
+    wait_until(lambda: (out / "checkpoints/step-10").exists())
+    second = start(*arguments(out, **keys), "--takeover")
+    _, err = first.communicate(timeout=60)
+    assert first.returncode not in (0, None) and "another run has taken over" in err, err
+    events = out / "events.jsonl"
+    wait_until(lambda: "resumed from" in events.read_text())
+    rows = len(metrics(out))
+    wait_until(lambda: len(metrics(out)) > rows + 5)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 143, second.communicate()
+    steps = [row["step"] for row in metrics(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    said = [json.loads(line) for line in events.read_text().splitlines()]
+    assert sum(one["kind"] == "resumed" for one in said) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(*arguments(out, plan__dp=2, train__steps=100_000))
+    wait_until(lambda: (out / "logs/rank-1.out").exists())
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - begun < 5
+    assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
+    assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()
