@@ -409,7 +409,9 @@ def test_ranks_that_wait_for_their_devices() -> None:
         "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2" in found.message
     )
     clock = Clock(patience=5.0)
-    found = clock.look([replace(one, state="S") for one in ranks], 10.0)
+    at = collective(7, "0-2")
+    together = [seen(r, word=word(r, at=at, on_device=True)) for r in range(3)]
+    found = clock.look(together, 10.0)
     assert found is not None and found.kind == "hung"
     assert "s for its device, behind all_reduce #7 of dp (gradients)" in found.message
     alone = word(0, inside=True, on_device=True)
