@@ -110,8 +110,12 @@ class Console:
 
     def say(self, text: str, kind: str = "note") -> None:
         """Print `text` and keep it as an event of this `kind`."""
-        self._events.add(kind, text, self._progress.step)
+        self.keep(text, kind)
         self._print(text)
+
+    def keep(self, text: str, kind: str) -> None:
+        """Keep `text` as an event alone, for readers of `events.jsonl`."""
+        self._events.add(kind, text, self._progress.step)
 
     def warn(self, text: str) -> None:
         """To stderr; also from a silent console, since a warning of one rank concerns the run."""
@@ -201,7 +205,7 @@ def facts(row: MetricsRow) -> list[str]:
         if seconds is not None and row.seconds > 0
     ]:
         found.append("waits: " + ", ".join(shown))
-    if row.epoch is not None:
+    if row.epoch is not None and row.epoch >= 0.005:  # less is no part of an epoch yet
         found.append(f"epoch {row.epoch:.2f}")
     return found
 

@@ -34,7 +34,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.row_bounds import tell_bounded
+from moemesh.train.row_bounds import RowBounds
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.vote import CopiesDiffer, Vote
@@ -75,6 +75,7 @@ class Session:
     guard: Guard
     bundles: Bundles
     vote: Vote
+    row_bounds: RowBounds
     done: int
     cursor: Cursor
 
@@ -130,6 +131,9 @@ class Session:
             guard=guard,
             bundles=Bundles(folder.path, config, parallel, optimizer),
             vote=Vote(parallel, optimizer),
+            row_bounds=RowBounds(
+                parallel, config.plan.microbatches, done, keep=console.keep, say=console.say
+            ),
             done=done,
             cursor=Cursor(step=done, position=position, batch=data.global_batch),
         )
@@ -170,7 +174,7 @@ class Session:
             if train.vote_every and (saves or step // train.vote_every > began // train.vote_every):
                 self.compare_copies(step)
             if saves:
-                tell_bounded(self.parallel, step, self.console.say)
+                self.row_bounds.look(step)
                 if damage := examine_state(self.parallel, self.optimizer):
                     step = saved = self.go_back(step, self.guard.damaged(step, damage))
                     continue

@@ -38,7 +38,7 @@ def train(
     """
     console.say(banner(config, folder.path, samples, mesh.device), "start")
     if config.plan.world_size > 1:
-        console.say(what_is_compared(config), "start")
+        console.keep(what_is_compared(config), "start")
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0

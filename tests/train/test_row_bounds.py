@@ -9,7 +9,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.row_bounds import tell_bounded
+from moemesh.train.row_bounds import RowBounds
 from moemesh.train.step import gradients_of_step
 from tests.parity.training import microbatches
 from tests.ranks import mesh_on_ranks
@@ -18,7 +18,7 @@ from tests.train.injecting import MODEL, SHAPE
 PLAN = Plan(dp=4, ep=4)
 
 
-def adversarial_on_rank(mesh: Mesh) -> list[tuple[str, str]]:
+def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
     config = ModelConfig(
         **MODEL | {"router_selection_bias": True, "experts_per_token": 1, "num_layers": 2}
     )
@@ -30,7 +30,11 @@ def adversarial_on_rank(mesh: Mesh) -> list[tuple[str, str]]:
         dtype=torch.float32,
         tokens_per_rank=PLAN.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
     )
-    said: list[tuple[str, str]] = []
+    kept: list[tuple[str, str]] = []
+    said: list[str] = []
+    bounds = RowBounds(
+        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), say=said.append
+    )
     for step in (1, 2, 3):
         if step == 2:
             for moe in parallel.model.moe_layers().values():
@@ -39,16 +43,22 @@ def adversarial_on_rank(mesh: Mesh) -> list[tuple[str, str]]:
         gradients_of_step(
             parallel, microbatches(config, PLAN, SHAPE, step, mesh), TimelineRecorder(mesh.rank)
         )
-        if step != 2:
-            tell_bounded(parallel, step, lambda text, kind: said.append((text, kind)))
-    tell_bounded(parallel, 4, lambda text, kind: said.append((text, kind)))
-    return said
+        if step == 3:
+            bounds.look(step)
+    bounds.look(4)
+    assert not said, "two forwards of a hundred are none to speak of"
+    for step in (5, 6):
+        for moe in parallel.model.moe_layers().values():
+            moe.experts.num_bounded = int(mesh.rank == 2)
+        bounds.look(step)
+    return kept, said
 
 
 def test_the_rank_with_all_rows_is_named() -> None:
-    for said in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
-        ((text, kind),) = said
+    for kept, said in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
+        text, kind = kept[0]
         bound = 2 * PLAN.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
         assert kind == "rows" and text.startswith(
-            f"step 3: rank 2 was sent more than {bound} rows in 2 forwards of layers 1 since"
+            f"step 3: more than {bound} rows were sent to rank 2 in 2 forwards of layers 1 since"
         )
+        assert len(kept) == 3 and len(said) == 1 and "100% of its forwards" in said[0]
