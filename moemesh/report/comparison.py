@@ -10,7 +10,7 @@ from pathlib import Path
 from moemesh.config.toml import format_value
 from moemesh.report import curves, svg
 from moemesh.report.configuration import between, with_defaults
-from moemesh.report.page import from_template, median_of, write_page
+from moemesh.report.page import from_template, links_to, median_of, write_page
 from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
 from moemesh.report.traffic import by_axis_and_phase
 from moemesh.trace.memory import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
@@ -50,6 +50,7 @@ def render(first: Run, second: Run) -> str:
             for name, run in zip(names, runs, strict=True)
             for warning in run.warnings
         ],
+        links=links_to(sections),
         sections=sections,
     )
 

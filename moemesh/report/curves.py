@@ -340,9 +340,8 @@ def _single(
 
 
 def _range_text(what: str, points: Sequence[Point]) -> str:
-    finite = [value for _, value in points if math.isfinite(value)]
+    finite = sorted(value for _, value in points if math.isfinite(value))
     if not finite:
         return f"{what}: no finite value."
-    middle = sorted(finite)[len(finite) // 2]
-    ends = f"from {short(min(finite))} to {short(max(finite))}"
-    return f"{what} {ends}, median {short(middle)}, over {len(points)} steps."
+    ends = f"from {short(finite[0])} to {short(finite[-1])}"
+    return f"{what} {ends}, median {short(finite[len(finite) // 2])}, over {len(points)} steps."

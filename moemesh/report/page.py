@@ -12,7 +12,7 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.report import boxes, svg, timeline
-from moemesh.report.section import MAX_TABLE_ROWS
+from moemesh.report.section import MAX_TABLE_ROWS, Section
 from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory import format_bytes
 from moemesh.trace.run import MetricsRow, Run
@@ -56,6 +56,7 @@ def write_page(path: Path, text: str) -> Path:
 def render(run: Run) -> str:
     """The page as a text, the same bytes for the same run."""
     state = state_of(run)
+    sections = [make(run) for make in SECTIONS]
     return from_template(
         "page.html",
         name=run.folder.resolve().name,
@@ -65,9 +66,15 @@ def render(run: Run) -> str:
         failure=_pairs(run.failure) if run.failure is not None else None,
         warnings=run.warnings,
         has_no_step=_NO_STEP[state] if not run.metrics else "",
-        sections=[make(run) for make in SECTIONS],
+        links=[*links_to(sections), ("file", "config.toml")],
+        sections=sections,
         config_text=_cut(run.config_text, _MAX_TEXT),
     )
+
+
+def links_to(sections: Sequence[Section]) -> list[tuple[str, str]]:
+    """(identity, title) of each section, for the contents of a page."""
+    return [(section.identity, section.title) for section in sections]
 
 
 def from_template(template: str, **values: Any) -> str:

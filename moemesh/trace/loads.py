@@ -146,8 +146,8 @@ class LayerLoads:
         return cls(
             step=int(data["step"]),
             layer=int(data["layer"]),
-            tokens_per_expert=tuple(int(tokens) for tokens in data["tokens_per_expert"]),
-            tokens_per_rank=tuple(int(tokens) for tokens in data.get("tokens_per_rank", ())),
+            tokens_per_expert=tuple(map(int, data["tokens_per_expert"])),
+            tokens_per_rank=tuple(map(int, data.get("tokens_per_rank", ()))),
             dropped=int(data.get("dropped", 0)),
             steps=steps,
             **several,

@@ -110,3 +110,29 @@ def test_ledgers_round_trip():
     assert ledgers_from_json(data)[1] == 1
     with pytest.raises(ValueError, match="twice"):
         ledgers_from_json({"ranks": data["ranks"] * 2})
+
+
+def test_blocks_of_lines_are_read_as_single_ones(tmp_path):
+    """Lines are read in blocks; damage in one of them loses no other and no number of a line."""
+    lines = [row(step).to_line() for step in range(1, 1001)]
+    # As many objects too many as the next line has too few.
+    lines[700] = f"{lines[700].strip()}, {lines[701]}"
+    lines[701] = "\n"
+    lines[999] = lines[999][:-9]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    run = Run.load(tmp_path)
+    assert [r.step for r in run.metrics] == [*range(1, 701), *range(703, 1000)]
+    assert "2 lines are left out, first line 701:" in run.warnings[0]
+    assert run.metrics[5] == row(6)
+
+
+def test_numbers_of_a_row_may_be_whole_or_null(tmp_path):
+    data = row(1).to_json() | {"loss": None, "lr": 1, "memory_bytes": 7, "mfu": None, "step": 3.0}
+    found = MetricsRow.from_json(data)
+    assert found.loss != found.loss and (found.lr, found.memory_bytes) == (1.0, 7.0)
+    assert (found.step, type(found.step), type(found.lr)) == (3, int, float)
+    assert found.mfu != found.mfu and found.epoch is None
+    with pytest.raises((TypeError, ValueError)):
+        MetricsRow.from_json(data | {"step": None})
+    with pytest.raises((TypeError, ValueError)):
+        MetricsRow.from_json(data | {"seconds": "slow"})
