@@ -39,7 +39,9 @@ def verdict(profile: Profile) -> list[str]:
     steps = max(profile.num_steps, 1)
     step = statistics.fmean(spans) / steps if spans else 0.0
     lines = [
-        f"profile     {profile.num_steps} steps on {len(profile.ranks)} ranks, "
+        f"profile     {profile.num_steps} step{'s' if profile.num_steps != 1 else ''} on "
+        f"{len(profile.ranks)} rank"
+        f"{'s' if len(profile.ranks) > 1 else ''}, "
         f"{step / 1e3:,.1f} ms a step; the profiler itself slows every operation"
     ]
     lines.append("phases      " + _shares(_phases(profile), step * steps) + "  (mean rank)")
@@ -53,7 +55,8 @@ def verdict(profile: Profile) -> list[str]:
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
         milliseconds = pause.microseconds / 1e3
         lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.behind}")
-    lines.append(_imbalance(profile, pauses, spans))
+    if len(profile.ranks) > 1:
+        lines.append(_imbalance(profile, pauses, spans))
     return [*lines, _clocks(profile)]
 
 
