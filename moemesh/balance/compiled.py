@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -74,6 +75,12 @@ def is_compiled() -> bool:
     return not _plain.get() and _compiler() is not _unchanged
 
 
+_log = logging.getLogger(__name__)
+_FIRST = (
+    "the balancer compiles its loops with numba, once on this machine: that takes tens of seconds"
+)
+
+
 @functools.cache
 def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`numba.njit` with a cache on disk, or the identity where numba does not work."""
@@ -83,8 +90,11 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return _unchanged
     folder = _cache_folder(numba)
     options = {"cache": folder is not None, "nogil": True, "error_model": "numpy"}
+    news = [_FIRST] if folder is None or not any(folder.rglob("*.nbi")) else []
 
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+        if news and function is not _unchanged:
+            _log.warning(news.pop())
         previous = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder or "")
         try:

@@ -15,7 +15,7 @@ from moemesh.cli.table import table
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
-    from moemesh.checkpoint.stored import Stored
+    from moemesh.checkpoint.stored import Damage, Stored
 
 Place = Annotated[
     str,
@@ -141,11 +141,18 @@ def _age(seconds: float) -> str:
 
 
 @checkpoint_app.command(short_help="Read every byte back; name what is damaged.")
-def verify(place: Place, as_json: AsJson = False) -> None:
+def verify(
+    place: Place,
+    all_lines: Annotated[
+        bool, typer.Option("--all", "-v", help="Print every damage, not the first of a file.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Compare every chunk of every file with its digest, as the disk holds it.
 
-    Names tensor, chunk and file of each damage, and the tensors with numbers that are not finite.
-    Exit code 1 where anything is damaged. Example:
+    Names the first damage of each file and how many there are (each one, with tensor and chunk, by
+    --all and --json), and the tensors with numbers that are not finite. Exit code 1 where anything
+    is damaged. Example:
 
         moemesh checkpoint verify runs/tiny/step-100
     """
@@ -175,16 +182,32 @@ def verify(place: Place, as_json: AsJson = False) -> None:
             }
         )
         if not as_json:
-            _say_verified(found.path(step), damages, names, size)
+            told = [str(one) for one in damages] if all_lines else by_file(damages)
+            _say_verified(found.path(step), told, names, size)
     if as_json:
         folder = str(found.folder)
         typer.echo(json.dumps({"folder": folder, "checkpoints": content}, indent=1))
     raise typer.Exit(int(is_damaged))
 
 
-def _say_verified(
-    path: "Folder", damages: Sequence[object], names: Sequence[str], size: int
-) -> None:
+def by_file(damages: "Sequence[Damage]") -> list[str]:
+    """The first damage of each file, and how many more of how many tensors it has: a file that is
+    cut has one for each chunk behind the cut."""
+    groups: dict[str, list[Damage]] = {}
+    for damage in damages:
+        groups.setdefault(damage.file, []).append(damage)
+    lines: list[str] = []
+    for group in groups.values():
+        line = str(group[0])
+        if len(group) > 1:
+            tensors = {damage.tensor for damage in group if damage.tensor is not None}
+            of = f" of {len(tensors)} tensors" if len(tensors) > 1 else ""
+            line += f"; and {len(group) - 1} more{of} in this file (--all shows them)"
+        lines.append(line)
+    return lines
+
+
+def _say_verified(path: "Folder", damages: Sequence[str], names: Sequence[str], size: int) -> None:
     from moemesh.trace.memory import format_bytes
 
     if damages:

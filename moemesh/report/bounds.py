@@ -149,8 +149,8 @@ def _optimizer_changes(evidence: Evidence) -> Sequence[Overrides]:
 
 
 def _say_memory(evidence: Evidence) -> str:
-    peak = evidence.fact("peak bytes")
-    found = "" if peak is None else f"; the highest peak of a rank is {format_bytes(peak)}"
+    memory = evidence.run.memory
+    found = f"; {memory.peak_words}: {format_bytes(memory.peak)}" if memory is not None else ""
     return (
         "Layers are computed a second time to save memory (plan.recompute = full), about "
         f"{_share(evidence, 'memory')}{found}."

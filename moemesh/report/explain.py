@@ -18,7 +18,7 @@ from moemesh.report.failures import CAUSES, cause_of, culprit_of
 from moemesh.report.health import losses_of, lower_rate, one_line, troubles_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory import MEASURED_HELD, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Run
 from moemesh.trace.state import State, state_of
 
@@ -194,16 +194,19 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
         found.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
     if speed := _speed(run, evidence):
         found.append(("speed", speed))
-    expected, held = evidence.fact("held bytes predicted"), evidence.fact("held bytes measured")
-    if (peak := evidence.fact("peak bytes")) is not None:
-        text = f"highest peak of a rank {format_bytes(peak)}"
-        if expected is not None and held is not None:
-            text += (
-                f"; held by the fullest rank {format_bytes(held)}, predicted "
-                f"{format_bytes(expected)}"
-            )
-        found.append(("memory", text))
+    if memory := _memory(run, evidence):
+        found.append(("memory", memory))
     return tuple(found[:_MOST_LINES])
+
+
+def _memory(run: Run, evidence: Evidence) -> str:
+    if run.memory is None or not run.memory.ranks:
+        return ""
+    figures = [f"{run.memory.peak_words}, of the fullest rank: {format_bytes(run.memory.peak)}"]
+    for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
+        if (size := evidence.fact(f"held bytes {name}")) is not None:
+            figures.append(f"{words}: {format_bytes(size)}")
+    return "; ".join(figures)
 
 
 def _speed(run: Run, evidence: Evidence) -> str:

@@ -200,7 +200,7 @@ class View:
         if row.tflops_per_rank is not None:
             yield f"{flop_rate(row.tflops_per_rank)} a rank"
         if row.memory_bytes is not None:
-            yield f"memory {row.memory_bytes / 2**30:.2f} GiB"
+            yield f"peak memory {row.memory_bytes / 2**30:.2f} GiB"
         waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
         shown = [
             f"{name} {min(seconds / row.seconds, 1):.0%}"

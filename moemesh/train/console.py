@@ -197,7 +197,7 @@ def facts(row: MetricsRow) -> list[str]:
         share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
         found.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
     if row.memory_bytes is not None:
-        found.append(f"{row.memory_bytes / 2**30:.2f} GiB")
+        found.append(f"peak memory {row.memory_bytes / 2**30:.2f} GiB")
     waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
     if shown := [
         f"{name} {min(seconds / row.seconds, 1):.0%}"

@@ -114,6 +114,19 @@ def test_a_cache_that_cannot_be_written(fresh: pytest.MonkeyPatch, tmp_path: Pat
     assert loops.is_compiled() and halved()(3.0) == 1.5
 
 
+def test_the_first_compilation_is_announced_once(
+    fresh: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numba = pytest.importorskip("numba")
+    fresh.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert loops.is_compiled() and not caplog.messages, "nothing is compiled yet"
+    assert halved()(3.0) == halved()(3.0) == 1.5
+    assert len(caplog.messages) == 1 and "tens of seconds" in caplog.messages[0]
+    loops._compiler.cache_clear()  # as another process, which finds the folder
+    assert halved()(3.0) == 1.5
+    assert len(caplog.messages) == 1
+
+
 def test_the_cache_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba looks at the file of a function only, not at those it calls: the folder must change."""
     numba = pytest.importorskip("numba")

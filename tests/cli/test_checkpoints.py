@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from moemesh.checkpoint.stored import Damage
+from moemesh.cli.checkpoints import by_file
 from moemesh.train.folder import RunFolder
 from tests.checkpoint.simulate import as_format_1, cut, save_as_ranks, save_one, whole
 from tests.test_cli import run, run_guarded
@@ -205,3 +207,21 @@ def test_no_torch(made: Path) -> None:
     ):
         done = run_guarded({"torch"}, "checkpoint", *arguments)
         assert "forbidden" not in done.stderr and done.stdout, done.stderr
+
+
+def test_damage_of_a_cut_file_is_summarised(made: Path, call: Any) -> None:
+    file = made / "checkpoints/step-2/rank-00001.safetensors"
+    every = [Damage(file.name, "digest", "big", (0, 0), chunk) for chunk in range(40)]
+    every += [Damage(file.name, "digest", "small", (0,), 0), Damage("notes", "not ours")]
+    lines = by_file(every)
+    assert lines == [
+        f"{every[0]}; and 40 more of 2 tensors in this file (--all shows them)",
+        str(every[-1]),
+    ]
+    flip(file, 300)
+    flip(file, file.stat().st_size - 1)
+    _, short, _ = call("verify", made / "step-2")
+    _, long, _ = call("verify", made / "step-2", "--all")
+    damages = json.loads(call("verify", made / "step-2", "--json")[1])["checkpoints"][0]["damages"]
+    assert len(damages) == long.count(file.name) == 2 and short.count(file.name) == 1
+    assert "and 1 more" in short

@@ -81,8 +81,8 @@ def test_the_verdict_by_hand():
     assert "0.4 ms on rank 0, all_gather over tp (mlp.enter)" in text
     assert "rank 1 works 1.40 times the mean, rank 0 0.60 times" in text
     assert "share a clock" in text
-    empty = RankProfile(rank=0, host="node", events=[], phases=[])
-    assert "no rank recorded" in "\n".join(verdict(Profile(ranks=[empty], num_steps=1)))
+    empty = [RankProfile(rank=rank, host="node", events=[], phases=[]) for rank in (0, 1)]
+    assert "no rank recorded" in "\n".join(verdict(Profile(ranks=empty, num_steps=1)))
 
 
 def write_rank(folder, rank, boot, readings, start):
