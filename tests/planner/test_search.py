@@ -13,6 +13,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.search import search
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space, families
@@ -156,3 +157,14 @@ def test_bad_input_names_the_numbers() -> None:
     assert "legal" in str(batch.value)
     with pytest.raises(NothingFits, match="more than there is"):
         plan_named("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)
+
+
+def test_layouts_come_in_order_however_few_are_sorted_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = np.array([3.0, 1.0, 2.0, 1.0, 2.0, 9.0, 1.0, 0.5, 3.0])
+    numbers = np.array([0, 1, 2, 3, 4, 6, 7, 8])
+    expected = [7, 1, 3, 6, 2, 4, 0, 8]
+    for first in (1, 2, 3, 5, 7, 8, 100):
+        monkeypatch.setattr(search, "_FIRST", first)
+        assert list(search._ascending(numbers, values)) == expected

@@ -14,7 +14,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -31,6 +30,8 @@ from moemesh.planner.timing.price import pricing
 
 #: Sums of the bound and of the price are rounded in another order.
 _ROUNDING = 1e-9
+#: Layouts that are sorted at once: more than a search prices.
+_FIRST = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +107,6 @@ class Found:
         """Bytes of a device that a job may use."""
         return self.cluster.memory_bytes * self.pricing.usable_share
 
-    @cached_property
-    def order(self) -> IntArray:
-        """All layouts by the bound of their time, then by number: deterministic."""
-        return np.argsort(self.bounds, kind="stable")
-
     def layout(self, index: int) -> PlannedLayout:
         """Layout number `index` of the enumeration."""
         family = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -143,13 +139,13 @@ class Found:
         return [index for _, _, index in found[:count]]
 
     def _may_fit(self, capacity: float) -> Iterator[int]:
-        return map(int, self.order[self.needed[self.order] <= capacity])
+        return _ascending(np.flatnonzero(self.needed <= capacity), self.bounds)
 
     def faster_that_do_not_fit(self, than: float, count: int) -> list[int]:
         """Layouts with less than `than` seconds, the one that misses its memory by least first."""
         may = np.flatnonzero((self.bounds < than) & (self.needed > self.capacity))
-        nearest = may[np.argsort(self.needed[may], kind="stable")][: 50 * count]
-        faster = (index for index in map(int, nearest) if self.seconds(index) < than)
+        nearest = islice(_ascending(may, self.needed), 50 * count)
+        faster = (index for index in nearest if self.seconds(index) < than)
         return list(islice(faster, count))
 
     def smallest(self) -> int:
@@ -192,6 +188,21 @@ class Found:
             rejected=rejected,
             assumptions=tuple(assumptions),
         )
+
+
+def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
+    """Layouts by their value, equal ones by number. The first few are found before the rest is
+    sorted: nobody reads millions of them."""
+    if len(numbers) > _FIRST:
+        own = values[numbers]
+        is_first = own <= np.partition(own, _FIRST)[_FIRST]
+        yield from _ascending_all(numbers[is_first], values)
+        numbers = numbers[~is_first]
+    yield from _ascending_all(numbers, values)
+
+
+def _ascending_all(numbers: IntArray, values: FloatArray) -> Iterator[int]:
+    return map(int, numbers[np.argsort(values[numbers], kind="stable")])
 
 
 def _next_multiple(number: int, of: int) -> int:
