@@ -122,8 +122,10 @@ class Drill:
         whole, folder = self.oracle(plan), self.new_folder()
         out = folder / "run"
         world = 4 if plan.startswith("tp") else 2
-        # Behind the first steps, which have more time; in a save: of an even step.
+        # Behind the first steps, which have more time; in a save: of an even step; in a
+        # validation: of the last one.
         step = self.random.choice((4, 6)) if place == "save" else self.random.randint(4, 7)
+        step = SETTINGS["train.steps"] if place == "validate" else step
         spec = Spec(
             action=action,
             rank=self.random.randrange(world),
@@ -192,9 +194,14 @@ def _kill_in_save(drill: Drill) -> Outcome:
     return drill.rank_fault("kill", "save", "Killed")
 
 
+@fault("kill -9 in the validation", "R3 R4 R5 R6")
+def _kill_in_validation(drill: Drill) -> Outcome:
+    return drill.rank_fault("kill", "validate", "Killed")
+
+
 @fault("kill -STOP", "R3 R4 R5 R6")
-def _stop_in_forward(drill: Drill) -> Outcome:
-    return drill.rank_fault("stop", "forward", "Stopped")
+def _stop(drill: Drill) -> Outcome:
+    return drill.rank_fault("stop", drill.random.choice(("forward", "collective")), "Stopped")
 
 
 @fault("endless loop", "R3 R4 R5 R6")

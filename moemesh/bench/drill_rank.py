@@ -7,10 +7,14 @@ word, which every rank passes, are where they come, and the judge's verdict is w
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import resource
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +27,17 @@ from moemesh.trace import progress_words
 #: Files in the drill's folder: times (monotonic seconds) of the fault, of the verdict, and of the
 #: first step behind it.
 FIRED, JUDGED, WENT_ON = "fired", "judged", "went-on"
+#: What an action that only looks has found (empty: nothing wrong), and the command and the process
+#: of the launcher, as JSON.
+FOUND, LAUNCHER = "found", "launcher"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What happens to `rank` in `step`. `place`: "forward", "collective", or a phase of a run.
 
-    `action`: one of :data:`ACTIONS`; `folder`: for the times; `once`: not again after a restart.
+    `action`: one of :data:`ACTIONS` or of :func:`_act`; `folder`: for times and findings; `once`:
+    not again after a restart.
     """
 
     action: str
@@ -80,6 +88,81 @@ ACTIONS: dict[str, Callable[[], None]] = {
 }
 
 
+def _act(spec: Spec) -> None:
+    """Carry the action of `spec` out in this process."""
+    folder = Path(spec.folder)
+    if spec.action in ACTIONS:
+        ACTIONS[spec.action]()
+    elif spec.action.startswith("SIG"):
+        name, _, _, target = spec.action.split()
+        pid = os.getpid() if target == "rank" else _launcher(folder)["pid"]
+        os.kill(pid, signal.Signals[name])
+    elif spec.action.startswith("clock"):
+        shift = 3600.0 if spec.action.endswith("forward") else -3600.0
+        now = time.time
+        time.time = lambda: now() + shift
+        (folder / FOUND).write_text("")
+    elif spec.action == "full disk":
+        _limit_files(_FULL_BYTES)
+    elif spec.action == "NaN":
+        _weights(folder)[-1].fill_(float("nan"))
+    elif spec.action == "flip":
+        # Norms are the same on every rank of a stage.
+        _weights(folder, dimensions=1)[0].mul_(1 + 2**-20)
+    elif spec.action == "sockets":
+        pids = (os.getpid(), _launcher(folder)["pid"])
+        (folder / FOUND).write_text("\n".join(_open_to_all(pids)))
+    else:
+        second = [sys.executable, "-m", "moemesh", *_launcher(folder)["arguments"]]
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        done = subprocess.run(second, capture_output=True, text=True, env=environment)
+        is_refused = done.returncode == 2 and "in use by another run" in done.stderr
+        (folder / FOUND).write_text("" if is_refused else f"{done.returncode}: {done.stderr}")
+
+
+def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
+    """The trained weights of this process with so many dimensions, as tensors to write to."""
+    import torch
+
+    found = [
+        one.data
+        for one in gc.get_objects()
+        if isinstance(one, torch.nn.Parameter) and one.requires_grad and one.dim() == dimensions
+    ]
+    (folder / FOUND).write_text(f"{len(found)} weights")
+    return found
+
+
+#: A file can grow up to here on a "full disk": rows of metrics fit, a checkpoint does not.
+_FULL_BYTES = 16 * 1024
+
+
+def _limit_files(size: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+
+def _launcher(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / LAUNCHER).read_text())
+
+
+def _open_to_all(pids: Sequence[int]) -> list[str]:
+    """TCP sockets of `pids` that listen on more than loopback, as /proc shows them."""
+    sockets: set[str] = set()
+    for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # the listing itself has one
+            sockets.add(os.readlink(file))
+    found: list[str] = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[i] for i in (1, 3, 9))
+            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
+            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
+            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
+                found.append(f"{table} {address}")
+    return found
+
+
 def arm(spec: Spec) -> None:
     """Let the fault of `spec` come to this process if it is that rank, and take its times."""
     folder, rank = Path(spec.folder), int(os.environ.get("RANK", -1))
@@ -89,12 +172,14 @@ def arm(spec: Spec) -> None:
         write(word)
         if word.step < 1:
             return
+        if spec.action == "full disk" and word.step >= spec.step + 2:
+            _limit_files(resource.RLIM_INFINITY)
         if spec.once and (folder / FIRED).exists():
             if word.phase == b"step" and not (folder / WENT_ON).exists() and _was_judged(folder):
                 _stamp(folder / WENT_ON)
         elif rank == spec.rank and word.step == spec.step and _is_at(word, spec.place):
             _stamp(folder / FIRED)
-            ACTIONS[spec.action]()
+            _act(spec)
 
     progress_words._Writer.write = watched  # pyright: ignore
 
@@ -149,6 +234,8 @@ def main() -> None:
     from moemesh.comm import launch
 
     if not is_rank:
+        launcher = {"pid": os.getpid(), "arguments": sys.argv[1:]}
+        (Path(spec.folder) / LAUNCHER).write_text(json.dumps(launcher))
         take_time_of_verdicts(Path(spec.folder))
         launch.ENTRY = ("-m", "moemesh.bench.drill_rank", spec.text())
     runpy.run_module("moemesh", run_name="__main__", alter_sys=True)

@@ -26,6 +26,7 @@ def drill(
     import json
 
     from moemesh.bench import drill as drills
+    from moemesh.bench import drill_faults  # noqa: F401  # adds its rows
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     known = [name for name, one in drills.FAULTS.items() if one.is_short or not short]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.bench import drill
+from moemesh.bench import drill, drill_faults
 from moemesh.bench.drill import FAULTS, Drill, Fault, Outcome, Row, losses
 from moemesh.bench.drill_rank import Spec
 from tests import commands
@@ -21,11 +21,13 @@ from tests.train.test_train import process_of_rank
 
 def test_the_short_form() -> None:
     """Every fault ends with the right verdict on the right rank, and with the oracle's bits."""
+    assert drill_faults.__doc__ and len(FAULTS) > 20  # its rows are there, too
     names = [name for name, one in FAULTS.items() if one.is_short]
     problems: list[str] = []
     rows = drill.run(names, trials=1, seed=1, python=commands.python(), say=problems.append)
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
-    assert len(rows) == len(names) >= 2 and all(row.outcomes[0].recovered for row in rows)
+    assert len(rows) == len(names) >= 4
+    assert all(row.outcomes[0].recovered is not False for row in rows)
 
 
 @pytest.mark.slow
