@@ -38,16 +38,11 @@ bench: $(VENV)/ready
 	$(BIN)/moemesh bench layer
 
 # On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): all that was never run on one,
-# into one file to send back (docs/gpu.md). Goes on behind a failure.
+# into one file to send back (docs/gpu.md, tests/gpu_session.py). Goes on behind a failure.
 GPU_PYTHON ?= $(PYTHON)
 GPU_REPORT ?= gpu-report.txt
 gpu:
-	-( set -x; nvidia-smi; $(GPU_PYTHON) -c "import torch; print(torch.__version__, torch.version.cuda)"; \
-	   $(GPU_PYTHON) -m pytest -m gpu tests; $(GPU_PYTHON) -m moemesh bench device; \
-	   $(GPU_PYTHON) -m moemesh bench layer; \
-	   $(GPU_PYTHON) -m moemesh train --set train.device=cuda --set train.dtype=bfloat16 \
-	     --out runs/gpu ) > $(GPU_REPORT) 2>&1
-	@echo "report: $(GPU_REPORT)"
+	$(GPU_PYTHON) -m tests.gpu_session $(GPU_REPORT)
 
 # The documentation as a site, without a network: open site/index.html.
 docs: $(VENV)/ready

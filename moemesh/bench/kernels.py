@@ -1,8 +1,9 @@
-"""`moemesh bench device`: kernels, bytes and waits of one MoE layer on the simulated CUDA device.
+"""`moemesh bench device`: one MoE layer on simulated CUDA devices, by its kernels and exchanges.
 
 Forward and backward in bfloat16, counted in the second call, beside transformers' layer of the same
 sizes. The roofline is that of the implementation, kernel by kernel, on the data sheet of a cluster:
-the larger of operations over peak and bytes over bandwidth, and a launch each.
+the larger of operations over peak and bytes over bandwidth, and a launch each. Beside it stands the
+planner's time of the same layer, a prediction from the sizes alone.
 """
 
 from __future__ import annotations
@@ -10,36 +11,89 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moemesh.bench.exposure import exposed_exchanges
 from moemesh.bench.layer_rank import INIT_STD, single_sequence
+from moemesh.bench.ranks import on_ranks
+from moemesh.bench.settings import DeviceSettings
 from moemesh.bench.shapes import SHAPES, LayerShape
 from moemesh.bench.simulated_device import CUDA, Kernel, SimulatedDevice
+from moemesh.bench.simulated_device.timeline import kernel_seconds
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.model.moe import MoE
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
+from moemesh.planner.timing.compute import Workload, expert_block
+from moemesh.planner.timing.layer_time import longer
+from moemesh.planner.timing.price import pricing, software_of
 
-#: Seconds between two small kernels that a host queues one after the other.
-LAUNCH_SECONDS = 4e-6
 
-
-def run(shape: str, cluster: str) -> dict[str, Any]:
-    """The table of one of :data:`~moemesh.bench.shapes.SHAPES`; ConfigError for a cluster that
-    cannot be read."""
-    machine, size = load_cluster(cluster), SHAPES[shape]
+def run(settings: DeviceSettings, found: Path | None = None) -> dict[str, Any] | None:
+    """The tables; None where another rank has them. ConfigError for a cluster that cannot be read,
+    or whose file has unknown constants."""
+    machine, size = load_cluster(settings.cluster), SHAPES[settings.shape]
+    planned = planned_seconds(size, machine)
+    exposed: list[dict[str, Any]] | None = []
+    if settings.ranks > 1:
+        measure = partial(exposed_exchanges, size, machine)
+        ranks = settings.ranks
+        exposed = on_ranks("device", settings, measure, num_ranks=ranks, found=found)
+        if exposed is None:
+            return None
     contenders = [
         ("moemesh", True, _own_layer),
         ("moemesh, nothing compiled", False, _own_layer),
         ("transformers, grouped_mm", True, _transformers_layer),
     ]
     rows = [
-        {"name": name, **found}
+        {"name": name, **counted}
         for name, fuses, make in contenders
-        if (found := count_layer(size, machine, make, fuses=fuses)) is not None
+        if (counted := count_layer(size, machine, make, fuses=fuses)) is not None
     ]
-    return {"shape": shape, "cluster": machine.name, "torch": torch.__version__, "rows": rows}
+    return {
+        "shape": settings.shape,
+        "cluster": machine.name,
+        "torch": torch.__version__,
+        "rows": rows,
+        "planned": planned._asdict(),
+        "ranks": settings.ranks,
+        "exposed": exposed,
+    }
+
+
+class PlannedLayer(NamedTuple):
+    """The planner's seconds of a MoE layer, forward and backward: of its device alone, and with
+    what the calibrated software stack's host adds."""
+
+    device: float
+    with_host: float
+
+
+def planned_seconds(shape: LayerShape, machine: Cluster) -> PlannedLayer:
+    """From the sizes, by the time model of `moemesh plan`."""
+    priced = pricing(machine)
+    model = from_model_config(shape.config)
+    layout = PlannedLayout(seq_len=shape.tokens, global_batch=1)
+    work = Workload(
+        model=model_row(model),
+        layout=layout_row(model, layout, software_of(layout)),
+        hardware=hardware_row(priced.device),
+        constants=priced.constants,
+    )
+    block = expert_block(work)
+    # The backward computes both gradients of every product.
+    forward = float(block.products + block.elementwise)
+    host = float(block.overhead)
+    return PlannedLayer(
+        3 * forward, float(longer(forward, host)) + float(longer(2 * forward, 2 * host))
+    )
 
 
 Layer = tuple[nn.Module, Callable[[Tensor], Tensor]]
@@ -80,13 +134,7 @@ def count_layer(
 
 def roofline_seconds(kernels: Iterable[Kernel], machine: Cluster) -> float:
     """The least time of these kernels, one after the other, on a device of `machine`."""
-    total = 0.0
-    for kernel in kernels:
-        dtype = str(kernel.dtype).removeprefix("torch.")
-        peak = machine.peak_flops.get(dtype, max(machine.peak_flops.values()))
-        busy = max(kernel.flops / peak, kernel.bytes / machine.memory_bandwidth)
-        total += busy + LAUNCH_SECONDS
-    return total
+    return sum(kernel_seconds(kernel, machine) for kernel in kernels)
 
 
 def _own_layer(shape: LayerShape) -> Layer:

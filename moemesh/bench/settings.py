@@ -27,6 +27,8 @@ LAYER_SHAPES = {
     "B": "many narrow ones: 64 of width 512, top-8; 2048 tokens, hidden 1024",
     "tiny": "to try the command: 4 of width 24, top-2; 64 tokens, hidden 16",
 }
+#: Experts of these layers.
+SHAPE_EXPERTS = {"A": 16, "B": 64, "tiny": 4}
 #: In the order of the table. "all" means these.
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto")
 #: Collectives of `bench links`.
@@ -162,6 +164,18 @@ class LayerSettings(Settings):
         for name in self.shapes:
             for count in counts_in(self.ranks):
                 _divides("ranks", count, f"experts of shape {name}", SHAPES[name].num_experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings(Settings):
+    """One MoE layer on simulated devices; `cluster` has their data sheet and links."""
+
+    shape: Annotated[Literal["A", "B", "tiny"], "As of `bench layer`."] = "B"
+    cluster: Annotated[str, "Preset or file: rates of its devices and links."] = "dgx_h100"
+    ranks: Annotated[int, "Devices that share the experts; 1: no exchanges.", {"min": 1}] = 4
+
+    def check(self) -> None:
+        _divides("ranks", self.ranks, "experts", SHAPE_EXPERTS[self.shape])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from moemesh.bench.simulated_device import SimulatedDevice
+from moemesh.bench.simulated_device.counts import Queued
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import FULL, Tuning
+from moemesh.model.batch import Batch
 from moemesh.model.experts import Experts
-from moemesh.parallel.parallelize import parallelize
+from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.schedule.build import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
@@ -26,12 +30,13 @@ HIDDEN, WIDTH, TOKENS = 32, 16, 16
 
 class Counted(NamedTuple):
     """Of one rank: waits by region with the lines that caused them, kernels by region, losses of
-    the steps, and their ledger."""
+    the steps, their ledger, and what was queued on the device by region."""
 
     waits: dict[str, Counter[str]]
     kernels: dict[str, int]
     losses: list[float]
     ledger: list[dict[str, Any]]
+    queued: dict[str, list[Queued]]
 
 
 def counted(device: SimulatedDevice, losses: list[float], mesh: Mesh) -> Counted:
@@ -40,18 +45,23 @@ def counted(device: SimulatedDevice, losses: list[float], mesh: Mesh) -> Counted
         name: Counter(f"{wait.why}, {wait.line}" for wait in totals.waited)
         for name, totals in regions.items()
     }
-    return Counted(
-        waits,
-        {name: totals.kernels for name, totals in regions.items()},
-        losses,
-        mesh.ledger.rows(),
-    )
+    kernels = {name: totals.kernels for name, totals in regions.items()}
+    queued = {name: totals.queued for name, totals in regions.items()}
+    return Counted(waits, kernels, losses, mesh.ledger.rows(), queued)
 
 
 def steps_on_rank(
-    rank: int, model_keys: dict[str, Any], plan_keys: dict[str, Any], shape: Shape, steps: int
+    rank: int,
+    model_keys: dict[str, Any],
+    plan_keys: dict[str, Any],
+    shape: Shape,
+    steps: int,
+    change: Callable[[ParallelModel], None] | None = None,
+    after: Callable[[ParallelModel, list[Batch]], None] | None = None,
+    tuning: Tuning = FULL,
 ) -> Counted:
-    """`steps` steps; the regions are "gradients" and "update" of the last one."""
+    """`steps` steps; the regions are "gradients" and "update" of the last one. `change` is made to
+    the model before them, `after` is called with the last batches."""
     config, plan = model_of(model_keys), Plan(**plan_keys)
     train = TrainConfig(dtype="bfloat16", optimizer="adamw", lr=1e-3, clip=1.0)
     with SimulatedDevice() as device:
@@ -67,9 +77,13 @@ def steps_on_rank(
             dtype=torch.bfloat16,
             tokens_per_rank=tokens,
             schedule=build_step(plan, config, shape.seq_len),
+            tuning=tuning,
         )
+        if change is not None:
+            change(parallel)
         optimizer = Optimizer.of(parallel, train)
         losses: list[float] = []
+        batches: list[Batch] = []
         for step in range(1, steps + 1):
             batches = microbatches(config, plan, shape, step, mesh)
             suffix = "" if step == steps else " before"
@@ -78,6 +92,8 @@ def steps_on_rank(
             with device.region(f"update{suffix}"):
                 update(parallel, optimizer, result, lr=train.lr, clip=1e-3)
             losses.append(result.loss)
+        if after is not None:
+            after(parallel, batches)
         return counted(device, losses, mesh)
 
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from moemesh.bench.kernels import LAUNCH_SECONDS, roofline_seconds, run
+from moemesh.bench.kernels import roofline_seconds, run
+from moemesh.bench.settings import DeviceSettings
 from moemesh.bench.simulated_device import Kernel, SimulatedDevice
+from moemesh.bench.simulated_device.timeline import LAUNCH_SECONDS
 from moemesh.config.cluster import load_cluster
 from moemesh.config.train import TrainConfig
 from moemesh.ops.fusion import or_else
@@ -12,7 +14,8 @@ from moemesh.train.optimizer import Optimizer
 
 
 def test_bench_device_counts_the_layer_and_its_peer() -> None:
-    found = run("tiny", "dgx_h100")
+    found = run(DeviceSettings(shape="tiny", ranks=1))
+    assert found is not None
     rows = {row["name"]: row for row in found["rows"]}
     ours, plain = rows["moemesh"], rows["moemesh, nothing compiled"]
     assert ours["waits"] == plain["waits"] == [0, 0]

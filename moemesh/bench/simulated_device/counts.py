@@ -1,4 +1,4 @@
-"""Counts of the simulated device: kernels, bytes and waits by region, each with its line."""
+"""What the simulated device was given to do, in order and by region, each with its line."""
 
 from __future__ import annotations
 
@@ -44,14 +44,40 @@ class Wait(NamedTuple):
     line: str
 
 
+class Exchange(NamedTuple):
+    """A collective or message that starts once what is queued in front of it has been computed.
+
+    `bytes` leave this rank or reach it, whichever is more. `stream` and `number` are the same on
+    all `ranks` that take part; exchanges of one stream follow one another."""
+
+    name: str
+    caller: str
+    bytes: int
+    ranks: tuple[int, ...]
+    stream: str
+    number: int
+
+
+class Arrival(NamedTuple):
+    """What is queued from here on waits for the end of this exchange."""
+
+    stream: str
+    number: int
+
+
+Queued = Kernel | Exchange | Arrival
+
+
 @dataclass
 class Totals:
-    """Of one region."""
+    """Of one region: what was queued on the device, in order, and where the host waited for it."""
 
-    launched: list[Kernel] = field(default_factory=list)
+    queued: list[Queued] = field(default_factory=list)
     waited: list[Wait] = field(default_factory=list)
-    #: Collectives and messages, which are no kernels of ours.
-    exchanged: list[str] = field(default_factory=list)
+
+    @property
+    def launched(self) -> list[Kernel]:
+        return [one for one in self.queued if isinstance(one, Kernel)]
 
     @property
     def kernels(self) -> int:
@@ -92,6 +118,10 @@ class Counts:
     def here(self) -> Totals:
         """The region that is counted in now."""
         return self.totals(self._region)
+
+    def queue(self, one: Queued) -> None:
+        """Enter work of the device."""
+        self.here.queued.append(one)
 
     def wait(self, why: str) -> None:
         """Count a wait that the calling line causes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,8 +19,19 @@ from moemesh.bench.simulated_device.counts import (
     line,
     tensors_of,
 )
+from moemesh.bench.simulated_device.exchanges import Exchanges
 from moemesh.bench.simulated_device.streams import Event, Stream
 from moemesh.bench.simulated_device.tensor import DeviceTensor, Factories, make_device_grads
+from moemesh.comm.mesh import Axis
+from moemesh.ops import fusion
+
+_run_thread = threading.Thread.run
+
+
+def _run(thread: threading.Thread) -> None:
+    # Modes belong to a thread.
+    with Factories():
+        _run_thread(thread)
 
 
 class SimulatedDevice(Counts):
@@ -51,6 +63,7 @@ class SimulatedDevice(Counts):
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         self._stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         self._stack.enter_context(Factories())
+        self._stack.enter_context(mock.patch.object(threading.Thread, "run", _run))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,16 +83,13 @@ class SimulatedDevice(Counts):
             touched = list(tensors_of((args, kwargs, found)))
             num_bytes = sum(bytes_of(x.numbers) for x in touched if isinstance(x, DeviceTensor))
             kernel = Kernel(function.__name__, 0, num_bytes, touched[0].dtype, line())
-            self.here.launched.append(kernel)
+            self.queue(kernel)
             return found
 
         return call
 
     def _answers(self) -> list[tuple[Any, str, Any]]:
         """What ``torch.cuda`` and the process groups answer meanwhile."""
-        from moemesh.comm.mesh import Axis
-        from moemesh.ops import fusion
-
         cuda: Any = torch.cuda
         return [
             (torch.autograd, "_make_grads", make_device_grads),
@@ -100,4 +110,5 @@ class SimulatedDevice(Counts):
             (fusion, "compiled", self.compiled),
             # As NCCL moves them: what is sent is the same on gloo.
             (Axis, "backend", property(lambda axis: "nccl")),
+            *Exchanges(self).answers(),
         ]

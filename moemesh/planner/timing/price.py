@@ -91,6 +91,8 @@ def software_of(layout: PlannedLayout) -> Software:
     return Software(
         fsdp=layout.zero >= 2,
         deduplicated=layout.dispatcher == "hierarchical",
+        # tests/device/test_overlap.py shows that chunks and blocks hide as much as is assumed.
+        overlapped_exchange=layout.dispatch_chunks > 1 or layout.schedule.startswith("dualpipe"),
         adapters=layout.adapters,
     )
 
