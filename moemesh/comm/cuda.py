@@ -126,7 +126,8 @@ def _check_capability(index: int, dtype: str) -> None:
     capability = torch.cuda.get_device_capability(index)
     name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
     name += f"{_dotted(capability)})"
-    built = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    architectures = (one.removeprefix("sm_") for one in torch.cuda.get_arch_list())
+    built = [int(one) for one in architectures if one.isdigit()]  # none in a build for ROCm
     if built and capability < (lowest := divmod(min(built), 10)):
         raise DeviceError(
             f"{name} is older than what torch {torch.__version__} has kernels for "

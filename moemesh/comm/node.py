@@ -78,10 +78,10 @@ class Node:
 def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     """The folder of the ranks of `node`; the first that comes runs ``watcher(folder)`` beside them.
 
-    None where processes of others cannot be watched: outside of Linux, or where the folder is not
-    one's own.
+    None where processes of others cannot be watched: outside of Linux, where the kernel gives no
+    handles of them, or where the folder is not one's own.
     """
-    if not hasattr(os, "pidfd_open"):
+    if not _has_handles():
         return None
     folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
     with suppress(OSError):
@@ -95,6 +95,15 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
         subprocess.Popen(watcher(folder), stdin=subprocess.DEVNULL, start_new_session=True)
         return folder
     return None
+
+
+def _has_handles() -> bool:
+    """Whether the kernel gives handles of processes, and lets them be used."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _make(folder: Path, world_size: int) -> bool:
@@ -156,7 +165,7 @@ class Guests:
             self._pids[rank] = word.pid
             try:
                 handle = os.pidfd_open(word.pid)
-            except OSError:
+            except ProcessLookupError:
                 self._codes[rank] = GONE
             else:
                 self._handles[handle] = rank

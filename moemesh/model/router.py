@@ -17,7 +17,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
 from moemesh.model.capacity import within_capacity
 from moemesh.model.faults import first_fault
-from moemesh.model.seams import PLAIN_FLOW, Flow, LocalTokens, Tokens
+from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, LocalTokens, Tokens
 from moemesh.model.selection import (
     capacity_per_sequence,
     comparable,
@@ -97,7 +97,9 @@ class Router(nn.Module):
         bias_E, flow = self.selection_bias, context.flow
         routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
         by_tokens = config.router_selection != "expert_choice" or not context.training
-        if config.capacity_factor and by_tokens and given_TK is None:
+        # In generated text a token does not wait for those behind it, with which it would compete.
+        is_whole = context.training or context.slices is NO_SLICES
+        if config.capacity_factor and by_tokens and is_whole and given_TK is None:
             routing = limit_to_capacity(routing, config, context, tokens or LocalTokens())
         return routing
 

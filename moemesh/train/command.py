@@ -233,12 +233,18 @@ def _rank(
         barrier(mesh.control)
         launch.stop(code)
         return code
+    except _Refused:
+        raise
     except UserError as error:
         if not (isinstance(error, CheckpointError) or launch.launched() or launch.watched()):
             raise
         return _fail(error, rank, path, folder)
     except Exception as error:
         return _fail(error, rank, path, folder)
+
+
+class _Refused(RunFolderError):
+    """No rank may use the folder. No failure of this run: its report would be written into it."""
 
 
 def _open_together(
@@ -260,8 +266,8 @@ def _open_together(
             problem = str(error)
     problem = gather_json(problem, mesh.control)[0]
     if problem is not None:
-        launch.stop()
-        raise RunFolderError(problem)
+        launch.stop(2)
+        raise _Refused(problem)
     return folder or _folder(config, path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from moemesh.comm.slow_rank import SlowRank
@@ -29,4 +30,5 @@ class Events:
 def tell_slow(slow: SlowRank, events: Events) -> None:
     """One line on stderr and an event; the run goes on."""
     events.add("slow_rank", str(slow), slow.step)
-    print(f"moemesh: {slow}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):
+        print(f"moemesh: {slow}", file=sys.stderr, flush=True)

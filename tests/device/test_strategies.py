@@ -73,9 +73,7 @@ ASYNCHRONOUS = "pipedream", "pipedream_2bw", "ampnet"
 def use(parallel: ParallelModel, batches: list[Batch]) -> None:
     """Validation, and where a sequence is whole on a rank generation."""
     assert math.isfinite(evaluate(parallel, batches))
-    # (A capacity is of whole sequences, in training.)
-    is_limited = parallel.model.config.capacity_factor > 0
-    if parallel.mesh["pp"].size == parallel.mesh["cp"].size == 1 and not is_limited:
+    if parallel.mesh["pp"].size == parallel.mesh["cp"].size == 1:
         choose, device = chooser(), parallel.mesh.device
         found = continuation(parallel.model, [1, 2, 3], choose, device)
         assert len([next(found) for _ in range(3)]) == 3

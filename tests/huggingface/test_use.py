@@ -43,6 +43,13 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
     assert _continue(0, folder, [], 24) == of_transformers(build(kind), 24)
 
 
+def test_a_generated_token_competes_with_no_other(tmp_path: Path) -> None:
+    """A capacity holds for whole sequences; token by token nothing is dropped."""
+    folder = save("qwen3_moe", tmp_path / "model")
+    limited = _continue(0, folder, ["model.capacity_factor=0.5"], 8)
+    assert limited == _continue(0, folder, [], 8)
+
+
 def test_ranks_write_the_same_text(tmp_path: Path) -> None:
     folder = save("qwen3_moe", tmp_path / "model")
     plan = ["plan.tp=2", "plan.dp=2", "plan.ep=4", "plan.data=zero3"]

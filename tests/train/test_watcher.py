@@ -71,6 +71,16 @@ def test_the_first_rank_starts_the_watcher_and_what_a_killed_one_left_is_removed
         time.sleep(0.02)
 
 
+def test_nobody_watches_where_the_kernel_gives_no_handles(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError("seccomp")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert meet(node, lambda folder: ["true"]) is None
+
+
 def test_ranks_that_do_not_see_each_other_do_not_meet(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +271,22 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
     *_, last = done.stderr.split("Root Cause")
     assert "rank 1 is busy" in last and "never entered" in last
     assert json.loads((out / "failure.json").read_text())["rank"] == 1
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_refused_is_told_and_left_alone(tmp_path: Path) -> None:
+    """It may be another run's: no report is written into it."""
+    out = tmp_path / "run"
+    assert moemesh(arguments(out, train__steps=2)).returncode == 0
+    before = sorted(file.name for file in out.iterdir())
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, "-m", "moemesh", *arguments(out, plan__dp=2, train__seed=7)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1 and "train.seed" in done.stderr, done.stderr
+    assert sorted(file.name for file in out.iterdir()) == before
 
 
 def watchers() -> Iterator[str]:
