@@ -101,13 +101,13 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     (folder / "b" / "two.jsonl").write_text(original.replace("w1 ", "w2 "))
     told = moemesh(folder, "train", "run.toml", *more, code=2)
     assert "  b: " in told and "as many, but not the same" in told and "--allow-change data" in told
-    assert "a.jsonl" not in told
+    assert "  a.jsonl: " not in told
     # Put back, or accepted, the run goes on.
     (folder / "b" / "two.jsonl").write_text(original)
     assert f"resumed from step {steps}" in moemesh(folder, "train", "run.toml", *more)
     write_lines(folder / "b" / "three.jsonl", 5, 9)
     last = ["--set", "train.epochs=0.0016", "--out", "run"]
-    assert "then" in moemesh(folder, "train", "run.toml", *last, code=2)
+    assert "tokens then" in moemesh(folder, "train", "run.toml", *last, code=2)
     moemesh(folder, "train", "run.toml", *last, "--allow-change", "data")
     # The new data are those of the run from now on.
     assert "already trained" in moemesh(folder, "train", "run.toml", *last)
