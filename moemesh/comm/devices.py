@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import which
@@ -26,7 +27,10 @@ class DeviceError(UserError):
 
 
 def num_gpus() -> int:
-    """Nvidia GPUs that the driver of this machine shows; 0 also where it shows none to us."""
+    """Nvidia GPUs that the driver of this machine shows; 0 also where it shows none to us, or where
+    we may open none (a container without them on a machine that has some)."""
+    if not any(os.access(one, os.R_OK | os.W_OK) for one in Path("/dev").glob("nvidia[0-9]*")):
+        return 0
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 

@@ -64,6 +64,8 @@ _PATIENCE_SECONDS = 1200.0
 _WATCHDOG_SECONDS = 60.0
 #: Longer than a watcher takes to tell a cause from what followed.
 _VERDICT_SECONDS = 6.0
+#: A watcher that has not locked the folder by then could not start.
+_START_SECONDS = 5.0
 #: Where this rank of another launcher meets its watcher.
 _watched: Path | None = None
 
@@ -161,8 +163,13 @@ def watched() -> bool:
     """Whether a watcher tells the failure of this rank of another launcher."""
     if _watched is None:
         return False
-    # One that was killed leaves its folder; after a verdict the folder is gone.
-    return is_locked(_watched) or not (_watched / LOCK).exists()
+    # It locks the folder when it has started; one that could not, or was killed, leaves the folder.
+    end = time.monotonic() + _START_SECONDS
+    while _watched.exists() and not (_watched / LOCK).exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return is_locked(_watched) or not _watched.exists()  # after a verdict it is gone
 
 
 def await_verdict() -> None:

@@ -92,7 +92,11 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
                 return None
             _discard(folder)
         # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
-        subprocess.Popen(watcher(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            subprocess.Popen(watcher(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
         return folder
     return None
 

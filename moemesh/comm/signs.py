@@ -88,5 +88,7 @@ def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
         if -one.exit_code != signal.SIGABRT:
             return 0
         return 2 if one.is_inside or aborts_follow else 0
+    if one.exit_code == GONE and one.told is None:
+        return 0  # whoever meets the end of another rank tells of an exception before it leaves
     # An error of its own device comes up where the host waits for it.
     return 2 if one.is_inside and one.word is not None and not one.word.on_device else 1

@@ -21,7 +21,7 @@ from typing import Literal
 
 from moemesh.comm.blame import blame, wait_for
 from moemesh.comm.signs import GONE, Seen, weakness
-from moemesh.trace.word_file import DATA, STEP, Collective, Word
+from moemesh.trace.word_file import DATA, STEP, Collective, Word, members_of
 
 Kind = Literal["killed", "exited", "exception", "stopped", "hung", "busy", "lost-contact"]
 
@@ -257,7 +257,8 @@ class Judge:
                 found = next((wait_for(w, words, one.rank) for w in waiting), None)
         else:
             message = f"rank {one.rank} {_doing(one, waited)}"
-        if found is not None and found.collective is not None and found.rank == one.rank:
+        is_missed = found is not None and found.rank == one.rank and bool(found.entered)
+        if is_missed and found is not None and found.collective is not None:
             entered = _ranks(found.entered)
             message += (
                 f": it never entered {found.collective}, in which {entered} "
@@ -302,10 +303,16 @@ class _StepTimes:
 
 
 def _waits_for_others(one: Seen, seen: Sequence[Seen]) -> bool:
-    """Whether a rank waits in an operation with ranks that are not among those seen: of another
-    node, whose watcher sees who is at fault."""
-    at = _collective(one)
-    return at is not None and not set(at.members) <= {other.rank for other in seen}
+    """Whether a rank may wait for ranks that are not among those seen: of another node, whose
+    watcher sees who is at fault. A device, and a rank inside of an operation, may stand behind any
+    operation that was begun before."""
+    ranks = {other.rank for other in seen}
+    if one.word is None or not (one.word.inside or one.word.on_device):
+        return False
+    groups = set(one.word.counts) if one.word.on_device else set[str]()
+    waited_for = [at for other in seen if (at := _collective(other)) is not None]
+    members = [members_of(group) for group in groups] + [at.members for at in waited_for]
+    return any(not set(group) <= ranks for group in members)
 
 
 def _collective(one: Seen) -> Collective | None:

@@ -6,6 +6,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -282,9 +283,11 @@ def _changed(run: Run, overrides: Sequence[str]) -> str:
     if not overrides or not file.is_file():
         return ""
     try:
-        load_run([file], overrides, environ={})
+        loaded = load_run([file], overrides, environ={})
     except ConfigError:
         return ""
+    if loaded.config.train.checkpoint_folder:  # that of the old run is its own
+        overrides = ["train.checkpoint_folder=", *overrides]
     changed = overrides[-1].replace("=", "-").replace("/", "-").replace(".", "-")
     out = run.folder.with_name(f"{run.folder.name}-{changed}")
     arguments = [argument for override in overrides for argument in ("--set", override)]
@@ -333,6 +336,10 @@ def _checkpoint(folder: Path) -> str:
         for path in folder.glob("checkpoints/step-*")
         if path.name.removeprefix("step-").isdecimal()
     ]
+    with suppress(OSError, ConfigError):
+        config = load_run([folder / "config.toml"], [], environ={}).config
+        if place := config.train.checkpoint_folder:
+            return f"The next start goes on from the newest checkpoint in {place}, if there is one."
     if not steps:
         return "There is no checkpoint: the next start begins again."
     return f"The next start goes on from the checkpoint of step {max(steps):,}."

@@ -214,7 +214,6 @@ FREE = frozenset(
         "data.cache",
         "train.checkpoint_async",
         "train.checkpoint_every",
-        "train.checkpoint_folder",
         "train.checkpoints_kept",
         "train.cluster",
         "train.load_bins",

@@ -149,7 +149,9 @@ def preflight_warnings(
             "trained already usually take about 1e-5, adapters 1e-4"
         )
     train = config.train
-    if train.epochs is None and train.warmup_steps >= train.steps:
+    # A trial of a few steps with all defaults is meant as one.
+    is_chosen = train.warmup_steps != TrainConfig().warmup_steps
+    if is_chosen and train.epochs is None and train.warmup_steps >= train.steps:
         reached = train.lr * train.steps / train.warmup_steps
         yield (
             f"train.warmup_steps = {train.warmup_steps} is no less than train.steps = "

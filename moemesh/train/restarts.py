@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -117,4 +118,5 @@ def train_supervised(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # a console that is gone ends no run
+        print(text, file=sys.stderr, flush=True)

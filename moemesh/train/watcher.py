@@ -95,9 +95,10 @@ class Watcher:
         try:
             if (found := self._watch(observer)) is not None:
                 self._end(observer, *found)
+            # Not after an error of its own: ranks see by a free lock that nobody speaks for them.
+            shutil.rmtree(self._folder, ignore_errors=True)
         finally:
             words.unmap()
-            shutil.rmtree(self._folder, ignore_errors=True)
             os.close(handle)
 
     def _watch(self, observer: Observer) -> tuple[Verdict, list[Seen]] | None:
@@ -159,7 +160,8 @@ class Watcher:
                 self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
         _write_for_torchrun(self._folder, verdict)
-        print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # a console that is gone saves no rank
+            print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
 
 
 def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from moemesh.comm import verdict
 from moemesh.comm.blame import blame
-from moemesh.comm.signs import END_SECONDS, Seen, Told
+from moemesh.comm.signs import END_SECONDS, GONE, Seen, Told
 from moemesh.comm.verdict import Judge, Limits, Verdict
 from moemesh.trace.word_file import Collective, Word, members_of
 
@@ -274,6 +274,25 @@ def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
     assert found is not None and found.rank == 1
 
 
+def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
+    """The last operation is one of this node alone; the sum over both was begun before it."""
+    at = collective(7, "0-1")
+    counts = {"0-1": 7, GROUP: 5}
+    ranks = [seen(r, word=word(r, at=at, on_device=True, counts=counts)) for r in range(2)]
+    assert Clock(patience=5.0).look(ranks, 100.0) is None
+    alone = [seen(r, word=word(r, at=at, on_device=True)) for r in range(2)]
+    assert Clock(patience=5.0).look(alone, 100.0) is not None
+
+
+def test_a_rank_that_is_gone_is_blamed_before_those_that_lost_it() -> None:
+    """Its parent has its exit code, and it was inside of an operation, too."""
+    ranks = [waiting(r, failed=True) for r in range(4)]
+    ranks = [Seen(**{**vars(one), "told": told("E", RESET, 99.0)}) for one in ranks]
+    ranks[2] = replace(waiting(2), exit_code=GONE)
+    found = Clock().look(ranks, 1.0)
+    assert found is not None and found.rank == 2
+
+
 def test_a_rank_that_does_not_start() -> None:
     clock = Clock(patience=30.0)
     ranks = [seen(0, word=word(0, step=0, phase="setup")), Seen(rank=1, state="S")]
@@ -414,7 +433,7 @@ def test_ranks_that_wait_for_their_devices() -> None:
     found = clock.look(together, 10.0)
     assert found is not None and found.kind == "hung"
     assert "s for its device, behind all_reduce #7 of dp (gradients)" in found.message
-    alone = word(0, inside=True, on_device=True)
+    alone = word(0, inside=True, on_device=True, counts={})
     assert Clock(patience=5.0).look([seen(0, word=alone)], 10.0).message.endswith("for its device")
     assert alone.place() == "step 5, microbatch 0, layer 1, waiting for its device"
 

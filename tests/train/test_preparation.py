@@ -33,6 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
     given = ["data.path=a.txt", "plan.dp=2", "plan.ep=2", "data.seq_len=32", "train.steps=3"]
+    given.append("train.warmup_steps=4")
     words = [word for one in given for word in ("--set", one)]
     done = run_guarded({"torch"}, "train", "--dry-run", *words)
     assert (done.returncode, done.stderr) == (0, "")
@@ -41,7 +42,7 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         "steps    3 steps of 32 sequences of 32 tokens",
         "data     a.txt: 1 file(s), 0.0 MB",
         "samples  237 for training, read 0.405 times; 12 for validation",
-        "note: train.warmup_steps = 20 is no less than train.steps = 3",
+        "note: train.warmup_steps = 4 is no less than train.steps = 3",
         "resume   nothing there: a new run",
     ):
         assert line in done.stdout

@@ -277,7 +277,7 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
 def test_a_folder_that_is_refused_is_told_and_left_alone(tmp_path: Path) -> None:
     """It may be another run's: no report is written into it."""
     out = tmp_path / "run"
-    assert moemesh(arguments(out, train__steps=2)).returncode == 0
+    assert moemesh(*arguments(out, train__steps=2)).returncode == 0
     before = sorted(file.name for file in out.iterdir())
     done = subprocess.run(
         [sys.executable, *TORCHRUN, "-m", "moemesh", *arguments(out, plan__dp=2, train__seed=7)],
