@@ -313,7 +313,7 @@ def launch(
             answer=answer,
         )
         if ended.verdict is not None:
-            print(describe(ended, logs, logs_stay=log_folder is not None), file=sys.stderr)
+            print(describe(ended, logs, kept=log_folder), file=sys.stderr)
         return ended.code
 
 

@@ -51,8 +51,11 @@ class Ended:
     traces: dict[int, str]
 
 
-def describe(ended: Ended, logs: Path, *, logs_stay: bool) -> str:
-    """The failure of a run for a person: the cause, where the rank was, and its last words."""
+def describe(ended: Ended, logs: Path, *, kept: Path | None) -> str:
+    """The failure of a run for a person: the cause, where the rank was, and its last words.
+
+    `kept`: the folder in which the user finds the files of `logs` later; None where they are lost.
+    """
     verdict = ended.verdict
     assert verdict is not None
     lines = [f"moemesh: {verdict.message}"]
@@ -62,11 +65,11 @@ def describe(ended: Ended, logs: Path, *, logs_stay: bool) -> str:
     stack = ended.stacks.get(verdict.rank)
     errors = logs / f"rank-{verdict.rank}.err"
     if stack is not None and verdict.kind in ("hung", "busy"):
-        where = f" (all of it in {logs / f'rank-{verdict.rank}.stacks'})" if logs_stay else ""
+        where = f" (all of it in {kept / f'rank-{verdict.rank}.stacks'})" if kept else ""
         lines += [f"its stack{where}:", *main_stack(stack)]
     elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):
         words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        where = f" (all of it in {errors})" if logs_stay else ""
+        where = f" (all of it in {kept / errors.name})" if kept else ""
         lines += [f"its last words{where}:", *words] if words else []
     return "\n".join(lines)
 

@@ -35,13 +35,16 @@ _KINDS = {
     "busy": "Busy",
     "lost-contact": "LostContact",
 }
+_STACKS = (
+    "rank-*.stacks say where every rank was (in logs/; in failures/EPOCH/ once the run has gone on)"
+)
 _ADVICE = {
     "Killed": "look into the kernel's log (dmesg) for an out-of-memory kill, and into the "
     "scheduler's",
     "Exited": "look for a call of exit in code of your own, and into the logs of the rank",
     "Stopped": "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
-    "Hung": "logs/rank-*.stacks say where every rank was",
-    "Busy": "logs/rank-*.stacks say where every rank was",
+    "Hung": _STACKS,
+    "Busy": _STACKS,
     "LostContact": "look at the network, and at the hosts of the other ranks",
 }
 
@@ -83,7 +86,7 @@ def write_node_verdict(
     """As :func:`write_verdict`, of the node whose first rank is `first_rank`: its own report, and
     that of the run unless another node was faster; returns whether this one was the first."""
     content = _of_ended(ended, epoch, advice) | {"action": action}
-    place = folder / EARLIER / str(epoch or 0)
+    place = kept_in(folder, epoch)
     with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         os.replace(_temporary(folder, content), place / f"node-{first_rank}.json")
@@ -92,18 +95,29 @@ def write_node_verdict(
     return _link(folder, content)
 
 
-def keep_failure(folder: Path) -> Path | None:
+def kept_in(folder: Path, epoch: int | None) -> Path:
+    """Where the files of the failure of this epoch are kept once the run goes on."""
+    return folder / EARLIER / str(epoch or 0)
+
+
+def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
     """Put the report of an earlier failure aside, as ``failures/<epoch>/failure.json``, and the
-    stacks of its ranks beside it. Returns where they are; None where there was no failure."""
+    stacks of its ranks beside it. Returns where they are; None where there was no failure.
+
+    `have_ended`: no rank runs now, so that what they wrote to stderr is of that failure as well.
+    """
     file = folder / FILE
     with suppress(OSError, ValueError):
         if not file.exists():
             return None
-        place = folder / EARLIER / str(_epoch_of(file) or 0)
+        place = kept_in(folder, _epoch_of(file))
         place.mkdir(parents=True, exist_ok=True)
         os.replace(file, place / FILE)
         for stacks in (folder / LOGS).glob("rank-*.stacks"):
             os.replace(stacks, place / stacks.name)
+        for errors in (folder / LOGS).glob("rank-*.err") if have_ended else ():
+            if errors.stat().st_size:
+                os.replace(errors, place / errors.name)
         return place
     return None
 

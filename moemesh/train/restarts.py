@@ -19,6 +19,7 @@ from moemesh.train.failure import (
     details,
     hint_on,
     keep_failure,
+    kept_in,
     newest_step,
     same_failure,
     write_verdict,
@@ -79,6 +80,7 @@ def train_supervised(
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
+    keep_failure(path, have_ended=True)  # of an earlier command
     while True:
         ended = run(
             config.plan.world_size,
@@ -92,16 +94,16 @@ def train_supervised(
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        _say(describe(ended, logs, logs_stay=True))
-        if not folder.is_ours():
-            return ended.code
-        step = newest_step(path)
+        step, is_ours = newest_step(path), folder.is_ours()
         refused = budget.refuses(verdict, step)
+        goes_on = is_ours and refused is None
+        _say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))
+        if not is_ours:
+            return ended.code
         since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
         word = verdict.seen.word
         at = word.step if word is not None else None
         events.add("failed", verdict.message, at)
-        keep_failure(path)
         if refused is not None:
             advice = advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
@@ -112,7 +114,7 @@ def train_supervised(
         hint = hint_on(verdict)
         write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, at)
-        where = keep_failure(path)
+        where = keep_failure(path, have_ended=True)
         _say("\n".join([f"moemesh: {text}; details in {where}", *([hint] if hint else [])]))
         folder.raise_epoch()
 

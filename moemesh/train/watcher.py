@@ -149,7 +149,7 @@ class Watcher:
         advice = advice_on(verdict, self._path, spec.command)
         again = _STARTS_AGAIN.get(spec.node.launcher)
         action = "ended the ranks of this node" + (f"; {again}" if again else "")
-        lines = [describe(ended, logs, logs_stay=self._path.is_dir())]
+        lines = [describe(ended, logs, kept=logs if self._path.is_dir() else None)]
         if self._path.is_dir():
             epoch, word = read_epoch(self._path), verdict.seen.word
             is_first = write_node_verdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from moemesh.comm.signs import Seen, Told
+from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Kind, Verdict
-from moemesh.train.restarts import CAME_TWICE, Budget
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.train.folder import RunFolder
+from moemesh.train.restarts import CAME_TWICE, Budget, train_supervised
 from tests.comm.test_verdict import word
 from tests.train.runs import arguments, metrics, start
 
@@ -95,3 +100,34 @@ def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
     assert process.returncode == 130 and time.monotonic() - begun < 5
     assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
     assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()
+
+
+def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder.open(path)
+    folder.lock()
+    config = RunConfig(train=TrainConfig(restarts=1))
+
+    def run(*_: object, logs: Path, **__: object) -> Ended:
+        # As the launcher of ranks does, which opens these files anew.
+        logs.mkdir(exist_ok=True)
+        (logs / "rank-1.err").write_text(f"Traceback of epoch {folder.epoch}\n")
+        (logs / "rank-1.stacks").write_text("")
+        (logs / "rank-2.err").write_text("")
+        verdict = failed("exception", told=Told(kind="KeyError", message="'x'", at=0.0))
+        return Ended(code=1, verdict=verdict, stacks={}, traces={})
+
+    for first in (1, 3):  # the same command again
+        assert train_supervised(config, folder, ["train"], run=run) == 1
+        said = capfd.readouterr().err
+        named = [Path(line) for line in re.findall(r"\(all of it in (.*)\)", said)]
+        assert named == [path / f"failures/{first}/rank-1.err", path / "logs/rank-1.err"]
+        found = [file.read_text() for file in named]
+        assert found == [f"Traceback of epoch {epoch}\n" for epoch in (first, first + 1)]
+        folder.raise_epoch()
+    folder.release()
+    kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
+    names = ("failure.json", "rank-1.err", "rank-1.stacks")
+    assert kept == [f"failures/{epoch}/{name}" for epoch in (1, 2, 3) for name in names]
