@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +80,8 @@ def launch(
         account=account,
         image=image,
         accelerator=accelerator,
+        programs=str(Path(sys.executable).parent),
+        directory=str(Path.cwd()),
     )
     (launcher,) = asked
     text = job.text(launcher)

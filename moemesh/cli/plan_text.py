@@ -267,7 +267,7 @@ def risk_of_memory(planned: Planned, best: Candidate, capacity: float) -> str:
         return ""
     return (
         f"the 80 % interval of memory reaches {format_bytes(round(high))}, above what is usable: "
-        "--headroom 20% asks for a layout with more room"
+        "a larger --headroom asks for a layout with more room"
     )
 
 

@@ -47,6 +47,9 @@ class Job:
     account: str | None = None
     image: str = "IMAGE_WITH_MOEMESH"
     accelerator: str = "H100"
+    #: Of the machine that writes the file: the folder of its Python, and where it was called.
+    programs: str = ""
+    directory: str = ""
 
     @staticmethod
     def of(
@@ -119,6 +122,15 @@ class Job:
             for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
         )
 
+    def _place(self) -> str:
+        """Lines of a script that find this environment, and files by relative paths."""
+        lines: list[str] = []
+        if self.programs:
+            lines.append(f'export PATH={shlex.quote(self.programs)}:"$PATH"  # this environment')
+        if self.directory:
+            lines.append(f"cd {shlex.quote(self.directory)}  # where relative paths begin")
+        return "".join(f"{line}\n" for line in lines)
+
     def _local(self) -> str:
         return f"{self.command}\n"
 
@@ -129,8 +141,8 @@ class Job:
         )
         return f"""\
 #!/bin/bash
-{comment}set -u
-exec torchrun \\
+{comment}set -eu
+{self._place()}exec torchrun \\
   --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node} --node-rank="$NODE_RANK" \\
   --master-addr="$MASTER_ADDR" --master-port={PORT} \\
   {self.module}
@@ -163,7 +175,7 @@ exec torchrun \\
 #!/bin/bash
 {comment}{"".join(f"#SBATCH {line}{chr(10)}" for line in lines)}
 set -u
-time_is_up=0
+{self._place()}time_is_up=0
 trap 'time_is_up=1; kill -USR1 "$ranks"' USR1
 
 srun --distribution=block --kill-on-bad-exit=1 \\

@@ -86,7 +86,9 @@ def _verdict(
     newest, parts = rows[-1].step, _parts(rows)
     lowest = min(parts, key=lambda part: part.median)
     rose = parts[-1].median > lowest.median + max(_GAP, _NOTICEABLE * lowest.median)
-    name, loss = ("validation", validated[-1][1]) if validated else ("training", rows[-1].loss)
+    name, loss = "training", parts[-1].median
+    if validated and validated[-1][0] == newest:
+        name, loss = "validation", validated[-1][1]
     is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # A loss that still falls only needs time.
@@ -107,6 +109,7 @@ def _verdict(
             "the data read since.",
             lower_rate(run),
         )
+    loss = validated[-1][1] if validated else loss
     best = min(validated, key=lambda one: one[1], default=(newest, 0.0))
     if validated and loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
