@@ -231,6 +231,12 @@ def _exit_with_a_code(drill: Drill) -> Outcome:
     return drill.rank_fault("exit 3", "forward", "Exited")
 
 
+@fault("an operation that one rank alone calls", "R4 R5")
+def _call_alone(drill: Drill) -> Outcome:
+    # Of two ranks that differ nobody knows which one is right.
+    return drill.rank_fault("call", "forward", "Mismatch", "tp=2 dp=2 ep=4")
+
+
 @dataclass
 class Row:
     """The trials of one fault."""

@@ -109,6 +109,8 @@ def _act(spec: Spec) -> None:
     elif spec.action == "flip":
         # Norms are the same on every rank of a stage.
         _weights(folder, dimensions=1)[0].mul_(1 + 2**-20)
+    elif spec.action == "call":
+        _call_alone()
     elif spec.action == "sockets":
         pids = (os.getpid(), _launcher(folder)["pid"])
         (folder / FOUND).write_text("\n".join(_open_to_all(pids)))
@@ -131,6 +133,18 @@ def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
     ]
     (folder / FOUND).write_text(f"{len(found)} weights")
     return found
+
+
+def _call_alone() -> None:
+    """An all_reduce over all ranks that the others do not call."""
+    import torch
+
+    from moemesh.comm.mesh import Mesh
+    from moemesh.comm.transfers import all_reduce_
+
+    mesh = next(one for one in gc.get_objects() if isinstance(one, Mesh) and one.world_size > 1)
+    numbers = torch.zeros(1021, device=mesh.device)
+    all_reduce_(numbers, mesh["world"], caller="drill", phase="forward")
 
 
 #: A file can grow up to here on a "full disk": rows of metrics fit, a checkpoint does not.

@@ -13,6 +13,7 @@ from moemesh.trace.word_file import Word
 END_SECONDS = 120.0
 #: In the place of an exit code: the process is gone, and only its parent knows how.
 GONE = 256
+_PEER_GONE = ("closed by peer", "reset by peer", "broken pipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,13 @@ class Seen:
         return self.told is not None or self.exit_code is not None
 
     @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether it told of an error of gloo's that a peer's end brings, inside of an operation or
+        where it started one."""
+        text = self.told.message.lower() if self.told is not None else ""
+        return "gloo" in text and any(word in text for word in _PEER_GONE)
+
+    @property
     def is_inside(self) -> bool:
         """Whether it waits, or was waiting when it failed, in an operation of several ranks."""
         return self.word is not None and self.word.inside
@@ -90,5 +98,7 @@ def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
         return 2 if one.is_inside or aborts_follow else 0
     if one.exit_code == GONE and one.told is None:
         return 0  # whoever meets the end of another rank tells of an exception before it leaves
+    if one.has_lost_a_peer:
+        return 2
     # An error of its own device comes up where the host waits for it.
     return 2 if one.is_inside and one.word is not None and not one.word.on_device else 1

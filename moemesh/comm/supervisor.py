@@ -60,11 +60,11 @@ def describe(ended: Ended, logs: Path, *, kept: Path | None) -> str:
     assert verdict is not None
     lines = [f"moemesh: {verdict.message}"]
     word = verdict.seen.word
-    if verdict.kind in ("killed", "exited", "stopped", "hung", "busy") and word is not None:
+    if verdict.kind not in ("exception", "lost-contact") and word is not None:
         lines.append(f"it was in {word.place()}")
     stack = ended.stacks.get(verdict.rank)
     errors = logs / f"rank-{verdict.rank}.err"
-    if stack is not None and verdict.kind in ("hung", "busy"):
+    if stack is not None and verdict.kind in ("mismatch", "hung", "busy"):
         where = f" (all of it in {kept / f'rank-{verdict.rank}.stacks'})" if kept else ""
         lines += [f"its stack{where}:", *main_stack(stack)]
     elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):

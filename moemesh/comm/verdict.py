@@ -7,6 +7,7 @@ other, with the time, and says at most once that the run has failed, and why.
 |---|---|
 | a rank ended, or told of an exception | that rank, or the one with the strongest sign |
 | state T for a while, but not of all ranks | stopped |
+| ranks failed inside of operations, or none moves, and their operations differ | mismatch |
 | no rank's progress word changes for longer than a phase may | hung or busy |
 """
 
@@ -20,10 +21,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moemesh.comm.blame import blame, wait_for
+from moemesh.comm.mismatch import Call, mismatch
 from moemesh.comm.signs import GONE, Seen, weakness
 from moemesh.trace.word_file import DATA, STEP, Collective, Word, members_of
 
-Kind = Literal["killed", "exited", "exception", "stopped", "hung", "busy", "lost-contact"]
+Kind = Literal[
+    "killed", "exited", "exception", "stopped", "mismatch", "hung", "busy", "lost-contact"
+]
 
 #: Peers of a rank that died fail milliseconds later: signs are collected for so long.
 SETTLE_SECONDS = 0.15
@@ -60,7 +64,8 @@ class Verdict:
     """The failure of a run: its kind, the rank at fault and where it was.
 
     ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that never came.
-    ``waited``: seconds without progress.
+    ``waited``: seconds without progress. ``calls``: of a mismatch, see
+    :func:`moemesh.comm.mismatch.mismatch`.
     """
 
     kind: Kind
@@ -71,6 +76,7 @@ class Verdict:
     entered: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     waited: float = 0.0
+    calls: tuple[Call, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -131,6 +137,8 @@ class Judge:
         weak = {one.rank: weakness(one, aborts_follow=follow) for one in failed}
         cause = min(failed, key=lambda one: (weak[one.rank], self._came(one), one.rank))
         if weak[cause.rank] >= 2:
+            if (differing := _differing_calls(seen)) is not None:
+                return differing
             if since < LATE_SECONDS and not all(one.has_failed for one in seen):
                 return None
             silent = self._silent_cause(now, seen)
@@ -173,7 +181,8 @@ class Judge:
         if told is not None:
             kind: Kind = "exception"
             text = told.message.lower()
-            if one.is_inside and any(word in text for word in _FOLLOW_UP):
+            follows = one.is_inside and any(word in text for word in _FOLLOW_UP)
+            if follows or one.has_lost_a_peer:
                 kind = "lost-contact"
             shown = 1 if code in (None, 0, GONE) else code
             message = f"rank {one.rank} failed with exit code {shown}: {told.kind}"
@@ -218,6 +227,8 @@ class Judge:
         self._changes = changes
         if not at_work or self._still < self._limit(words):
             return None
+        if (differing := _differing_calls(at_work)) is not None:
+            return differing
         late = [one for one in at_work if one.word is None]
         found = None if late else blame(words)
         if found is None:
@@ -300,6 +311,26 @@ class _StepTimes:
                 self.median = statistics.median(self._times)
             self.num_seen += step - self._step
         self._step, self._at = step, now
+
+
+def _differing_calls(seen: Sequence[Seen]) -> Verdict | None:
+    """The verdict on ranks that called different operations; None where they agree."""
+    calls = mismatch([one.word for one in seen if one.word is not None])
+    if not calls:
+        return None
+    most, *others, least = calls
+    right = " and ".join(f"{_ranks(call.ranks)} called {call}" for call in (most, *others))
+    at = most.collective
+    return Verdict(
+        kind="mismatch",
+        rank=least.ranks[0],
+        message=f"{_ranks(least.ranks)} called {least} as #{at.number} of {at.axis}, where {right}",
+        seen=next(one for one in seen if one.rank == least.ranks[0]),
+        collective=at,
+        entered=most.ranks,
+        missing=tuple(rank for call in calls[1:] for rank in call.ranks),
+        calls=calls,
+    )
 
 
 def _waits_for_others(one: Seen, seen: Sequence[Seen]) -> bool:

@@ -46,6 +46,12 @@ CAUSES: tuple[FailureCause, ...] = (
         "Take the host of the culprit out of service and test its device and memory.",
     ),
     FailureCause(
+        "mismatched operations",
+        r"^Mismatch",
+        r"",
+        "Look for code that only some ranks run, or for sizes that differ between them.",
+    ),
+    FailureCause(
         "hang",
         r"Hung|Busy|Timeout|DistBackend|DistStore",
         r"timed out|timeout|waited longer",

@@ -285,9 +285,12 @@ def finished(code: int) -> None:
 
 
 def failed() -> None:
-    """The rank leaves with an exception, and has told of it."""
+    """The rank leaves with an exception, and has told of it. Unless it waits in an operation, the
+    record shows the one that was entered last: the start of it may have failed."""
     if (own := _own) is not None and not own.done:
         own.code = FAILED
+        if not own.inside:
+            own.ticket = own.newest
         own.write()
 
 

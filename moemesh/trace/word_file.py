@@ -36,6 +36,8 @@ RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sdddQ")
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
 NUM_GROUPS = 64
+#: Characters of the name of a group; a longer one is cut.
+NAME_BYTES = 55
 PLACE_BYTES = 256
 HEADER_BYTES = 2 * PLACE_BYTES
 #: Bytes of one rank's part of the file.
@@ -66,7 +68,8 @@ class Collective:
 class Word:
     """The record of one rank. ``changes`` grows with every write; times are of the monotonic clock.
 
-    ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last;
+    ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last, or,
+    after a failure, entered last;
     ``on_device``: it waits for its device, which has come to ``collective`` at most.
     ``waited``: seconds inside of collectives so far;
     ``worked``: seconds outside of them in the steps before this one.
@@ -115,7 +118,7 @@ class Word:
 
 
 def members_text(ranks: Sequence[int]) -> str:
-    """The ranks of a group in short form, at most 55 characters, unique for groups of one run that
+    """The ranks of a group in short form, cut to 55 characters, unique for groups of one run that
     need no more.
 
     >>> members_text((0, 1, 2, 3)), members_text((1, 3, 5, 7)), members_text((0, 1, 4, 5))
@@ -125,7 +128,7 @@ def members_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 1 and len(steps) == 1 and min(steps) > 0:
         (step,) = steps
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))[:55]
+    return ",".join(map(str, ranks))[:NAME_BYTES]
 
 
 def members_of(text: str) -> tuple[int, ...]:
@@ -139,7 +142,9 @@ def members_of(text: str) -> tuple[int, ...]:
         return int(source), int(destination)
     if "," in text or "-" not in text:
         parts = text.split(",")
-        return tuple(int(part) for part in (parts[:-1] if len(text) == 55 else parts) if part)
+        return tuple(
+            int(part) for part in (parts[:-1] if len(text) == NAME_BYTES else parts) if part
+        )
     span, _, step = text.partition(":")
     first, _, last = span.partition("-")
     return tuple(range(int(first), int(last) + 1, int(step or 1)))

@@ -31,6 +31,7 @@ _KINDS = {
     "killed": "Killed",
     "exited": "Exited",
     "stopped": "Stopped",
+    "mismatch": "Mismatch",
     "hung": "Hung",
     "busy": "Busy",
     "lost-contact": "LostContact",
@@ -43,6 +44,7 @@ _ADVICE = {
     "scheduler's",
     "Exited": "look for a call of exit in code of your own, and into the logs of the rank",
     "Stopped": "somebody or something sent SIGSTOP to the rank (a debugger, a scheduler)",
+    "Mismatch": "look for code that only some ranks run, or for sizes that differ between them",
     "Hung": _STACKS,
     "Busy": _STACKS,
     "LostContact": "look at the network, and at the hosts of the other ranks",
@@ -176,8 +178,8 @@ def go_on(folder: Path, command: Sequence[str]) -> str:
 
 
 def same_failure(one: Verdict, other: Verdict) -> bool:
-    """Whether an exception or an exit came again at the same place: a third would, too."""
-    if one.kind not in ("exception", "exited") or kind_of(one) != kind_of(other):
+    """Whether an exception, an exit or a mismatch came again at the same place: a third would."""
+    if one.kind not in ("exception", "exited", "mismatch") or kind_of(one) != kind_of(other):
         return False
     places = [
         (v.rank, v.seen.word.step if v.seen.word is not None else None, v.seen.exit_code)
@@ -218,12 +220,24 @@ def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, A
     if code is not None and code < 0:
         content["signal"] = signal.Signals(-code).name
     if seen.told is not None:
-        content |= {"message": seen.told.message, "exception": seen.told.kind}
+        content["exception"] = seen.told.kind
+        if not verdict.calls:
+            content["message"] = seen.told.message
     if verdict.collective is not None:
         content["collective"] = _collective(verdict.collective) | {
             "entered": list(verdict.entered),
             "missing": list(verdict.missing),
         }
+    if verdict.calls:
+        content["calls"] = [
+            {
+                "operation": call.collective.op,
+                "bytes": call.collective.num_bytes,
+                "caller": call.collective.caller,
+                "ranks": list(call.ranks),
+            }
+            for call in verdict.calls
+        ]
     return content
 
 

@@ -158,6 +158,9 @@ FAILURES = {
     "disk full": [{"kind": "OSError", "message": "[Errno 28] No space left on device: 'x'"}],
     "diverged": [{"kind": "Diverged", "message": "no gradient of the last 5 steps was finite"}],
     "replicas differ": [{"kind": "ReplicaVoteError", "message": "rank 3 holds other weights"}],
+    "mismatched operations": [
+        {"kind": "Mismatch", "message": "rank 2 called barrier of 0 bytes (barrier) as #7 of dp"}
+    ],
     "hang": [
         {"kind": "Hung", "message": "no progress", "collective": {"operation": "all_reduce",
          "group": "ep", "missing": [3]}},

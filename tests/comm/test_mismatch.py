@@ -1,0 +1,177 @@
+"""Ranks that call different operations as the same number of a group: from words, and for real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moemesh.bench import drill
+from moemesh.bench.drill import FAULTS
+from moemesh.comm.mismatch import mismatch
+from moemesh.comm.signs import Seen
+from moemesh.comm.supervisor import Ended
+from moemesh.trace import progress_words
+from moemesh.trace.word_file import RANK_BYTES, Collective, Word, read_word
+from moemesh.train.failure import write_verdict
+from tests import commands
+from tests.comm.test_verdict import RESET, Clock, collective, seen, told, word
+
+
+def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str = "0-3"):
+    return replace(collective(number, group, op), num_bytes=num_bytes)
+
+
+def words(*calls: Collective, inside: bool = True) -> list[Word]:
+    """Of rank 0, 1, ..., each in one of `calls`."""
+    return [word(rank, at=one, inside=inside) for rank, one in enumerate(calls)]
+
+
+def ranks_of(found: list[Word]) -> list[tuple[int, ...]]:
+    return [one.ranks for one in mismatch(found)]
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_another_size_is_a_mismatch_where_bytes_are_of_the_whole(op: str) -> None:
+    found = words(call(op), call(op), call(op, 16), call(op))
+    assert ranks_of(found) == [(0, 1, 3), (2,)]
+    assert ranks_of(words(*[call(op)] * 4)) == []
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "send_receive"])
+def test_other_sizes_are_none_where_every_rank_has_its_own(op: str) -> None:
+    assert ranks_of(words(call(op), call(op, 0), call(op, 16), call(op, 99))) == []
+
+
+def test_another_operation_is_a_mismatch_whether_the_rank_still_waits_or_not() -> None:
+    calls = [call("all_to_all", 5), call("barrier", 0), call("all_to_all", 7)]
+    for inside in (True, False):
+        assert ranks_of(words(*calls, inside=inside)) == [(0, 2), (1,)]
+
+
+def test_of_two_halves_the_one_of_the_lowest_rank_counts_as_right() -> None:
+    assert ranks_of(words(call("all_reduce"), call("barrier"))) == [(0,), (1,)]
+    found = words(call(num_bytes=1), call(num_bytes=2), call(num_bytes=2), call(num_bytes=4))
+    assert ranks_of(found) == [(1, 2), (0,), (3,)]
+
+
+def test_other_numbers_other_groups_and_messages_are_not_compared() -> None:
+    assert ranks_of(words(call(number=7), call("barrier", number=8))) == []
+    assert ranks_of(words(call(group="0-3"), call("barrier", group="0-1"))) == []
+    assert ranks_of(words(call("send_receive", group="0>1"), call("barrier", group="0>1"))) == []
+    cut = ",".join(map(str, range(0, 400, 7)))[:55]  # may stand for two groups
+    assert ranks_of(words(call(group=cut), call("barrier", group=cut))) == []
+    assert ranks_of(words(call(group=""), call("barrier", group=""))) == []
+    assert mismatch([word(0), word(1)]) == ()
+
+
+MESSAGE = (
+    "rank 2 called all_gather of 64 bytes (gradients) as #7 of dp, "
+    "where ranks 0, 1 and 3 called all_reduce of 8 bytes (gradients)"
+)
+CALLS = [call(), call(), call("all_gather", 64), call()]
+
+
+@pytest.mark.parametrize("code", [1, -6])
+def test_errors_of_the_network_are_the_fault_of_the_rank_that_called_something_else(
+    code: int,
+) -> None:
+    """gloo ends ranks that get too many bytes by SIGABRT, and others lose contact with them."""
+    clock = Clock()
+    ranks = [
+        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0 + r))
+        for r, at in enumerate(CALLS)
+    ]
+    ranks[0] = Seen(rank=0, exit_code=code, word=word(0, at=CALLS[0]))
+    found = clock.look(ranks, 1.0)
+    assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
+    assert found.message == MESSAGE and clock.now < 100.5
+    assert (found.entered, found.missing, found.exit_code) == ((0, 1, 3), (2,), 1)
+
+
+@pytest.mark.parametrize("message", ["[gloo/pair.cc:537] Read error: " + RESET, RESET])
+def test_an_operation_that_could_not_be_started_counts_as_the_one_the_rank_is_in(
+    message: str,
+) -> None:
+    """The same words may be an error of the user's own network, outside of operations."""
+    ranks = [
+        seen(r, exit_code=1, word=word(r, at=at, inside=False), told=told("E", message, 99.0))
+        for r, at in enumerate(CALLS)
+    ]
+    found = Clock().look(ranks, 1.0)
+    assert found is not None
+    assert found.kind == ("mismatch" if "gloo" in message else "exception")
+
+
+def test_a_failed_rank_shows_the_operation_that_it_entered_last() -> None:
+    memory = bytearray(RANK_BYTES)
+    progress_words.attach_memory(memory, 0)
+    try:
+        ticket = progress_words.entered("barrier", "dp", "one", (0, 1), 0)
+        progress_words.waiting(ticket)
+        progress_words.left()
+        progress_words.entered("all_reduce", "dp", "two", (0, 1), 8)
+        progress_words.failed()
+    finally:
+        progress_words.detach()
+    found = read_word(memory, 0)
+    assert found is not None and found.collective is not None and not found.inside
+    assert (found.collective.op, found.collective.number) == ("all_reduce", 2)
+
+
+def test_a_hang_is_the_fault_of_the_rank_that_called_something_else() -> None:
+    clock = Clock()
+    clock.train(20)
+    found = clock.look([seen(r, word=word(r, at=at)) for r, at in enumerate(CALLS)], 10.0)
+    assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
+    assert found.message == MESSAGE
+
+
+def test_surer_signs_come_first() -> None:
+    ranks = [
+        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0))
+        for r, at in enumerate(CALLS)
+    ]
+    ranks[1] = seen(1, exit_code=-9, word=word(1, at=CALLS[1]))
+    found = Clock().look(ranks, 4.0)
+    assert found is not None and (found.kind, found.rank) == ("killed", 1)
+    ranks[1] = Seen(rank=1, exit_code=1, word=word(1), told=told("KeyError", "x", 99.5))
+    found = Clock().look(ranks, 4.0)
+    assert found is not None and (found.kind, found.rank) == ("exception", 1)
+
+
+def test_ranks_that_move_are_left_alone() -> None:
+    """Whatever their words say: only failures and hangs are explained by a mismatch."""
+    clock = Clock()
+    for changes in range(2000):
+        ranks = [seen(r, word=word(r, at=at, changes=changes)) for r, at in enumerate(CALLS)]
+        assert clock.look(ranks, 0.03) is None
+
+
+def test_the_report_has_all_calls(tmp_path: Path) -> None:
+    ranks = [
+        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0))
+        for r, at in enumerate(CALLS)
+    ]
+    verdict = Clock().look(ranks, 1.0)
+    ended = Ended(code=1, verdict=verdict, stacks={}, traces={})
+    write_verdict(tmp_path, ended, epoch=1, action="ended the run", advice="")
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert (report["kind"], report["rank"], report["message"]) == ("Mismatch", 2, MESSAGE)
+    assert report["collective"]["operation"] == "all_reduce"
+    assert report["collective"]["missing"] == [2]
+    assert report["calls"] == [
+        {"operation": "all_reduce", "bytes": 8, "caller": "gradients", "ranks": [0, 1, 3]},
+        {"operation": "all_gather", "bytes": 64, "caller": "gradients", "ranks": [2]},
+    ]
+
+
+@pytest.mark.slow
+def test_an_operation_too_many_of_one_rank() -> None:
+    problems: list[str] = []
+    name = "an operation that one rank alone calls"
+    (row,) = drill.run([name], trials=2, seed=3, python=commands.python(), say=problems.append)
+    assert all(one.is_good for one in row.outcomes), "\n".join(problems)
+    assert name in FAULTS
