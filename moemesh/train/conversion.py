@@ -207,8 +207,6 @@ def _to_huggingface(
     if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
     fused = _is_fused(kind, expert_layout)
-    if origin is not None:
-        carry_along(origin, out)
     own: Weights = CheckpointWeights(checkpoint)
     if config.lora.rank:
         own = MergedWeights(own, config.model)
@@ -225,6 +223,8 @@ def _to_huggingface(
         origin=weights,
         on_file=on_file,
     )
+    if origin is not None:  # nothing of a folder that is refused is touched
+        carry_along(origin, out)
 
 
 def _to_another(
@@ -248,7 +248,6 @@ def _to_another(
     weights = open_weights(config, _to_stderr)
     kind, values = _family(config.model, source, wanted)
     fused = _is_fused(kind, expert_layout)
-    carry_along(source, out)
     write_huggingface(
         weights,
         config.model,
@@ -261,6 +260,7 @@ def _to_another(
         delta=delta,
         on_file=on_file,
     )
+    carry_along(source, out)
 
 
 def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:

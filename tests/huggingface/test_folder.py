@@ -131,16 +131,7 @@ def test_prediction_layers_behind_the_last_are_let_be(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
-    made: list[str] = []
-
-    def deferred(name: str, tensor: torch.Tensor) -> Deferred:
-        def make() -> torch.Tensor:
-            made.append(name)
-            return tensor
-
-        return Deferred(tensor.dtype, tuple(tensor.shape), make)
-
-    named = {name: deferred(name, tensor) for name, tensor in tensors().items()}
+    named = deferred(tensors())
     stop = KeyError("stopped")
 
     def on_file(done: int, total: int) -> None:
@@ -149,12 +140,30 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         write_folder(tmp_path / "out", named, {}, file_bytes=300_000, on_file=on_file)
-    first = list(made)
+    (first,) = (tmp_path / "out").iterdir()
+    written = first.stat().st_ino
     assert not (tmp_path / "out" / INDEX).exists()
     write_folder(tmp_path / "out", named, {}, file_bytes=300_000)
-    assert sorted(made) == sorted(named), "a tensor was written twice"
-    assert first
+    assert first.stat().st_ino == written, "a file was written twice"
     assert WeightFolder(tmp_path / "out").tensors.keys() == named.keys()
+
+
+def test_a_conversion_does_not_keep_the_weights_of_an_earlier_step(tmp_path: Path) -> None:
+    """Same names, same shapes: only one number of the last tensor differs."""
+    named = tensors()
+    write_folder(tmp_path, deferred(named), {})
+    write_folder(tmp_path, deferred(named), {})  # the same once more: nothing to do
+    later = named | {max(named): named[max(named)].clone()}
+    later[max(named)].view(-1)[-1] += 1
+    with pytest.raises(CheckpointError, match="holds other weights"):
+        write_folder(tmp_path, deferred(later), {})
+
+
+def deferred(named: dict[str, torch.Tensor]) -> dict[str, Deferred]:
+    return {
+        name: Deferred(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        for name, tensor in named.items()
+    }
 
 
 def test_a_conversion_does_not_mix_models(folder: Path) -> None:

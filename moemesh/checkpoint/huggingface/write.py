@@ -10,8 +10,9 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
+from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading, replace_by
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.manifest import DTYPES
@@ -22,6 +23,7 @@ from moemesh.config.huggingface.folder import INDEX, SINGLE
 FILE_BYTES = 4 << 30
 #: Files beside the weights that are carried along, up to this size in bytes.
 CARRIED_BYTES = 64 << 20
+_METADATA = {"format": "pt"}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -42,7 +44,7 @@ def write_folder(
     for done, (file, names) in enumerate(groups.items()):
         part = {name: tensors[name] for name in names}
         if not _is_there(out / file, part):
-            replace_by(out / file, safetensors_bytes(part, {"format": "pt"}))
+            replace_by(out / file, safetensors_bytes(part, _METADATA))
         on_file(done + 1, len(groups))
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors.values())
@@ -90,7 +92,7 @@ def _files(tensors: Mapping[str, Deferred], file_bytes: int) -> dict[str, list[s
 
 
 def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
-    """Whether an earlier conversion has finished this file."""
+    """Whether an earlier conversion has finished this file, with the same numbers."""
     if not path.exists():
         return False
     expected = {
@@ -100,7 +102,24 @@ def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
     header = read_header(path, file_size(path)).items()
     if {name: (entry.dtype, entry.shape) for name, entry in header} != expected:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
+    # Names and shapes are also those of another run, and of another step of the same one.
+    with reading(path) as file:
+        if not all(_follows(file, chunk) for chunk in safetensors_bytes(part, _METADATA)):
+            raise CheckpointError(
+                f"{path}: holds other weights, of another source or of an earlier step: choose an "
+                "empty folder, or remove this one first"
+            )
     return True
+
+
+def _follows(file: BinaryIO, expected: bytes | memoryview) -> bool:
+    """Whether the next bytes of `file` are those."""
+    place = 0
+    for chunk in read_chunks(file, len(expected)):
+        if chunk != expected[place : place + len(chunk)]:
+            return False
+        place += len(chunk)
+    return place == len(expected)
 
 
 def write_json(path: Path, value: object) -> None:
