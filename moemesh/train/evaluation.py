@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
@@ -50,6 +52,9 @@ def evaluate(
             given.append(f"data.{key}={value}")
     config = config_of(source, given)
     open_windows(config)  # errors in the data before any process starts
+    if config.data.documents == "mask" and not launch.launched() and launch.own_rank() == 0:
+        note = "windows go over the ends of documents: data.documents = mask is for training"
+        print(f"note: {note}", file=sys.stderr, flush=True)
     arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
     for override in overrides:
         arguments += ["--set", override]
