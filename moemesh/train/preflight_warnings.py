@@ -23,8 +23,8 @@ from moemesh.trace.memory import MemoryProfile, format_bytes
 RANKS_PER_CORE = 4
 #: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
-#: Ranks whose memory is predicted one by one: all of a small run, then the first of each stage.
-MOST_RANKS = 64
+#: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
+MOST_RANKS = 8
 #: Tokens of the shortest sequences that are proposed.
 _SHORTEST = 64
 
@@ -73,27 +73,31 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
 
 def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
     """Where all ranks of a run on this machine's CPU together will probably need more memory than
-    it has: both numbers, and the smallest change after which they fit. None where they fit."""
+    it has: both numbers, and the smallest change after which they fit. None where they fit, and
+    for so many ranks that no machine is meant to have them."""
+    if config.plan.world_size > MOST_RANKS:
+        return None
     available = _memory_bytes() if memory_bytes is None else memory_bytes
-    needed = _needed_here(config)
+    ranks, first = config.plan.world_size, predicted_memory(config, 0)
+    # Where the states alone exceed the machine, no batch is small enough, and large models take
+    # long to price.
+    is_hopeless = ranks * (first.peak - first.activations) > available
+    needed = ranks * first.peak if is_hopeless else _needed_here(config)
     if needed <= available:
         return None
     text = (
-        f"{config.plan.world_size} rank(s) need {format_bytes(needed)} by prediction, this machine "
-        f"has {format_bytes(available)}"
+        f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
+        f"{format_bytes(available)}"
     )
-    for changed, name in _smaller(config):
+    for changed, name in () if is_hopeless else _smaller(config):
         if (smaller := _needed_here(changed)) <= available:
             return f"{text}: {name} needs {format_bytes(smaller)}"
     return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
 
 
 def _needed_here(config: RunConfig) -> int:
-    """Peaks of all ranks together; of many ranks, those of a stage count as its first."""
-    plan = config.plan
-    every = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
-    ranks = range(0, plan.world_size, every)
-    return every * sum(predicted_memory(config, rank).peak for rank in ranks)
+    """Peaks of all ranks together."""
+    return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
 
 
 def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
