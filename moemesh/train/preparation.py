@@ -87,7 +87,7 @@ def prepare(
         config_file,
         cache_beside(path),
         also=(
-            lambda: None if untrainable(checked) else check_room(config),
+            lambda: None if untrainable(checked) else check_room(kept),
             partial(check_sources, config),
             # The newest checkpoint may turn out damaged: then the run goes on from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
