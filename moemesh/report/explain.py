@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
+from moemesh.config.changes import compare
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.load import load_run, resolved_toml
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.failures import CAUSES, cause_of, culprit_of
@@ -140,7 +141,8 @@ def explain(run: Run, planned: Planned | None = None) -> Explanation:
         command = _resume(run)
     if losses.verdict:
         sentences.append(losses.verdict)
-        command = command or _changed(run, (losses.change,) if losses.change else ())
+        changes = (losses.change,) if losses.change else ()
+        command = command or _changed(run, changes, goes_on=losses.goes_on)
     if bounds and not losses.verdict and state != "interrupted":
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
@@ -277,20 +279,34 @@ def _next(run: Run, bound: Bound, evidence: Evidence) -> str:
     return shlex.join(["moemesh", "profile", str(file)])
 
 
-def _changed(run: Run, overrides: Sequence[str]) -> str:
-    """The command of a new run that differs in `overrides`; "" where that is none, or illegal."""
+def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str:
+    """The command that trains with `overrides`; "" where there are none, or they are illegal.
+
+    A run that has finished goes on in its folder, to twice its steps unless `overrides` name them,
+    with the permissions that its folder asks for. One that is still at work, and one that should
+    not go on from its weights, are trained anew in a folder beside it.
+    """
     file = run.folder / "config.toml"
     if not overrides or not file.is_file():
         return ""
+    goes_on = goes_on and state_of(run) == "finished" and bool(run.metrics)
+    if goes_on and not any(one.startswith("train.steps=") for one in overrides):
+        overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
-        loaded = load_run([file], overrides, environ={})
-    except ConfigError:
+        before = load_run([file], [], environ={}).config
+        after = load_run([file], overrides, environ={}).config
+        changes = compare(resolved_toml(before), resolved_toml(after))
+    except UserError:
         return ""
-    if loaded.config.train.checkpoint_folder:  # that of the old run is its own
-        overrides = ["train.checkpoint_folder=", *overrides]
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    if goes_on and all(change.kind != "model" for change in changes):
+        for change in changes:
+            arguments += ["--allow-change", change.key] if change.kind == "training" else []
+        return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(run.folder)])
+    if before.train.checkpoint_folder:  # that of the old run is its own
+        arguments = ["--set", "train.checkpoint_folder=", *arguments]
     changed = overrides[-1].replace("=", "-").replace("/", "-").replace(".", "-")
     out = run.folder.with_name(f"{run.folder.name}-{changed}")
-    arguments = [argument for override in overrides for argument in ("--set", override)]
     return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(out)])
 
 

@@ -15,6 +15,8 @@ from moemesh.trace.run import MetricsRow, Run
 
 #: A loss that rose by less than this share is noise.
 _NOTICEABLE = 0.03
+#: A rise is no chance from so many times the noise of a part on.
+_NOISES = 3
 #: Validation this much above training, and by this share of it, is a gap worth a word.
 _GAP, _GAP_SHARE = 0.1, 0.1
 #: A run is judged by its losses from so many steps on; they are taken in so many parts.
@@ -49,11 +51,13 @@ _MOST_KINDS = 3
 
 class Losses(NamedTuple):
     """`line`: training and validation with what they are judged by; `verdict`: a sentence where
-    they are not as they should be, else ""; `change`: a `--set` argument against it, or ""."""
+    they are not as they should be, else ""; `change`: a `--set` argument against it, or "";
+    `goes_on`: whether the change is for the steps ahead, rather than for a run from the start."""
 
     line: str = ""
     verdict: str = ""
     change: str = ""
+    goes_on: bool = False
 
 
 def losses_of(run: Run) -> Losses:
@@ -82,10 +86,11 @@ def _verdict(
     rows: Sequence[MetricsRow],
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
-) -> tuple[str, str]:
+) -> tuple[str, str, bool]:
     newest, parts = rows[-1].step, _parts(rows)
     lowest = min(parts, key=lambda part: part.median)
-    rose = parts[-1].median > lowest.median + max(_GAP, _NOTICEABLE * lowest.median)
+    least_rise = max(_GAP, _NOTICEABLE * lowest.median, _NOISES * _noise(rows))
+    rose = parts[-1].median > lowest.median + least_rise
     name, loss = "training", parts[-1].median
     if validated and validated[-1][0] == newest:
         name, loss = "validation", validated[-1][1]
@@ -98,16 +103,18 @@ def _verdict(
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
             f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
             f"learned, {why}.",
-            f"train.steps={4 * newest}" if is_early else lower_rate(run),
+            _more_steps(run, newest) if is_early else lower_rate(run),
+            is_early,
         )
     if newest < _LEAST_STEPS:
-        return "", ""
+        return "", "", False
     if rose:
         return (
             f"The training loss rose again, from {lowest.median:.2f} at steps {lowest.first:,} to "
             f"{lowest.last:,} to {parts[-1].median:.2f}: lower train.lr or train.clip, or look at "
             "the data read since.",
             lower_rate(run),
+            False,
         )
     loss = validated[-1][1] if validated else loss
     best = min(validated, key=lambda one: one[1], default=(newest, 0.0))
@@ -118,6 +125,7 @@ def _verdict(
             f"The validation loss was lowest at step {best[0]:,} ({best[1]:.4f}) and is "
             f"{loss:.4f} now{read}: the run overfits; take more data or fewer steps.",
             f"train.steps={best[0]}",
+            False,
         )
     if validated:
         step = validated[-1][0]
@@ -128,8 +136,15 @@ def _verdict(
                 f"The validation loss is {gap:.2f} above the training loss: the text that is held "
                 "out differs, or the run learns its samples by heart.",
                 "",
+                False,
             )
-    return "", ""
+    return "", "", False
+
+
+def _more_steps(run: Run, newest: int) -> str:
+    """The override for four times the steps so far; "" where as many are ahead already."""
+    steps = 4 * newest
+    return f"train.steps={steps}" if steps > (run.num_steps or 0) else ""
 
 
 def lower_rate(run: Run) -> str:
@@ -154,6 +169,13 @@ def _parts(rows: Sequence[MetricsRow]) -> list[_Part]:
         _Part(part[0].step, part[-1].step, statistics.median(row.loss for row in part))
         for part in parts
     ]
+
+
+def _noise(rows: Sequence[MetricsRow]) -> float:
+    """How far the median loss of a part strays by chance: the usual difference of neighbouring
+    steps over the square root of the steps of a part."""
+    steps = [abs(b.loss - a.loss) for a, b in itertools.pairwise(rows)]
+    return statistics.median(steps) / math.sqrt(max(1, len(rows) / _PARTS)) if steps else 0.0
 
 
 def troubles_of(run: Run) -> list[tuple[str, str]]:

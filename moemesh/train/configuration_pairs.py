@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from moemesh.config.changes import compare
 from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.schema import all_keys
-from moemesh.train.folder import CONFIG, compare
+from moemesh.train.folder import CONFIG
 
 
 class Difference(NamedTuple):

@@ -18,17 +18,15 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, sync_folder
 from moemesh.checkpoint.remote import Place, place_of
 from moemesh.checkpoint.stored import candidates
-from moemesh.config.renames import SCHEMA_KEY
-from moemesh.config.schema import SECTIONS, all_keys
+from moemesh.config.changes import Change, compare, kind_of
+from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
-from moemesh.config.toml import format_value
 from moemesh.train.lease import FILE as LEASE
 from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_epoch
 from moemesh.train.row_log import Cut, RowLog, cut_after
@@ -190,57 +188,8 @@ class RunFolder:
         return self.path / name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One key that differs between two resolved configurations; None stands for "not set"."""
-
-    key: str
-    old: object
-    new: object
-    kind: Literal["free", "layout", "training", "model"]
-
-    def __str__(self) -> str:
-        old, new = ("(not set)" if v is None else format_value(v) for v in (self.old, self.new))
-        return f"{self.key}: {old} -> {new} ({self.kind})"
-
-
 #: The name by which --allow-change accepts data that were changed in place.
 DATA_CHANGE = "data"
-#: Keys that never touch the result. The preset is a name: the model's own fields say what it is.
-FREE = frozenset(
-    {
-        "model.preset",
-        "data.bad_record_share",
-        "data.cache",
-        "train.checkpoint_async",
-        "train.checkpoint_every",
-        "train.checkpoints_kept",
-        "train.cluster",
-        "train.load_bins",
-        "train.log_every",
-        "train.validate_every",
-        "train.validation_batches",
-        "train.restarts",
-        "train.resume",
-        "train.sinks",
-        "train.device",
-        "train.timeout_seconds",
-    }
-)
-#: Keys outside [train] and [data] that change the course of training, but no stored tensor.
-TRAINING = frozenset(
-    {
-        "model.aux_loss_coefficient",
-        "model.aux_loss_layers",
-        "model.aux_loss_probabilities",
-        "model.z_loss_coefficient",
-        "model.router_bias_rate",
-        "model.init_std",
-        "plan.payload",
-    }
-)
-#: Schedules that train on stale weights: moving to or from one changes more than the layout.
-ASYNCHRONOUS = frozenset({"pipedream", "pipedream_2bw", "ampnet"})
 
 
 def read_recorded(path: Path) -> str | None:
@@ -258,40 +207,6 @@ def read_recorded(path: Path) -> str | None:
             f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}): it is not what the "
             "run wrote; put it back, or choose another folder"
         ) from error
-
-
-def compare(old: str, new: str) -> list[Change]:
-    """The keys that differ between two resolved config.toml texts, sorted, each with its kind.
-
-    free: does not touch the result. layout: the same result, spread otherwise. training: another
-    course of training. model: another model, which the saved tensors do not fit. A key that a
-    text does not have, such as that of an older version, stands for its default. Raises
-    RunFolderError when a text is not TOML.
-    """
-    try:
-        before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
-    except tomllib.TOMLDecodeError as error:
-        raise RunFolderError(f"the config.toml of the run is not TOML: {error}") from error
-    defaults = _defaults()
-    for text in (before, after):
-        text.pop(SCHEMA_KEY, None)
-    before, after = defaults | before, defaults | after
-    return [
-        Change(key=key, old=before.get(key), new=after.get(key), kind=_kind(key, before, after))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-
-
-def _defaults() -> dict[str, object]:
-    """The default of every key that has one, as TOML has it."""
-    found: dict[str, object] = {}
-    for name, section in SECTIONS.items():
-        for key, item in section.model_fields.items():
-            value: object = item.default
-            if value is not None:
-                found[f"{name}.{key}"] = list(value) if isinstance(value, tuple) else value
-    return found
 
 
 def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset()) -> None:
@@ -315,7 +230,7 @@ def refuse_unknown_permissions(names: Iterable[str]) -> None:
     """Raises RunFolderError for a name of --allow-change that permits nothing."""
     keys = all_keys()
     for name in names:
-        if name == DATA_CHANGE or (name in keys and _kind(name, {}, {}) != "model"):
+        if name == DATA_CHANGE or (name in keys and kind_of(name, {}, {}) != "model"):
             continue
         if name in keys:
             raise RunFolderError(
@@ -327,48 +242,6 @@ def refuse_unknown_permissions(names: Iterable[str]) -> None:
             f"--allow-change {name}: {message}; {fix or 'name a key, such as train.lr'}"
             f" ({DATA_CHANGE} stands for data that were changed in place)"
         )
-
-
-def _kind(
-    key: str, before: dict[str, object], after: dict[str, object]
-) -> Literal["free", "layout", "training", "model"]:
-    old, new = before.get(key), after.get(key)
-    if key in FREE:
-        return "free"
-    if key in TRAINING:
-        return "training"
-    if key == "train.epochs" or (key == "train.steps" and after.get("train.epochs") is not None):
-        return "free"  # compared again when the data has made steps of them
-    if key == "train.steps":
-        longer = isinstance(old, int) and isinstance(new, int) and new > old
-        return "free" if longer else "training"
-    if key == "train.dtype" and "float64" in (old, new):
-        return "model"  # masters are fp32 or fp64, and a checkpoint is never cast
-    if key == "train.esft" and None not in (old, new):
-        return "free"  # the run folder's copy of the table tells whether it trains the same
-    if key == "train.esft":
-        return "model"
-    if key == "plan.schedule" and ASYNCHRONOUS & {old, new}:
-        return "training"
-    if key in ("data.tokenizer", "train.freeze", "train.train_only"):
-        return "model"  # a checkpoint has the moments of what trains, and of nothing else
-    section = key.partition(".")[0]
-    if section == "plan":
-        return "layout"
-    if section in ("model", "lora"):
-        return "model"
-    return "training" if section in ("train", "data") else "free"
-
-
-def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """{"plan": {"ep": 2}} -> {"plan.ep": 2}."""
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _names(path: Path) -> set[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moemesh.config.changes import Change
 from moemesh.config.pipeline import is_schedule_file
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.schedule.build import build_step, fitting
 from moemesh.schedule.files import load
 from moemesh.schedule.text import digest, to_text
-from moemesh.train.folder import Change, RunFolder
+from moemesh.train.folder import RunFolder
 
 SCHEDULE = "schedule.txt"
 

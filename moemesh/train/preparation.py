@@ -16,6 +16,7 @@ from typing import NamedTuple
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm import devices
+from moemesh.config.changes import Change
 from moemesh.config.errors import ConfigError, found_by, refuse_together
 from moemesh.config.load import Resolved, resolved_toml
 from moemesh.config.run import RunConfig
@@ -24,7 +25,7 @@ from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.data.tokenizer import DataError
 from moemesh.train.disk import DiskNeed, disk_need, refuse_full_disk
-from moemesh.train.folder import Change, RunFolder, refuse_unknown_permissions
+from moemesh.train.folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.kept_schedule import readable
 from moemesh.train.lease import Lease
 from moemesh.train.preflight import untrainable

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
 from moemesh.trace.provenance import differences, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
-from moemesh.train.folder import MARKS, compare
+from moemesh.train.folder import MARKS
 
 #: Schedules whose order of operations follows from when messages arrive.
 _BY_ARRIVAL = ("ampnet",)

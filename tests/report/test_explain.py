@@ -1,5 +1,6 @@
 """Explanations: each cause on a folder that has it, and no claim without a file that shows it."""
 
+import fcntl
 import json
 import random
 import shlex
@@ -10,13 +11,15 @@ from dataclasses import replace
 import pytest
 
 from moemesh.cli.insight import explain as explain_verb
+from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError
-from moemesh.config.load import load_run
+from moemesh.config.load import load_run, resolved_toml
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import Planned, explain
 from moemesh.report.failures import CAUSES, OTHER
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import Record, Timeline
+from moemesh.train.folder import refuse_changes
 from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
 
 
@@ -106,11 +109,31 @@ def test_what_bounds_a_run(tmp_path, name):
     if change:
         overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
         assert any(override.startswith(change) for override in overrides)
-        # The command is legal, and writes into a folder of its own.
-        load_run([tmp_path / "run" / "config.toml"], overrides, environ={})
-        assert command[command.index("--out") + 1] != str(tmp_path / "run")
+        # The command is legal, and the run goes on in its folder, which permits every change.
+        assert command[command.index("--out") + 1] == str(tmp_path / "run")
+        assert overrides[-1] == "train.steps=40"
+        file = tmp_path / "run" / "config.toml"
+        configs = [load_run([file], more, environ={}).config for more in ((), overrides)]
+        allowed = [command[i + 1] for i, word in enumerate(command) if word == "--allow-change"]
+        refuse_changes(compare(*map(resolved_toml, configs)), frozenset(allowed))
+        assert len(allowed) == (name == "imbalance")  # train.rebalance_every
     else:
         assert command[:2] == ["moemesh", "profile"]
+
+
+def test_a_change_of_a_run_at_work_or_of_a_wrong_course_starts_beside_it(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline(data=3.0))
+    (folder / "summary.json").unlink()
+    with (folder / "lease").open("w") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        found = explain(Run.load(folder))
+    assert found.state == "running" and f"--out {folder}-data-cache" in found.command
+    assert "train.steps" not in found.command
+    # A rate at which nothing was learned: no weights to go on from.
+    folder = folder_of(tmp_path / "flat", timeline(), loss=5.0)
+    (folder / "summary.json").write_text('{"steps": 20, "unigram_loss": 3.0}')
+    found = explain(Run.load(folder))
+    assert "learning rate" in found.text and f"--out {folder}-train-lr" in found.command
 
 
 def test_waiting_for_slow_ranks_is_no_communication(tmp_path):

@@ -41,6 +41,7 @@ CASES = {
     "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", "train.lr=0.003"),
     "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "at step 50 (2.4000)", "train.steps=50"),
     "rises again": (FALLING + [3.0] * 20, {120: 3.0}, 9.0, "rose again", "train.lr=0.003"),
+    "noisy": ([2.8 - x / 100 + 0.1 * (x % 3) for x in range(40)] + [2.6] * 3, {}, 9.0, "", ""),
     "gap": (FALLING, {50: 3.7, 100: 2.6}, 3.2, "above the training loss", ""),
     "a first step": ([5.0], {}, None, "", ""),
 }

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.config.changes import Change, compare
+from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.train import folder as folder_module
-from moemesh.train.folder import Change, RunFolder, RunFolderError, compare, refuse_changes
+from moemesh.train.folder import RunFolder, RunFolderError, refuse_changes
 
 
 def test_module_does_not_import_torch() -> None:
@@ -236,7 +238,7 @@ def test_the_refusal_shows_the_difference() -> None:
     assert "--allow-change train.lr" in text
     assert compare(OLD, OLD) == []
     assert str(Change(key="a", old="x", new=True, kind="free")) == 'a: "x" -> true (free)'
-    with pytest.raises(RunFolderError, match="not TOML"):
+    with pytest.raises(UserError, match="not TOML"):
         compare("= 1", OLD)
 
 
