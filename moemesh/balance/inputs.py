@@ -103,8 +103,8 @@ def check_loads(weight: Any, name: str = "weight") -> Floats:
         layer, expert = (int(index) for index in np.argwhere(wrong)[0])
         more = f" (and {wrong.sum() - 1} more)" if wrong.sum() > 1 else ""
         raise BalanceError(
-            f"{name} of layer {layer}, expert {expert} is {loads[layer, expert]:g}{more}: "
-            "loads are finite and not negative"
+            f"{name}: the load of expert {expert} in layer {layer} is "
+            f"{loads[layer, expert]:g}{more}; loads are finite and not negative"
         )
     return loads
 

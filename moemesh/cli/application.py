@@ -5,7 +5,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -106,7 +106,7 @@ def _fail(error: Exception) -> int:
         error.show()
         if given := _given(error):
             print(f"given: {given}", file=sys.stderr)
-        if hint := _option_hint(getattr(error, "option_name", "")):
+        if hint := _option_hint(error):
             print(hint, file=sys.stderr)
         return USER_ERROR
     from moemesh.comm.slurm import rank_of
@@ -136,12 +136,14 @@ def _given(error: Exception) -> str:
     return ""
 
 
-def _option_hint(option: str) -> str:
-    """For an unknown option that names a key: how keys are set."""
-    if not option:
+def _option_hint(error: Any) -> str:
+    """For an unknown option that names a key, or nearly, of a verb with --set: how keys are set."""
+    option: str = getattr(error, "option_name", "")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    if not option or not any("--set" in one.opts for one in getattr(command, "params", ())):
         return ""
     from moemesh.config.schema import sections_with
-    from moemesh.config.suggest import alias_hint, aliases
+    from moemesh.config.suggest import alias_hint, aliases, resembling_keys
 
     name = option.lstrip("-").replace("-", "_")
     keys = [name] if "." in name else [f"{section}.{name}" for section in sections_with(name)]
@@ -149,8 +151,10 @@ def _option_hint(option: str) -> str:
         keys = [aliases()[name]]
     if keys:
         return f"Keys of the configuration are set with --set {keys[0]}=VALUE"
-    hint = alias_hint(name)
-    return f"{hint[0].upper()}{hint[1:]}" if hint else ""
+    if hint := alias_hint(name):
+        return f"{hint[0].upper()}{hint[1:]}"
+    near = resembling_keys(name)
+    return f"Did you mean --set {near[0]}=VALUE?" if near else ""
 
 
 def load(config: Path | None, overrides: list[str] | None) -> "Resolved":

@@ -36,8 +36,15 @@ def scores(
         ),
     ] = "gate",
     seq_len: Annotated[
-        int, typer.Option("--seq-len", metavar="S", min=1, help="Tokens of a window.")
-    ] = 4096,
+        int | None,
+        typer.Option(
+            "--seq-len",
+            metavar="S",
+            min=1,
+            help="Tokens of a window, at most the positions of the model.",
+            show_default="4096, or the positions of the model where they are fewer",
+        ),
+    ] = None,
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=1, help="Most windows to read.")
     ] = 32,
@@ -70,7 +77,7 @@ def scores(
         as_json=as_json,
     )
     # Before torch, which takes seconds, is imported.
-    request.checked(config_of(source, overrides or []))
+    request = request.checked(config_of(source, overrides or []))
     check_weights(source)
     from moemesh.train.esft import write_scores
 

@@ -97,8 +97,8 @@ def _compare_all(request: Request, as_json: bool) -> None:
 
 
 def schedule_text(found: "Answer", picture: str = "", *, width: int = 160) -> str:
-    """The answer for a person: the picture if no line is longer than `width`, totals beside their
-    formulas, then a row a rank."""
+    """The answer for a person: the picture if no line is longer than `width`, else how to see it;
+    totals beside their formulas, then a row a rank."""
     from moemesh.schedule.answer import short
 
     simulation, closed, schedule = found.simulation, found.closed, found.schedule
@@ -121,8 +121,12 @@ def schedule_text(found: "Answer", picture: str = "", *, width: int = 160) -> st
         *_wrapped(found.notes),
         "",
     ]
-    if picture and max(map(len, picture.splitlines())) <= width:
+    columns = max(map(len, picture.splitlines()), default=0)
+    if 0 < columns <= width:
         lines += [picture, ""]
+    elif picture:
+        note = f"the picture is {columns:,} columns wide: --text prints it, --svg FILE draws it"
+        lines += [note, ""]
     column = max(len(name) for name, _, _ in rows)
     for name, value, formula in rows:
         line = f"{name:{column}}  {value:>10}  {formula}".rstrip()

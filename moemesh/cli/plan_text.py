@@ -90,12 +90,12 @@ def plan_text(planned: Planned, asked: str) -> str:
         *wrapped(
             f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"
         ),
+        *wrapped(risk_of_memory(planned, best, capacity)),
         *wrapped(mfu_words(planned)),
         "",
         *_step(best),
         "",
         *_memory(best, capacity),
-        *wrapped(risk_of_memory(planned, best, capacity)),
         *wrapped(f"binding: {planned.advice.binding}"),
     ]  # fmt: skip
     if planned.advice.why_not:
@@ -266,7 +266,8 @@ def risk_of_memory(planned: Planned, best: Candidate, capacity: float) -> str:
     if high <= capacity:
         return ""
     return (
-        f"the 80 % interval of memory reaches {format_bytes(round(high))}, above what is usable: "
+        f"the first layout may run out of memory: its 80 % interval reaches "
+        f"{format_bytes(round(high))}, above the {format_bytes(round(capacity))} that are usable; "
         "a larger --headroom asks for a layout with more room"
     )
 

@@ -233,9 +233,15 @@ def _length_of_run(source: Path, given: list[str]) -> int:
     from moemesh.config.huggingface.folder import CONFIG
     from moemesh.train.weight_sources import config_of
 
+    config = config_of(source, given)
     if (source / CONFIG).exists():
-        raise UserError(f"{source} names no length of windows: give --seq-len, 2048 say")
-    return config_of(source, given).data.seq_len
+        longest = config.model.max_position_embeddings
+        most = f", at most {longest}" if longest else ""
+        raise UserError(
+            f"{source} is a folder of transformers, which names no length of windows: choose one"
+            f"{most}, such as --seq-len {min(2048, longest or 2048)}"
+        )
+    return config.data.seq_len
 
 
 def _check(source: Path, given: list[str]) -> None:

@@ -70,7 +70,7 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
     elif near := _close(leaf, siblings, 0.45 if len(leaf) <= 4 else 0.6):
         fix = _did_you_mean(f"{section}.{name}" for name in near)
     else:
-        fix = _far(leaf)
+        fix = _did_you_mean(resembling_keys(leaf))
     if section and section not in SECTIONS:
         if section in all_keys():
             return f"{section} is a value and has no keys", f"did you mean {section}?"
@@ -115,14 +115,12 @@ def _close(word: str, names: Iterable[str], cutoff: float) -> list[str]:
     return [name for name in found if scores[name] > best - 0.05]
 
 
-def _far(leaf: str) -> str:
-    """A key of any section, or a name of another trainer, that resembles `leaf`."""
+def resembling_keys(leaf: str) -> list[str]:
+    """Keys of any section that resemble `leaf`, or else whose name in another trainer does."""
     every = {name: f"{section}.{name}" for section in SECTIONS for name in keys_of(section)}
     if near := _close(leaf, every, 0.75):
-        return _did_you_mean(every[name] for name in near)
-    if near := _close(leaf, aliases(), 0.85):
-        return _did_you_mean(aliases()[name] for name in near)
-    return ""
+        return [every[name] for name in near]
+    return [aliases()[name] for name in _close(leaf, aliases(), 0.85)]
 
 
 def _did_you_mean(names: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ def at_most(name: str, bound: int) -> Condition:
 
 
 def divisible(name: str, by: int | str) -> Condition:
-    """``name % by == 0`` for a number or the name of one."""
+    """``name % by == 0`` for a number or the name of one; of 2, an even number."""
 
     def divisor(numbers: Numbers) -> int:
         return numbers[by] if isinstance(by, str) else by
@@ -63,6 +63,13 @@ def divisible(name: str, by: int | str) -> Condition:
         value, of = numbers[name], divisor(numbers)
         return f"{value} % {of} == {value % of}"
 
+    if by == 2:
+        return Condition(
+            text=f"an even number of {name}",
+            names=(name,),
+            holds=holds,
+            found=lambda numbers: str(numbers[name]),
+        )
     names = (name, by) if isinstance(by, str) else (name,)
     return Condition(text=f"{name} % {by} == 0", names=names, holds=holds, found=found)
 

@@ -35,14 +35,13 @@ from moemesh.train.weight_sources import config_of
 
 def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> int:
     """Score the experts of `source` on the ranks of the plan, write table and picture, print;
-    returns the exit code."""
+    returns the exit code. `request` has been checked, which gives it its defaults."""
     given = [f"data.path={request.data}", f"data.seq_len={request.seq_len}", *overrides]
     for key, value in (("sources", "[]"), ("format", "auto")):
         if not any(one.startswith(f"data.{key}=") for one in given):
             given.append(f"data.{key}={value}")
     # All experts take part, whatever an earlier run of the source has trained.
     config = config_of(source, given)
-    request = request.checked(config)
     windows = open_windows(config)
 
     def work(mesh: Mesh) -> str:

@@ -11,6 +11,8 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.run import RunConfig
 
 DEFAULT_THRESHOLD = 0.2
+#: Of models without a shorter limit.
+DEFAULT_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class Request:
     threshold: float | None = None
     experts_per_layer: int | None = None
     score: Literal["gate", "token"] = "gate"
-    seq_len: int = 4096
+    seq_len: int | None = None
     samples: int = 32
     svg: Path | None = None
     as_json: bool = False
@@ -51,16 +53,20 @@ class Request:
             refuse("--experts-per-layer", self.experts_per_layer, message, f"at most {experts}")
         if wrong:
             raise ConfigError(wrong)
+        found = self
         if self.threshold is None and self.experts_per_layer is None:
-            return replace(self, threshold=DEFAULT_THRESHOLD)
-        return self
+            found = replace(found, threshold=DEFAULT_THRESHOLD)
+        if self.seq_len is None:
+            longest = config.model.max_position_embeddings or DEFAULT_SEQ_LEN
+            found = replace(found, seq_len=min(DEFAULT_SEQ_LEN, longest))
+        return found
 
     def arguments(self, source: Path, overrides: Sequence[str]) -> list[str]:
         """The command again, for every rank."""
         found = ["esft", "scores", str(source), self.data, "--out", str(self.out)]
-        found += ["--score", self.score, "--seq-len", str(self.seq_len)]
-        found += ["--samples", str(self.samples)]
+        found += ["--score", self.score, "--samples", str(self.samples)]
         for option, value in (
+            ("--seq-len", self.seq_len),
             ("--threshold", self.threshold),
             ("--experts-per-layer", self.experts_per_layer),
             ("--svg", self.svg),

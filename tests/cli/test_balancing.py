@@ -177,7 +177,7 @@ def test_without_replicas_it_permutes(tmp_path: Path) -> None:
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
         ("a.json", "[" * 100_000, r"a.json: lists within lists"),
         ("a.json", '[["x"]]', r"holds <U1, and not numbers"),
-        ("a.json", "[[1, -1]]", r"a.json of layer 0, expert 1 is -1"),
+        ("a.json", "[[1, -1]]", r"a.json: the load of expert 1 in layer 0 is -1"),
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
         ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),

@@ -51,6 +51,7 @@ COMMANDS: list[Mistake] = [
     Mistake("train --set data.tokenizer=gpt2", ("data.tokenizer", '"gpt2"')),
     *NO_GPU,
     Mistake("train --set model.path=none", ("model.path", "none")),
+    Mistake("train --step 5", ("--step", "--set train.steps=VALUE"), foreign=True),
     Mistake("train --set model.path=no_weights", ("no_weights", "safetensors")),
     Mistake(
         "train --set model.preset=deepseek-v3 --set train.device=cpu",
@@ -206,6 +207,7 @@ COMMANDS: list[Mistake] = [
     Mistake("evaluate other_run --data text.txt --seq-len 8", ("other_run", "checkpoint")),
     Mistake("evaluate no_weights --data text.txt --seq-len 0", ("--seq-len", "0")),
     Mistake("evaluate no_weights --data text.txt --seq-len 8", ("no_weights", "safetensors")),
+    Mistake("evaluate no_weights --data text.txt", ("no_weights", "--seq-len 128")),
     Mistake("evaluate other_run --seq-len 8", ("--data",)),
     Mistake("generate none --prompt a", ("none",)),
     Mistake("generate other_run --prompt a", ("other_run", "checkpoint")),
