@@ -36,12 +36,13 @@ from moemesh.comm.meeting import (
     STACK_SIGNAL,
     STORE,
     WORDS,
-    is_locked,
+    has_supervisor,
     stack_file,
     torchrun_file,
     write_told,
 )
 from moemesh.comm.node import Node, meet
+from moemesh.comm.peers import introduce
 from moemesh.comm.slow_rank import SlowRank
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.comm.supervisor import (
@@ -66,7 +67,8 @@ _WATCHDOG_SECONDS = 60.0
 _VERDICT_SECONDS = 6.0
 #: A watcher that has not locked the folder by then could not start.
 _START_SECONDS = 5.0
-#: Where this rank of another launcher meets its watcher.
+#: Of a rank of another launcher that is to be watched: its node, and where it meets its watcher.
+_node: Node | None = None
 _watched: Path | None = None
 
 
@@ -144,10 +146,11 @@ def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
     """Let this rank of another launcher be watched: the first rank of a node starts
     ``command(folder, node)``, which watches them all. Nothing where that cannot be, or for a world
     of one."""
-    global _watched
+    global _watched, _node
     node, rank = Node.of(os.environ), own_rank()
     if node.world_size == 1:
         return
+    _node = node
     with suppress(OSError):
         folder = meet(node, lambda folder: command(folder, node))
         if folder is None:
@@ -169,7 +172,7 @@ def watched() -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
-    return is_locked(_watched) or not _watched.exists()  # after a verdict it is gone
+    return has_supervisor(_watched) or not _watched.exists()  # after a verdict it is gone
 
 
 def await_verdict() -> None:
@@ -215,6 +218,8 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     waiting = progress_words.entered("rendezvous", "world", "start", range(world_size), 0)
     progress_words.waiting(waiting)
     store = _store(rank, world_size, timeout)
+    if _node is not None and rank == _node.first:
+        introduce(store, _watched, _node.ranks, world_size)
     cuda.agree(store, rank, chosen, timeout)
     if chosen.type == "cuda":
         # NCCL aborts a rank whose operation takes longer: who watches the ranks is to see it first.
@@ -305,12 +310,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
         ended = run_ranks(
-            num_ranks,
-            arguments,
-            logs=logs,
-            grace_seconds=grace_seconds,
-            entry=entry,
-            answer=answer,
+            num_ranks, arguments, logs=logs, grace_seconds=grace_seconds, entry=entry, answer=answer
         )
         if ended.verdict is not None:
             print(describe(ended, logs, kept=log_folder), file=sys.stderr)
@@ -396,5 +396,5 @@ def _die_with_the_launcher(folder: Path) -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
     # It may have died before: then its lock is free.
-    if not is_locked(folder):
+    if not has_supervisor(folder):
         os._exit(128 + signal.SIGKILL)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.comm.signs import Told
+from moemesh.trace.lock import is_locked
 
 WORDS, STORE, LOCK = "words", "store", "lock"
 #: A rank writes the stacks of its threads when it gets this signal.
@@ -52,19 +53,9 @@ def lock(folder: Path) -> int:
     return handle
 
 
-def is_locked(folder: Path) -> bool:
+def has_supervisor(folder: Path) -> bool:
     """Whether the supervisor of a folder lives."""
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return is_locked(folder / LOCK)
 
 
 def _sweep(parent: Path) -> None:
@@ -72,7 +63,7 @@ def _sweep(parent: Path) -> None:
         with suppress(OSError):
             if folder.stat().st_uid != os.getuid():
                 continue
-            if (folder / LOCK).exists() and not is_locked(folder):
+            if (folder / LOCK).exists() and not has_supervisor(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -8,19 +8,22 @@ machine: ranks that see one another's processes. torch is not imported.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moemesh.comm.meeting import LOCK, PREFIX, WORDS, is_locked, shared_memory
+from moemesh.comm.meeting import LOCK, PREFIX, WORDS, has_supervisor, shared_memory
+from moemesh.comm.peers import ADDRESS, listen
 from moemesh.comm.signs import GONE
 from moemesh.trace.word_file import Word, WordFile
 
@@ -41,13 +44,20 @@ _EARLIER_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The ranks `first` to `first + num_ranks - 1` of `world_size`. ``name``: of their folder."""
+    """The ranks `first` to `first + num_ranks - 1` of `world_size`. ``name``: of their folder;
+    ``master``: the host of the rendezvous."""
 
     first: int
     num_ranks: int
     world_size: int
     name: str
     launcher: str
+    master: str = ""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether the run has other nodes."""
+        return self.num_ranks < self.world_size
 
     @property
     def ranks(self) -> range:
@@ -72,11 +82,13 @@ class Node:
             world_size=size,
             name=f"{PREFIX}node-{os.getuid()}-{digest}",
             launcher=launcher,
+            master=environment.get("MASTER_ADDR", ""),
         )
 
 
 def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
-    """The folder of the ranks of `node`; the first that comes runs ``watcher(folder)`` beside them.
+    """The folder of the ranks of `node`; the first that comes runs ``watcher(folder)`` beside them,
+    with a listener for the watchers of other nodes as its standard input.
 
     None where processes of others cannot be watched: outside of Linux, where the kernel gives no
     handles of them, or where the folder is not one's own.
@@ -84,16 +96,18 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     if not _has_handles():
         return None
     folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
-    with suppress(OSError):
-        while not _make(folder, node.world_size):
-            if _is_ours(folder) and (not (folder / LOCK).exists() or is_locked(folder)):
+    listener = listen(node.master) if node.has_others else None
+    with suppress(OSError), listener or nullcontext():
+        while not _make(folder, node.world_size, listener):
+            if _is_ours(folder) and (not (folder / LOCK).exists() or has_supervisor(folder)):
                 return folder
             if time.monotonic() > end:
                 return None
             _discard(folder)
         # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
+        stdin = listener or subprocess.DEVNULL
         try:
-            subprocess.Popen(watcher(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+            subprocess.Popen(watcher(folder), stdin=stdin, start_new_session=True)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             return None
@@ -110,7 +124,7 @@ def _has_handles() -> bool:
     return True
 
 
-def _make(folder: Path, world_size: int) -> bool:
+def _make(folder: Path, world_size: int, listener: socket.socket | None) -> bool:
     """Make the folder with all that ranks need; False where it is there."""
     if folder.exists():
         return False
@@ -118,6 +132,8 @@ def _make(folder: Path, world_size: int) -> bool:
     # Records of ranks that never come take no memory.
     WordFile(made / WORDS, world_size).unmap()
     (made / _PROCESSES).write_text(_processes())
+    if listener is not None:
+        (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
     try:
         os.rename(made, folder)  # fails where another rank was first: its folder is not empty
     except OSError:
@@ -142,7 +158,7 @@ def _processes() -> str:
 
 def _discard(folder: Path) -> None:
     """Remove what a killed watcher has left."""
-    if folder.stat().st_uid == os.getuid() and not is_locked(folder):
+    if folder.stat().st_uid == os.getuid() and not has_supervisor(folder):
         aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
         with suppress(OSError):
             os.rename(folder, aside)

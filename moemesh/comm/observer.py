@@ -85,7 +85,7 @@ class Observer:
 
     def let_follow(self, verdict: Verdict) -> None:
         """Give the other ranks time for their own errors, which a dead peer brings at once."""
-        if verdict.kind in ("hung", "busy", "stopped"):
+        if verdict.kind in ("hung", "busy", "stopped", "network-cut"):
             return
         end = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < end:

@@ -86,6 +86,14 @@ class Seen:
         return self.word is not None and self.word.inside
 
 
+@dataclass(frozen=True, kw_only=True)
+class LostHost:
+    """Another host of the run, `name` with `ranks`, whose kernel does not answer."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
     """0: surely a cause; 1: likely one; 2: may have followed from another rank's end.
 

@@ -9,24 +9,33 @@ other, with the time, and says at most once that the run has failed, and why.
 | state T for a while, but not of all ranks | stopped |
 | ranks failed inside of operations, or none moves, and their operations differ | mismatch |
 | no rank's progress word changes for longer than a phase may | hung or busy |
+| none changes, and they wait for ranks of a host that does not answer | network-cut |
 """
 
 from __future__ import annotations
 
 import signal
-import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from moemesh.comm.blame import blame, wait_for
 from moemesh.comm.mismatch import Call, mismatch
-from moemesh.comm.signs import GONE, Seen, weakness
+from moemesh.comm.signs import GONE, LostHost, Seen, weakness
+from moemesh.comm.step_times import StepTimes
 from moemesh.trace.word_file import DATA, STEP, Collective, Word, members_of
 
 Kind = Literal[
-    "killed", "exited", "exception", "stopped", "mismatch", "hung", "busy", "lost-contact"
+    "killed",
+    "exited",
+    "exception",
+    "stopped",
+    "mismatch",
+    "hung",
+    "busy",
+    "lost-contact",
+    "network-cut",
 ]
 
 #: Peers of a rank that died fail milliseconds later: signs are collected for so long.
@@ -37,6 +46,10 @@ LATE_SECONDS = 1.5
 LEAVE_SECONDS = 3.0
 #: A rank in state T for so long was stopped.
 STOPPED_SECONDS = 1.0
+#: Ranks that wait for a host that does not answer wait in vain after this.
+CUT_SECONDS = 3.0
+#: A step may take as long, however short the others were.
+FLOOR_SECONDS = 3.0
 #: One look counts as at most so much: a supervisor that did not run has seen nothing.
 LONGEST_LOOK = 0.5
 #: Words of errors that follow from a peer that is gone.
@@ -52,7 +65,7 @@ class Limits:
     """
 
     patience: float
-    floor: float = 3.0
+    floor: float = FLOOR_SECONDS
     #: Steps of this process that are first ones.
     first_steps: int = 2
     #: See :func:`moemesh.comm.signs.weakness`.
@@ -65,7 +78,7 @@ class Verdict:
 
     ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that never came.
     ``waited``: seconds without progress. ``calls``: of a mismatch, see
-    :func:`moemesh.comm.mismatch.mismatch`.
+    :func:`moemesh.comm.mismatch.mismatch`. ``lost``: hosts that cannot be reached.
     """
 
     kind: Kind
@@ -77,6 +90,7 @@ class Verdict:
     missing: tuple[int, ...] = ()
     waited: float = 0.0
     calls: tuple[Call, ...] = ()
+    lost: tuple[LostHost, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -94,6 +108,8 @@ class Judge:
         self.limits = limits
         #: The signal by which the run was asked to stop: ranks may end by it, at their own pace.
         self.stopping: int | None = None
+        #: Other hosts of the run that cannot be reached at the moment.
+        self.lost: tuple[LostHost, ...] = ()
         self._time: float | None = None
         self._first_sign: float | None = None
         self._order: dict[int, float] = {}
@@ -101,7 +117,7 @@ class Judge:
         self._still = 0.0
         self._changes: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
-        self._steps = _StepTimes()
+        self._steps = StepTimes()
 
     @property
     def is_deciding(self) -> bool:
@@ -183,6 +199,8 @@ class Judge:
             text = told.message.lower()
             follows = one.is_inside and any(word in text for word in _FOLLOW_UP)
             if follows or one.has_lost_a_peer:
+                if (cut := _network_cut([one], self.lost, 0.0)) is not None:
+                    return cut
                 kind = "lost-contact"
             shown = 1 if code in (None, 0, GONE) else code
             message = f"rank {one.rank} failed with exit code {shown}: {told.kind}"
@@ -225,6 +243,9 @@ class Judge:
         self._cpu = {one.rank: one.cpu_seconds for one in seen}
         self._still = self._still + counted if changes == self._changes else 0.0
         self._changes = changes
+        lost = self.lost if self._still >= CUT_SECONDS else ()
+        if (cut := _network_cut(at_work, lost, self._still)) is not None:
+            return cut
         if not at_work or self._still < self._limit(words):
             return None
         if (differing := _differing_calls(at_work)) is not None:
@@ -287,32 +308,6 @@ class Judge:
         )
 
 
-class _StepTimes:
-    """Seconds that steps took, as seen from outside."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=100)
-        self._step: int | None = None
-        self._at = 0.0
-        self.num_seen = 0
-        self.longest = 0.0
-        self.median: float | None = None
-
-    def look(self, now: float, words: Sequence[Word]) -> None:
-        """Take the step of the rank that is behind."""
-        step = min((word.step for word in words), default=0)
-        if not step or step == self._step:
-            return
-        if self._step is not None and step > self._step:
-            if self.num_seen:  # the first one may have begun long before
-                seconds = (now - self._at) / (step - self._step)
-                self._times.append(seconds)
-                self.longest = max(self._times)
-                self.median = statistics.median(self._times)
-            self.num_seen += step - self._step
-        self._step, self._at = step, now
-
-
 def _differing_calls(seen: Sequence[Seen]) -> Verdict | None:
     """The verdict on ranks that called different operations; None where they agree."""
     calls = mismatch([one.word for one in seen if one.word is not None])
@@ -331,6 +326,36 @@ def _differing_calls(seen: Sequence[Seen]) -> Verdict | None:
         missing=tuple(rank for call in calls[1:] for rank in call.ranks),
         calls=calls,
     )
+
+
+def _network_cut(seen: Sequence[Seen], lost: tuple[LostHost, ...], waited: float) -> Verdict | None:
+    """The verdict on ranks of which one waits for ranks of a host in `lost`; None where none does.
+
+    An operation of any group may be what a device waits in.
+    """
+    for one in seen if lost else ():
+        word, at = one.word, _collective(one)
+        members = set(at.members if at is not None else ())
+        if word is not None and word.on_device:
+            members.update(rank for group in word.counts for rank in members_of(group))
+        missing = sorted(members & {rank for host in lost for rank in host.ranks})
+        if not missing:
+            continue
+        hosts = " and ".join(f"{host.name} with {_ranks(host.ranks)}" for host in lost)
+        text = f"host {hosts} cannot be reached: the network is cut, or the host died"
+        place = f" in {at}" if at is not None else ""
+        return Verdict(
+            kind="network-cut",
+            rank=one.rank,
+            message=f"{text}; rank {one.rank} waits for {_ranks(missing)}{place}",
+            seen=one,
+            collective=at,
+            entered=tuple(o.rank for o in seen if at and o.word and o.word.entered(at)),
+            missing=tuple(missing),
+            waited=waited,
+            lost=lost,
+        )
+    return None
 
 
 def _waits_for_others(one: Seen, seen: Sequence[Seen]) -> bool:

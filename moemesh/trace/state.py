@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from pathlib import Path
 from typing import Literal
 
+from moemesh.trace.lock import is_locked
 from moemesh.trace.run import Run
 
 #: interrupted: it ended without a word (killed, or the machine went down).
@@ -24,19 +22,4 @@ def state_of(run: Run) -> State:
     if ended is not None and (last is None or ended == last):
         wanted = run.num_steps
         return "stopped" if wanted is not None and ended < wanted else "finished"
-    return "running" if is_locked(run.folder) else "interrupted"
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process at work holds the folder's lease."""
-    try:
-        handle = os.open(folder / LEASE, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return "running" if is_locked(run.folder / LEASE) else "interrupted"

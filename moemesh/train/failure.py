@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -35,6 +36,7 @@ _KINDS = {
     "hung": "Hung",
     "busy": "Busy",
     "lost-contact": "LostContact",
+    "network-cut": "NetworkCut",
 }
 _STACKS = (
     "rank-*.stacks say where every rank was (in logs/; in failures/EPOCH/ once the run has gone on)"
@@ -47,6 +49,8 @@ _ADVICE = {
     "Mismatch": "look for code that only some ranks run, or for sizes that differ between them",
     "Hung": _STACKS,
     "Busy": _STACKS,
+    "NetworkCut": "the network between the hosts was cut, or the other host died or froze: nobody "
+    "here can tell which; look at that host first, then at the links and switches between",
     "LostContact": "look at the network, and at the hosts of the other ranks",
 }
 
@@ -83,18 +87,41 @@ def write_verdict(
 
 
 def write_node_verdict(
-    folder: Path, ended: Ended, first_rank: int, *, epoch: int | None, action: str, advice: str
+    folder: Path,
+    ended: Ended,
+    first_rank: int,
+    *,
+    epoch: int | None,
+    earlier: ReportId | None,
+    action: str,
+    advice: str,
 ) -> bool:
     """As :func:`write_verdict`, of the node whose first rank is `first_rank`: its own report, and
-    that of the run unless another node was faster; returns whether this one was the first."""
+    that of the run unless another node was faster; returns whether this one was the first.
+
+    `earlier`: the report that was there when the ranks started. Ranks that failed before one of
+    them had the lease have the epoch of the start before.
+    """
     content = _of_ended(ended, epoch, advice) | {"action": action}
     place = kept_in(folder, epoch)
     with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         os.replace(_temporary(folder, content), place / f"node-{first_rank}.json")
-    if _epoch_of(folder / FILE) != epoch:
+    if _epoch_of(folder / FILE) != epoch or report_id(folder) == earlier:
         keep_failure(folder)
     return _link(folder, content)
+
+
+#: Of a file: its number on the disk, its size, and when it was written by the clock of the disk.
+ReportId = tuple[int, int, int]
+
+
+def report_id(folder: Path) -> ReportId | None:
+    """Which report is the newest in a run folder; None where there is none."""
+    with suppress(OSError):
+        found = (folder / FILE).stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
@@ -114,6 +141,7 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
             return None
         place = kept_in(folder, _epoch_of(file))
         place.mkdir(parents=True, exist_ok=True)
+        _make_room(place / FILE)
         os.replace(file, place / FILE)
         for stacks in (folder / LOGS).glob("rank-*.stacks"):
             os.replace(stacks, place / stacks.name)
@@ -122,6 +150,13 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
                 os.replace(errors, place / errors.name)
         return place
     return None
+
+
+def _make_room(file: Path) -> None:
+    """Rename a report of the same epoch to a number of its own, the oldest to 1."""
+    if file.exists():
+        numbers = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
+        os.replace(file, next(other for other in numbers if not other.exists()))
 
 
 def _epoch_of(file: Path) -> int | None:
@@ -221,7 +256,7 @@ def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, A
         content["signal"] = signal.Signals(-code).name
     if seen.told is not None:
         content["exception"] = seen.told.kind
-        if not verdict.calls:
+        if not (verdict.calls or verdict.lost):
             content["message"] = seen.told.message
     if verdict.collective is not None:
         content["collective"] = _collective(verdict.collective) | {
@@ -237,6 +272,10 @@ def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, A
                 "ranks": list(call.ranks),
             }
             for call in verdict.calls
+        ]
+    if verdict.lost:
+        content["unreachable"] = [
+            {"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost
         ]
     return content
 

@@ -11,7 +11,7 @@ import torch
 from moemesh.comm import launch
 from moemesh.comm.interrupts import STOPPING
 from moemesh.comm.supervisor import Ended, describe
-from moemesh.comm.verdict import Limits, Verdict
+from moemesh.comm.verdict import FLOOR_SECONDS, Limits, Verdict
 from moemesh.config.run import RunConfig
 from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import (
@@ -27,8 +27,7 @@ from moemesh.train.failure import (
 from moemesh.train.folder import LOGS, RunFolder
 
 #: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
-_FLOOR_SECONDS = {"cpu": 3.0, "cuda": 180.0}
-
+_CUDA_FLOOR_SECONDS = 180.0
 
 CAME_TWICE = "it came twice at the same place"
 
@@ -63,7 +62,7 @@ class Budget:
 def limits_of(config: RunConfig) -> Limits:
     """How long the ranks of a run may be without progress."""
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
-    floor = _FLOOR_SECONDS["cpu" if on_cpu else "cuda"]
+    floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds
     return Limits(patience=patience, floor=floor, aborts_follow=not on_cpu)
 

@@ -11,24 +11,27 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from moemesh.comm.meeting import WORDS, lock, torchrun_file
 from moemesh.comm.node import Guests, Node
 from moemesh.comm.observer import LOOK_SECONDS, Observer
+from moemesh.comm.peers import Peers, inherited
 from moemesh.comm.signs import Seen
 from moemesh.comm.slow_rank import SlowRanks
 from moemesh.comm.supervisor import Ended, describe, python_command
 from moemesh.comm.verdict import Judge, Limits, Verdict
 from moemesh.trace.word_file import WordFile
 from moemesh.train.events import Events, tell_slow
-from moemesh.train.failure import advice_on, details, write_node_verdict
+from moemesh.train.failure import advice_on, details, report_id, write_node_verdict
 from moemesh.train.folder import LOGS, RunFolder
 from moemesh.train.lease import read_epoch
 
@@ -38,6 +41,8 @@ _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _EMPTY_SECONDS = 60.0
 #: The launcher takes the rank that leaves first for the cause.
 _CULPRIT_FIRST_SECONDS = 0.4
+#: A report takes less than this, stacks included, or does not come.
+_REPORT_SECONDS = 8.0
 _COMMANDS = {
     "torchrun": ["torchrun", "...", "-m", "moemesh"],
     "srun": ["srun", "...", "moemesh"],
@@ -82,10 +87,13 @@ def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> 
 class Watcher:
     """Watches the ranks of one node until they are gone; see :meth:`run`."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, listener: socket.socket | None = None) -> None:
+        """`listener`: for the watchers of other nodes."""
         self._spec, self._path = spec, Path(spec.path)
         self._guests, self._judge, self._slow = Guests(), Judge(spec.limits), SlowRanks()
         self._folder = Path(spec.folder)
+        self._earlier = report_id(self._path)
+        self._peers = Peers(spec.node.first, listener, self._folder)
 
     def run(self) -> None:
         """Until all ranks have left, or were ended after a failure."""
@@ -99,6 +107,7 @@ class Watcher:
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
             words.unmap()
+            self._peers.close()
             os.close(handle)
 
     def _watch(self, observer: Observer) -> tuple[Verdict, list[Seen]] | None:
@@ -111,6 +120,7 @@ class Watcher:
             for one in seen:
                 if one.exit_code is not None and -one.exit_code in _ASKED:
                     self._judge.stopping = -one.exit_code
+            self._judge.lost = self._peers.look(time.monotonic())
             if (verdict := self._judge.look(time.monotonic(), seen)) is not None:
                 return verdict, seen
             for slow in self._slow.look([one.word for one in seen if one.word is not None]):
@@ -125,6 +135,20 @@ class Watcher:
 
     def _end(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
         """Report a failure, and end the ranks."""
+        # The disk of the run may be behind the network that is cut, and never answer.
+        report = Thread(target=self._report, args=(observer, verdict, seen), daemon=True)
+        report.start()
+        report.join(_REPORT_SECONDS)
+        if report.is_alive():
+            _say(f"moemesh: {verdict.message}; {self._path} does not answer: no report is in it")
+        # Nobody meets here any more, and ranks that wait for the verdict have it.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._guests.send(verdict.rank, signal.SIGKILL)
+        time.sleep(_CULPRIT_FIRST_SECONDS)
+        for one in seen:
+            self._guests.send(one.rank, signal.SIGKILL)
+
+    def _report(self, observer: Observer, verdict: Verdict, seen: Sequence[Seen]) -> None:
         logs = self._path / LOGS
         stacks = observer.stacks(seen, logs)
         observer.let_follow(verdict)
@@ -136,12 +160,6 @@ class Watcher:
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
         self._tell(ended, logs)
-        # Nobody meets here any more, and ranks that wait for the verdict have it.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._guests.send(verdict.rank, signal.SIGKILL)
-        time.sleep(_CULPRIT_FIRST_SECONDS)
-        for one in seen:
-            self._guests.send(one.rank, signal.SIGKILL)
 
     def _tell(self, ended: Ended, logs: Path) -> None:
         spec, verdict, word = self._spec, ended.verdict, None
@@ -153,15 +171,25 @@ class Watcher:
         if self._path.is_dir():
             epoch, word = read_epoch(self._path), verdict.seen.word
             is_first = write_node_verdict(
-                self._path, ended, spec.node.first, epoch=epoch, action=action, advice=advice
+                self._path,
+                ended,
+                spec.node.first,
+                epoch=epoch,
+                earlier=self._earlier,
+                action=action,
+                advice=advice,
             )
             if is_first:
                 at = word.step if word is not None else None
                 self._events().add("failed", verdict.message, at)
             lines.append(f"moemesh: {action}; {details(self._path)}")
         _write_for_torchrun(self._folder, verdict)
-        with suppress(OSError, ValueError):  # a console that is gone saves no rank
-            print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
+        _say("\n".join([*lines, advice]))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # a console that is gone saves no rank
+        print(text, file=sys.stderr, flush=True)
 
 
 def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
@@ -180,7 +208,8 @@ def main() -> None:
     """Be the watcher that the command line describes."""
     for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    Watcher(Spec.of(sys.argv[1])).run()
+    spec = Spec.of(sys.argv[1])
+    Watcher(spec, inherited(sys.stdin.fileno()) if spec.node.has_others else None).run()
 
 
 if __name__ == "__main__":

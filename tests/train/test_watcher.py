@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 from moemesh.bench.drill_rank import Spec as FaultSpec
 from moemesh.comm import node as nodes
 from moemesh.comm import observer
-from moemesh.comm.meeting import WORDS, is_locked, lock, shared_memory, torchrun_file
+from moemesh.comm.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
 from moemesh.comm.node import Guests, Node, meet
-from moemesh.comm.signs import GONE
-from moemesh.comm.verdict import Limits
+from moemesh.comm.signs import GONE, Seen
+from moemesh.comm.supervisor import Ended
+from moemesh.comm.verdict import Limits, Verdict
 from moemesh.trace.word_file import Word, WordFile
 from moemesh.train import watcher
+from moemesh.train.failure import report_id, write_node_verdict
 from moemesh.train.lease import read_epoch
 from moemesh.train.watcher import Spec, Watcher
 from tests.train.runs import arguments, losses, metrics, moemesh
@@ -63,7 +66,7 @@ def test_the_first_rank_starts_the_watcher_and_what_a_killed_one_left_is_removed
     handle = lock(folder)
     assert meet(node, start) == folder and (folder / "of the first").exists()
     os.close(handle)  # as when the watcher is killed
-    assert not is_locked(folder)
+    assert not has_supervisor(folder)
     assert meet(node, start) == folder and not (folder / "of the first").exists()
     end = time.monotonic() + 20
     while not (tmp_path / "started").exists() or (tmp_path / "started").read_text() != "xx":
@@ -171,6 +174,37 @@ def watch(node: Node, run: Path, *what: str) -> list[int]:
             one.kill()
 
 
+def test_failures_before_the_first_lease_of_their_start_are_kept_apart(tmp_path: Path) -> None:
+    """Ranks that fail before they have a lease have the epoch of the start before."""
+    (tmp_path / "failures/3").mkdir(parents=True)
+    for rank in range(4):
+        earlier = report_id(tmp_path)
+        seen = Seen(rank=rank, exit_code=3)
+        found = Verdict(kind="exited", rank=rank, message="", seen=seen)
+        ended = Ended(code=3, verdict=found, stacks={}, traces={})
+        for node in (4, 0):  # of two nodes the first one speaks for the run
+            is_first = write_node_verdict(
+                tmp_path, ended, node, epoch=3, earlier=earlier, action="", advice=""
+            )
+            assert is_first == (node == 4)
+    files = ["failures/3/failure-1.json", "failures/3/failure-2.json", "failures/3/failure.json"]
+    told = [json.loads((tmp_path / file).read_text())["rank"] for file in [*files, "failure.json"]]
+    assert told == [0, 1, 2, 3]
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may be behind the network that is cut."""
+    monkeypatch.setattr(watcher, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(watcher, "read_epoch", lambda path: threading.Event().wait())
+    run = tmp_path / "run"
+    run.mkdir()
+    assert watch(node, run, "wait", "kill") == [-9, -9]
+    assert "rank 5 was killed by SIGKILL" in (said := capfd.readouterr().err)
+    assert f"{run} does not answer" in said
+
+
 def test_a_killed_rank_is_named_and_the_others_are_ended(
     node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,10 +229,11 @@ def test_a_killed_rank_is_named_and_the_others_are_ended(
 
 
 def test_a_hanging_rank_is_named_and_the_report_of_the_faster_node_stays(
-    node: Node, tmp_path: Path
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
+    monkeypatch.setattr(watcher, "report_id", lambda folder: None)  # it comes later
     (run / "lease").write_text(json.dumps({"epoch": 3}))
     (run / "failure.json").write_text(json.dumps({"epoch": 3, "rank": 0}))
     assert watch(node, run, "sleep", "wait") == [-9, -9]

@@ -1,0 +1,308 @@
+"""The watchers of the other nodes of a run, and which of their hosts cannot be reached.
+
+Every two watchers hold a TCP connection over which nothing is sent after a greeting. The kernels of
+both hosts probe it: they answer for a process that is slow or suspended as well, and a watcher that
+leaves or is killed closes it. A connection that dies of silence therefore says that the network is
+cut, or that the host is gone; the two look the same from outside. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from moemesh.comm.signs import LostHost
+
+#: Files of the folder in which the ranks of a node meet: where its watcher listens, and the others.
+ADDRESS, PEERS = "address", "peers"
+#: A host whose kernel has not answered for so long cannot be reached.
+SILENT_SECONDS = 6
+#: Between two attempts to reach a host again, and to reach one that was never reached.
+_AGAIN_SECONDS, _FIRST_SECONDS = 1.0, 10.0
+#: A connection without a whole greeting is closed after this.
+_GREETING_SECONDS = 5.0
+#: Connections without a greeting at the same time, beside one for each node.
+_STRANGERS = 16
+_LOST = {
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+}
+#: The first rank of the sender, and a proof that it knows the token of the run.
+_GREETING = struct.Struct("<I32s")
+
+
+class Store(Protocol):
+    """The store of the rendezvous, as far as it is needed here."""
+
+    def set(self, key: str, value: str) -> Any: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+def listen(master: str) -> socket.socket | None:
+    """A listener on the address from which this host reaches `master`, and on no other; None where
+    there is no way to it."""
+    with suppress(OSError):
+        for family, _, _, _, place in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)  # sends nothing
+                listener = socket.socket(family, socket.SOCK_STREAM)
+                listener.bind((probe.getsockname()[0], 0))
+                listener.listen()
+                return listener
+    return None
+
+
+def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) -> None:
+    """Tell the watcher of `ranks`, which meet in `folder`, of those of all other nodes, and them of
+    it. The first rank of every node calls; waits for all of them. `folder` None: this node has no
+    watcher."""
+    if len(ranks) == world_size:
+        return
+    first = ranks.start
+    address: Sequence[Any] = ("", 0)
+    if folder is not None:
+        with suppress(OSError, ValueError):
+            address = json.loads((folder / ADDRESS).read_text())
+    own = {"first": first, "num_ranks": len(ranks), "host": socket.gethostname()}
+    own |= {"address": address[0], "port": address[1]}
+    if first:
+        store.set(f"watcher/{first}", json.dumps(own))
+    else:
+        nodes: list[dict[str, Any]] = [own]
+        while (following := nodes[-1]["first"] + nodes[-1]["num_ranks"]) < world_size:
+            nodes.append(json.loads(store.get(f"watcher/{following}")))
+        store.set("watchers", json.dumps({"token": secrets.token_hex(32), "nodes": nodes}))
+    found = store.get("watchers")
+    if folder is not None:
+        with suppress(OSError):
+            temporary = folder / f"{PEERS}.tmp"
+            temporary.write_bytes(found)
+            os.replace(temporary, folder / PEERS)
+
+
+@dataclass(kw_only=True)
+class _Peer:
+    """The watcher of another node. ``lost``: its host does not answer; ``has_left``: for good."""
+
+    first: int
+    num_ranks: int
+    host: str
+    address: str
+    port: int
+    link: _Link | None = None
+    lost: bool = False
+    has_left: bool = False
+    next_attempt: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of the host, for a person."""
+        return f"{self.host} ({self.address})"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Link:
+    """A connection. ``peer`` None: one that came, and has not greeted yet."""
+
+    socket: socket.socket
+    until: float
+    peer: _Peer | None = None
+    is_made: bool = True
+    heard: bytes = b""
+
+
+class Peers:
+    """The other watchers, of the watcher whose first rank is `own`; see :meth:`look`."""
+
+    def __init__(self, own: int, listener: socket.socket | None, folder: Path) -> None:
+        """`listener`: of :func:`listen`; None: nobody is met."""
+        self._own, self._listener, self._file = own, listener, folder / PEERS
+        self._token = b""
+        self._peers: dict[int, _Peer] = {}
+        #: Those that this watcher connects to; the others come.
+        self._called: list[_Peer] = []
+        self._selector = selectors.DefaultSelector()
+        self._greeting: set[_Link] = set()
+
+    def look(self, now: float) -> tuple[LostHost, ...]:
+        """The hosts that cannot be reached at `now` (monotonic seconds); never blocks."""
+        if self._listener is None or not (self._token or self._meet(self._listener)):
+            return ()
+        for peer in self._called:
+            if peer.link is None and not peer.has_left and now >= peer.next_attempt:
+                self._call(peer, now)
+        for key, _ in self._selector.select(0):
+            if key.data is None:
+                self._accept(self._listener, now)
+            else:
+                self._hear(key.data, now)
+        for link in [link for link in self._greeting if now > link.until]:
+            self._drop(link, errno.ETIMEDOUT, now)
+        return tuple(
+            LostHost(name=peer.name, ranks=tuple(range(peer.first, peer.first + peer.num_ranks)))
+            for peer in self._peers.values()
+            if peer.lost
+        )
+
+    def close(self) -> None:
+        """Leave the others in order."""
+        for link in [key.data for key in self._selector.get_map().values() if key.data]:
+            link.socket.close()
+        self._selector.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _meet(self, listener: socket.socket) -> bool:
+        """Read who the others are, once the first rank has been told."""
+        try:
+            found: Mapping[str, Any] = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return False
+        self._token = bytes.fromhex(found["token"])
+        peers = [_Peer(**node) for node in found["nodes"]]
+        own = next((peer for peer in peers if peer.first == self._own), None)
+        # A node without an address has no watcher, or none that can be reached.
+        self._peers = {p.first: p for p in peers if p.first != self._own and p.port}
+        if own is not None:
+            self._called = [p for p in self._peers.values() if _calls(own, p)]
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        return True
+
+    def _call(self, peer: _Peer, now: float) -> None:
+        peer.next_attempt = now + (_AGAIN_SECONDS if peer.lost else _FIRST_SECONDS)
+        try:
+            family, _, _, _, place = socket.getaddrinfo(
+                peer.address, peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )[0]
+            made = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            return
+        wait = 2 * _AGAIN_SECONDS if peer.lost else _GREETING_SECONDS
+        link = _Link(socket=made, until=now + wait, peer=peer, is_made=False)
+        peer.link = link
+        self._begin(link, selectors.EVENT_WRITE)
+        failed = made.connect_ex(place)
+        if failed and failed != errno.EINPROGRESS:
+            self._drop(link, failed, now)
+
+    def _accept(self, listener: socket.socket, now: float) -> None:
+        with suppress(OSError):  # until nobody waits any more
+            while True:
+                made, _ = listener.accept()
+                if len(self._greeting) >= len(self._peers) + _STRANGERS:
+                    made.close()
+                else:
+                    link = _Link(socket=made, until=now + _GREETING_SECONDS)
+                    self._begin(link, selectors.EVENT_READ)
+
+    def _begin(self, link: _Link, event: int) -> None:
+        link.socket.setblocking(False)
+        link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS),
+        ):
+            link.socket.setsockopt(socket.IPPROTO_TCP, name, value)
+        self._greeting.add(link)
+        self._selector.register(link.socket, event, link)
+
+    def _hear(self, link: _Link, now: float) -> None:
+        if link.socket.fileno() < 0:
+            return  # dropped by another event of the same look
+        try:
+            if not link.is_made:
+                if failed := link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(failed, os.strerror(failed))
+                link.is_made = True
+                self._selector.modify(link.socket, selectors.EVENT_READ, link)
+                link.socket.send(self._greeting_of(self._own))
+                return
+            heard = link.socket.recv(_GREETING.size)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._drop(link, error.errno or errno.ECONNRESET, now)
+            return
+        if not heard:
+            self._drop(link, 0, now)
+        elif link in self._greeting:
+            link.heard += heard
+            if len(link.heard) >= _GREETING.size:
+                self._meet_again(link, now)
+
+    def _meet_again(self, link: _Link, now: float) -> None:
+        """The connection stands if its greeting is that of a watcher of this run."""
+        first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
+        peer = self._peers.get(first)
+        is_one = hmac.compare_digest(link.heard, self._greeting_of(first))
+        if peer is None or not is_one or link.peer not in (None, peer):
+            self._drop(link, errno.EPROTO, now)
+            return
+        try:
+            if link.peer is None:
+                link.socket.send(self._greeting_of(self._own))
+        except OSError as error:
+            self._drop(link, error.errno or errno.ECONNRESET, now)
+            return
+        before, peer.link = peer.link, link
+        link.peer, peer.lost, peer.has_left = peer, False, False
+        self._greeting.discard(link)
+        if before is not None and before is not link:
+            self._drop(before, errno.EPROTO, now)
+
+    def _greeting_of(self, first: int) -> bytes:
+        proof = hmac.digest(self._token, str(first).encode(), "sha256")
+        return _GREETING.pack(first, proof)
+
+    def _drop(self, link: _Link, error: int, now: float) -> None:
+        """End a connection because of `error` (0: the other side has closed it)."""
+        stood = link not in self._greeting
+        self._greeting.discard(link)
+        self._selector.unregister(link.socket)
+        link.socket.close()
+        peer = link.peer
+        if peer is None or peer.link is not link:
+            return
+        peer.link = None
+        if error == errno.ECONNREFUSED or (stood and not error):
+            # Its host answers, and nobody is there any more: its run ended, or it was killed.
+            peer.lost, peer.has_left = False, True
+        elif stood:
+            peer.lost, peer.next_attempt = error in _LOST, now
+
+
+def _calls(own: _Peer, other: _Peer) -> bool:
+    """Whether `own` connects to `other`, of every two exactly one: a host that reaches the
+    rendezvous over loopback, since it is there, can be reached by no other."""
+
+    def rank(peer: _Peer) -> tuple[bool, int]:
+        is_loopback = bool(peer.port) and ipaddress.ip_address(peer.address).is_loopback
+        return is_loopback, peer.first
+
+    return rank(own) > rank(other)
+
+
+def inherited(handle: int) -> socket.socket | None:
+    """The listener that a process was given as `handle`; None where that is none."""
+    try:
+        return socket.socket(fileno=os.dup(handle))
+    except OSError:
+        return None

@@ -1,0 +1,166 @@
+"""Watchers of several nodes that probe one another's hosts, over loopback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.comm import peers
+from moemesh.comm.peers import ADDRESS, PEERS, Peers, introduce, listen
+from moemesh.comm.signs import LostHost
+
+SIZES = {0: 2, 2: 1, 3: 4}
+
+
+class Store:
+    """A store whose `get` waits, as torch's does."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, 10)
+            return self.values[key].encode()
+
+
+class Nodes:
+    """Three nodes of 2, 1 and 4 ranks, which have been introduced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.all: dict[int, Peers] = {}
+        self.folders = {first: folder / str(first) for first in SIZES}
+        self.store, threads = Store(), list[threading.Thread]()
+        for first, size in SIZES.items():
+            self.folders[first].mkdir()
+            listener = listen("127.0.0.1")
+            assert listener is not None and listener.getsockname()[0] == "127.0.0.1"
+            (self.folders[first] / ADDRESS).write_text(json.dumps(listener.getsockname()))
+            self.all[first] = Peers(first, listener, self.folders[first])
+            assert not self.all[first].look(0.0)
+            args = (self.store, self.folders[first], range(first, first + size), 7)
+            threads.append(threading.Thread(target=introduce, args=args))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.lost: dict[int, tuple[LostHost, ...]] = {}
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not is_so():
+            self.lost = {one: peer.look(time.monotonic()) for one, peer in self.all.items()}
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def stands(self, one: int, other: int) -> bool:
+        peer = self.all[one]._peers.get(other)
+        return bool(peer and peer.link and peer.link not in self.all[one]._greeting)
+
+    def all_stand(self) -> bool:
+        return all(
+            self.stands(one, other) for one in self.all for other in self.all if one != other
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    found = Nodes(tmp_path)
+    found.until(found.all_stand)
+    yield found
+    for one in found.all.values():
+        one.close()
+
+
+def test_a_watcher_that_leaves_is_not_lost(nodes: Nodes) -> None:
+    assert not any(nodes.lost.values())
+    nodes.all.pop(2).close()
+    nodes.until(lambda: all(one._peers[2].has_left for one in nodes.all.values()))
+    assert not any(nodes.lost.values()) and nodes.stands(0, 3)
+
+
+class Silent:
+    """A socket whose other side does not answer the kernel."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def recv(self, size: int) -> bytes:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 3), (3, 0)])
+def test_a_host_that_is_silent_is_lost_until_it_answers(
+    nodes: Nodes, here: int, there: int
+) -> None:
+    link = nodes.all[here]._peers[there].link
+    assert link is not None
+    link.socket = Silent(link.socket)  # type: ignore[assignment]
+    link_there = nodes.all[there]._peers[here].link
+    assert link_there is not None
+    link_there.socket.send(b"x")
+    nodes.until(lambda: bool(nodes.lost[here]))
+    ranks = tuple(range(there, there + SIZES[there]))
+    name = f"{socket.gethostname()} (127.0.0.1)"
+    assert nodes.lost[here] == (LostHost(name=name, ranks=ranks),) and not nodes.lost[2]
+    nodes.until(nodes.all_stand)
+    assert not any(nodes.lost.values())
+
+
+def test_only_watchers_with_the_token_are_met(nodes: Nodes, tmp_path: Path) -> None:
+    place = nodes.all[2]._listener.getsockname()  # type: ignore[union-attr]
+    mine = nodes.all[2]._greeting_of(0)
+    wrong = [b"x" * len(mine), peers._GREETING.pack(9, mine[4:]), peers._GREETING.pack(3, mine[4:])]
+    strangers = [socket.create_connection(place) for _ in wrong]
+    for stranger, greeting in zip(strangers, wrong, strict=True):
+        stranger.send(greeting)
+        stranger.settimeout(0.01)
+
+    def is_closed(one: socket.socket) -> bool:
+        try:
+            return not one.recv(1)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+    nodes.until(lambda: all(map(is_closed, strangers)))
+    assert nodes.all_stand() and not any(nodes.lost.values())
+    # As many as there may be at once that say nothing, for a while.
+    silent = [socket.create_connection(place) for _ in range(40)]
+    nodes.until(lambda: len(nodes.all[2]._greeting) == 2 + peers._STRANGERS)
+    nodes.all[2].look(time.monotonic() + peers._GREETING_SECONDS + 1)
+    assert not nodes.all[2]._greeting
+    for one in (*strangers, *silent):
+        one.close()
+
+
+def test_a_node_without_a_watcher_is_met_by_nobody(tmp_path: Path) -> None:
+    store = Store()
+    other = {"first": 1, "num_ranks": 1, "host": "b", "address": "", "port": 0}
+    store.set("watcher/1", json.dumps(other))
+    listener = listen("127.0.0.1")
+    assert listener is not None and listen("no such host .") is None
+    (tmp_path / ADDRESS).write_text(json.dumps(listener.getsockname()))
+    introduce(store, tmp_path, range(1), 2)
+    alone = Peers(0, listener, tmp_path)
+    assert not alone.look(0.0) and not alone._peers and (tmp_path / PEERS).exists()
+    alone.close()
+    introduce(store, None, range(2), 2)  # one node: nobody to wait for

@@ -1,0 +1,147 @@
+"""Two hosts of torchrun, network namespaces of this machine, between which the network is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.bench import hosts
+from tests.train.runs import arguments
+
+ROOT = Path(__file__).parent.parent.parent
+REASON = hosts.why_not()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"cannot emulate hosts: {REASON}"),
+]
+
+
+@contextmanager
+def nodes(names: Sequence[str], command: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """An agent of torchrun on each host, with one rank."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=10.117.0.1", "--master-port=29500", "-m", "moemesh"]
+    variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": hosts.INTERFACE}
+    started = [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", name, sys.executable, *torchrun[:4]),
+                *(f"--node-rank={number}", *torchrun[4:], *command),
+            ],
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, name in enumerate(names)
+    ]
+    try:
+        yield started
+    finally:
+        for name in names:
+            signal_all(name, signal.SIGKILL)
+
+
+def signal_all(name: str, number: int) -> None:
+    """To all processes of a host."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in listed.stdout.split():
+        os.kill(int(pid), number)
+
+
+def pids(name: str) -> dict[int, str]:
+    """The processes of a host, with their command lines."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    found: dict[int, str] = {}
+    for pid in map(int, listed.stdout.split()):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+        found[pid] = command
+    return found
+
+
+def ranks(name: str) -> list[int]:
+    """The ranks of a host; a watcher is none, and torchrun itself is none."""
+    return [
+        pid
+        for pid, command in pids(name).items()
+        if "-m moemesh train" in command and "torch.distributed.run" not in command
+    ]
+
+
+def wait_for(found: Any, seconds: float) -> float:
+    """Until `found()` is so; returns when."""
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def report_of(out: Path, node: int) -> dict[str, Any]:
+    return json.loads((out / f"failures/1/node-{node}.json").read_text())
+
+
+def rows(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def cut(name: str) -> None:
+    subprocess.run(["ip", "-n", name, "link", "set", hosts.INTERFACE, "down"], check=True)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_cut_is_named_on_both_sides(tmp_path: Path, dies: bool) -> None:
+    """Within ten seconds, and no rank is left. Of a host that dies whole the other side is left."""
+    out = tmp_path / "run"
+    command = arguments(out, plan__dp=2, train__steps=100_000)
+    with hosts.hosts(2, "1gbit") as names, nodes(names, command) as started:
+        wait_for(lambda: rows(out) > 5, 120)
+        begin = time.monotonic()
+        cut(names[1])
+        if dies:
+            signal_all(names[1], signal.SIGKILL)
+        left = names[: 1 if dies else 2]
+        for node in range(len(left)):
+            file = out / f"failures/1/node-{node}.json"
+            assert wait_for(file.exists, 20) - begin < 10
+        wait_for(lambda: not any(ranks(name) for name in left), 10)
+        for name in names:
+            signal_all(name, signal.SIGKILL)
+        said = [one.communicate(timeout=60)[1] for one in started]
+    for node in range(len(left)):
+        report, other = report_of(out, node), 1 - node
+        assert (report["kind"], report["rank"]) == ("NetworkCut", node), report
+        (host,) = report["unreachable"]
+        assert host["ranks"] == [other] and f"10.117.0.{other + 1}" in host["host"]
+        assert report["collective"]["missing"] == [other]
+        assert f"with rank {other} cannot be reached" in said[node]
+    failure = json.loads((out / "failure.json").read_text())
+    assert failure["kind"] == "NetworkCut"
+
+
+def test_a_host_that_is_suspended_is_no_cut(tmp_path: Path) -> None:
+    """Its kernel answers for its processes; the run goes on with it."""
+    out = tmp_path / "run"
+    command = arguments(out, plan__dp=2, train__steps=100_000)
+    with hosts.hosts(2, "1gbit") as names, nodes(names, command) as started:
+        wait_for(lambda: rows(out) > 5, 120)
+        signal_all(names[1], signal.SIGSTOP)
+        time.sleep(1)
+        before = rows(out)
+        time.sleep(12)
+        assert rows(out) == before
+        signal_all(names[1], signal.SIGCONT)
+        wait_for(lambda: rows(out) > before + 5, 30)
+        signal_all(names[0], signal.SIGTERM)
+        codes = [one.wait(60) for one in started]
+    assert not (out / "failure.json").exists() and not (out / "failures").exists(), codes
