@@ -14,7 +14,7 @@ from moemesh.comm.signs import Seen
 from moemesh.comm.verdict import Verdict
 from moemesh.trace.word_file import Word, WordFile
 
-#: Between two looks at the ranks.
+#: Between two looks at ranks of which one does not move.
 LOOK_SECONDS = 0.03
 _STACK_SECONDS = 0.3
 #: After a verdict the other ranks have so long to put their own errors into their logs.
@@ -42,18 +42,31 @@ class Observer:
     ) -> None:
         self.folder, self.words, self.ranks = folder, words, ranks
         self._processes = processes
+        self._changes: dict[int, int] = {}
+        self._is_still = True
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look: fewer are needed as long as all ranks move."""
+        return LOOK_SECONDS if self._is_still else 2 * LOOK_SECONDS
 
     def look(self) -> list[Seen]:
         """All ranks at this moment."""
+        self._is_still = False
         return [self._see(rank) for rank in self.ranks]
 
     def _see(self, rank: int) -> Seen:
         word = self.words.read(rank)
         code = self._processes.exit_code(rank, word)
         state, cpu_seconds = "", 0.0
-        if code is None:
-            pid = word.pid if word is not None else self._processes.pid(rank)
-            state, cpu_seconds = _state(pid)
+        # Nobody needs the state of a process that moves, and the system takes long to tell.
+        if word is not None and word.changes != self._changes.get(rank):
+            self._changes[rank] = word.changes
+        else:
+            self._is_still = True
+            if code is None:
+                pid = word.pid if word is not None else self._processes.pid(rank)
+                state, cpu_seconds = _state(pid)
         may_have_told = code is not None or (word is not None and word.failed)
         return Seen(
             rank=rank,

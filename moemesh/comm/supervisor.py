@@ -21,7 +21,7 @@ from types import FrameType
 from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
 from moemesh.comm.meeting import WORDS, meeting_place
-from moemesh.comm.observer import LOOK_SECONDS, Observer
+from moemesh.comm.observer import Observer
 from moemesh.comm.signs import Seen, Told
 from moemesh.comm.slow_rank import SlowRank, SlowRanks
 from moemesh.comm.verdict import Judge, Limits, Verdict
@@ -173,7 +173,7 @@ class Supervisor:
                 return Ended(code=code, verdict=verdict, stacks=stacks, traces=traces)
             if all(one.has_left(now) for one in seen) and not self._judge.is_deciding:
                 return self._ended(seen, stopped_by)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(observer.pause)
 
     def _ended(self, seen: Sequence[Seen], number: int | None, *, is_cut: bool = False) -> Ended:
         """The ranks have left, or are to be killed, without a failure."""

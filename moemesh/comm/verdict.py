@@ -240,7 +240,7 @@ class Judge:
         self._steps.look(now, words)
         changes = {word.rank: word.changes for word in words}
         counted = passed * min((self._share(one, passed) for one in at_work), default=0.0)
-        self._cpu = {one.rank: one.cpu_seconds for one in seen}
+        self._cpu = {one.rank: one.cpu_seconds for one in seen if one.state}
         self._still = self._still + counted if changes == self._changes else 0.0
         self._changes = changes
         lost = self.lost if self._still >= CUT_SECONDS else ()

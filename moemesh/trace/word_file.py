@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def members_text(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))[:NAME_BYTES]
 
 
+@lru_cache(maxsize=1024)
 def members_of(text: str) -> tuple[int, ...]:
     """The inverse of :func:`members_text`; of a text that was cut, the ranks that it names whole.
 
@@ -250,5 +252,6 @@ def _newest(memory: mmap.mmap | bytearray, start: int) -> bytes | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")

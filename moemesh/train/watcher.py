@@ -23,7 +23,7 @@ from typing import Any
 
 from moemesh.comm.meeting import WORDS, lock, torchrun_file
 from moemesh.comm.node import Guests, Node
-from moemesh.comm.observer import LOOK_SECONDS, Observer
+from moemesh.comm.observer import Observer
 from moemesh.comm.peers import Peers, inherited
 from moemesh.comm.signs import Seen
 from moemesh.comm.slow_rank import SlowRanks
@@ -128,7 +128,7 @@ class Watcher:
             are_gone = bool(seen) and all(one.exit_code is not None for one in seen)
             if are_gone and not self._judge.is_deciding:
                 return None
-            self._guests.wait(LOOK_SECONDS)
+            self._guests.wait(observer.pause)
 
     def _events(self) -> Events:
         return Events(RunFolder(self._path, has_run=True))

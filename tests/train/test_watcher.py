@@ -20,6 +20,7 @@ from moemesh.comm import node as nodes
 from moemesh.comm import observer
 from moemesh.comm.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
 from moemesh.comm.node import Guests, Node, meet
+from moemesh.comm.observer import Observer
 from moemesh.comm.signs import GONE, Seen
 from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Limits, Verdict
@@ -349,3 +350,23 @@ def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
     spec = Spec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
     Watcher(spec).run()
     assert rank.wait(10) == -15 and not (tmp_path / "failure.json").exists()
+
+
+def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
+    folder = meet(node, lambda folder: ["true"])
+    assert folder is not None
+    child = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
+    words = WordFile(folder / WORDS, node.world_size, is_there=True)
+    while words.read(4) is None:
+        time.sleep(0.01)
+    guests = Guests()
+    looks = Observer(folder, words, [4], guests)
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert [one.state for one in looks.look()] == [""] and looks.pause > observer.LOOK_SECONDS
+    assert [one.state for one in looks.look()] == ["T"] and looks.pause == observer.LOOK_SECONDS
+    child.kill()
+    guests.wait(5)
+    assert [(one.exit_code, one.state) for one in looks.look()] == [(-9, "")]
+    assert looks.pause == observer.LOOK_SECONDS
+    child.wait()
