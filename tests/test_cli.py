@@ -14,6 +14,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.bench.settings import LayerSettings
+from moemesh.cli.application import app
 from moemesh.train.preparation import Preparation
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
@@ -202,6 +203,28 @@ def test_bench_passes_on_what_it_was_told(
 
 class SomethingWrongError(ValueError):
     """Stands for a package's own kind of ValueError."""
+
+
+def test_the_table_of_verbs_is_that_of_the_modules() -> None:
+    cli.import_verbs()
+    found: dict[str, set[str]] = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__
+        found.setdefault(command.callback.__module__, set()).add(name)
+    for group in app.registered_groups:
+        for command in group.typer_instance.registered_commands:  # type: ignore[union-attr]
+            found.setdefault(command.callback.__module__, set()).add(str(group.name))
+    assert found == {f"moemesh.cli.{name}": set(verbs) for name, verbs in cli.VERBS.items()}
+
+
+def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
+    script = (
+        "import sys; sys.argv = ['moemesh', 'cluster', 'list']; import atexit; atexit.register("
+    )
+    script += "lambda: print(*sys.modules)); from moemesh.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "moemesh.cli.clusters" in done.stdout and "moemesh.cli.benches" not in done.stdout
 
 
 def test_only_our_own_value_errors_are_the_users(

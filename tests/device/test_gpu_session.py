@@ -15,6 +15,7 @@ from tests.gpu_session import commands, main, plans, run
 
 def parse(words: list[str]) -> None:
     """Read a command line as the verb does, without running it."""
+    cli.import_verbs()
     command: Any = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]

@@ -14,7 +14,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-import moemesh.cli  # noqa: F401  (adds the verbs)
+from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
@@ -77,6 +77,7 @@ def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) ->
     assert not not_trained(layout, model)
     words = shlex.split(train_command(layout, model))
     assert words[:2] == ["moemesh", "train"]
+    cli.import_verbs(["config"])
     result = CliRunner().invoke(app, ["config", "check", *words[2:]])
     assert result.exit_code == 0, (words, result.output, result.exception)
     settings = [word for word in words[2:] if word != "--set"]
