@@ -139,7 +139,7 @@ class LocalDispatcher(Dispatcher):
         return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=found.counts_E)
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
-        weights_R = _PickWeights.apply(weights_TK, plan)
+        weights_R = pick_own_weights(weights_TK, plan.tokens, plan.slot_R, plan.none_TK)
         return Pending.ready(Rows(x_TH, plan.tokens, weights_R, plan.counts_L))
 
     def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
@@ -147,24 +147,32 @@ class LocalDispatcher(Dispatcher):
 
 
 class _PickWeights(torch.autograd.Function):
-    """The router's weight of each row; its gradient is written to its place, and added to nothing:
-    every pair of a token and a slot has one row at most."""
+    @staticmethod
+    def forward(
+        ctx: Any, weights_TK: Tensor, tokens: RowMap, slot_R: Tensor, none_TK: Tensor | None
+    ) -> Tensor:
+        ctx.rows, ctx.shape = (tokens, slot_R, none_TK), weights_TK.shape
+        return weights_TK.reshape(-1).gather(0, slot_R)
 
     @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
-        ctx.plan, ctx.shape = plan, weights_TK.shape
-        return weights_TK.reshape(-1).gather(0, plan.slot_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
-        plan, (num_tokens, num_slots) = ctx.plan, ctx.shape
-        tokens = plan.tokens
-        if len(plan.slot_R) == num_tokens * num_slots and not tokens.has_rest:
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None]:
+        (tokens, slot_R, none_TK), (num_tokens, num_slots) = ctx.rows, ctx.shape
+        if len(slot_R) == num_tokens * num_slots and not tokens.has_rest:
             # Bags in the order of tokens and slots: the inverse of the order of rows.
-            return grad_R.index_select(0, tokens.copies_R).view(ctx.shape), None
-        grad_TK = grad_R.new_zeros(num_tokens * num_slots).scatter_(0, plan.slot_R, grad_R)
+            return grad_R.index_select(0, tokens.copies_R).view(ctx.shape), None, None, None
+        grad_TK = grad_R.new_zeros(num_tokens * num_slots).scatter_(0, slot_R, grad_R)
         grad_TK = grad_TK.view(ctx.shape)
-        return grad_TK if plan.none_TK is None else grad_TK.masked_fill_(plan.none_TK, 0.0), None
+        if none_TK is not None:
+            grad_TK = grad_TK.masked_fill_(none_TK, 0.0)
+        return grad_TK, None, None, None
+
+
+def pick_own_weights(
+    weights_TK: Tensor, tokens: RowMap, slot_R: Tensor, none_TK: Tensor | None
+) -> Tensor:
+    """:func:`pick_weights` where every pair of a token and a slot has one row at most: its gradient
+    is written to its place, and added to nothing. `none_TK`: pairs whose rows nobody computes."""
+    return _PickWeights.apply(weights_TK, tokens, slot_R, none_TK)
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:

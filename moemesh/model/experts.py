@@ -58,9 +58,11 @@ class Experts(AdaptedModule):
     def forward(self, rows: ExpertRows, deferred: Deferred | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
-        if self.max_rows is not None and rows.map.num_rows > self.max_rows:
+        # Rows with a rest are few: whoever sends them has bounded them.
+        max_rows = None if rows.map.has_rest else self.max_rows
+        if max_rows is not None and rows.map.num_rows > max_rows:
             self.num_bounded += 1
-        return rows.compute(self.weights, deferred, self.max_rows, self.recomputes)
+        return rows.compute(self.weights, deferred, max_rows, self.recomputes)
 
     @torch.no_grad()
     def split(self, own: Sequence[int], others: Sequence[int]) -> None:

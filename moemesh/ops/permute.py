@@ -21,8 +21,8 @@ class RowMap:
     """``source_R``: the source row of each row. The inverse as bags: source row n is copied by rows
     ``copies_R[starts_N[n] : starts_N[n + 1]]``.
 
-    `has_rest`: one more bag, the last, holds rows that nobody computes: there are as many rows as
-    there could be, where the host would have to wait for their number. What they hold is not read.
+    `has_rest`: as many bags more, the last ones, hold rows that nobody computes: there are as many
+    rows as there could be, where the host would have to wait for their number. Nobody reads them.
     """
 
     source_R: Tensor
@@ -33,7 +33,7 @@ class RowMap:
 
     @property
     def num_sources(self) -> int:
-        return len(self.starts_N) - self.has_rest
+        return len(self.starts_N) // (1 + self.has_rest)
 
     @property
     def num_rows(self) -> int:
@@ -143,11 +143,12 @@ class SortedByExpert:
         # Those with a row in the order of tokens, then the others.
         order = places_of_true(has_row_TK.reshape(-1), len(flat_R), and_others=True)
         bags_T = has_row_TK.sum(1)
-        starts_T = torch.cat([bags_T.new_zeros(1), bags_T.cumsum(0)])
+        num_slots = experts_TK.shape[1]
         rows = RowMap(
-            source_R=flat_R // experts_TK.shape[1],
+            source_R=flat_R // num_slots,
             copies_R=_inverse(flat_R).index_select(0, order),
-            starts_N=starts_T,
+            # The rest in bags as small as the others: a device sums a bag row after row.
+            starts_N=_starts(torch.cat([bags_T, num_slots - bags_T])),
             has_rest=True,
         )
         return rows, flat_R
@@ -214,7 +215,7 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
     if rows.num_rows == 0:
         return rows_RH.new_zeros(rows.num_sources, rows_RH.shape[1])
     sums = F.embedding_bag(rows.copies_R, rows_RH, rows.starts_N, mode="sum")
-    return sums[:-1] if rows.has_rest else sums
+    return sums[: rows.num_sources] if rows.has_rest else sums
 
 
 def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: range) -> Tensor:

@@ -1,5 +1,6 @@
 """Where the host waits for its device: for sizes that depend on the routing, and once a step."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ DISPATCHERS = {
     "all_to_all": (1, 0),
     "all_gather_dense": (1, 0),
     "all_gather_uneven": (1, 0),
+    "all_gather_spare": (0, 0),
     "low_latency": (1, 0),
     "hierarchical": (1, 0),
 }
@@ -58,6 +60,7 @@ SLOW_PLANS: list[tuple[dict[str, Any], int]] = [
     ({"pp": 2, "microbatches": 4, "schedule": "dualpipe"}, 0),
     ({"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "schedule": "dualpipe_v"}, 12),
     ({"dp": 4, "ep": 4, "dispatcher": "all_to_all", "dispatch_chunks": 2}, 6),
+    ({"dp": 4, "ep": 4, "dispatcher": "all_gather", "dispatch_chunks": 2}, 0),
 ]
 
 
@@ -90,11 +93,21 @@ def check_step(plan: dict[str, Any], routing_waits: int, shape: Shape) -> None:
         assert not one.waits["update"]
 
 
+#: What the ranks of a dispatcher found, by its name: one run for several tests.
+_dispatched = functools.cache(lambda name: run_on_ranks(4, dispatch_on_rank, name, 4, 1))
+
+
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_a_dispatcher_waits_for_sizes_only(name: str) -> None:
-    for one in run_on_ranks(4, dispatch_on_rank, name, 4, 1):
+    for one in _dispatched(name):
         forward, backward = one.waits["forward"], one.waits["backward"]
         assert (sum(forward.values()), sum(backward.values())) == DISPATCHERS[name], forward
+
+
+def test_rows_that_nobody_computes_change_no_number() -> None:
+    """The simulated device has NaN there."""
+    found, expected = _dispatched("all_gather_spare"), _dispatched("all_gather_dense")
+    assert [one.losses for one in found] == [one.losses for one in expected]
 
 
 @pytest.mark.parametrize(("plan", "waits"), PLANS, ids=lambda x: str(x))

@@ -72,9 +72,11 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
             return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
-            return AllGatherDispatcher(
-                ep, mesh["ep_etp"], NUM_EXPERTS, form, host=mesh.host("ep_etp")
-            )
+            host = mesh.host("ep_etp")
+            return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, form, host=host)
+        case "all_gather_spare":
+            host = mesh.host("ep_etp")
+            return AllGatherDispatcher(ep, mesh["ep_etp"], NUM_EXPERTS, host=host, spare_rows=768)
         case _:
             raise ValueError(name)
 

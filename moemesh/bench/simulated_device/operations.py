@@ -140,8 +140,17 @@ def _flash_attention_backward(
     )
 
 
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any) -> Tensor:
+    y = _aten._grouped_mm(a, b, offs, *args)
+    if offs is not None and a.dim() == 2 and b.dim() == 3:
+        # Rows behind the last group: a device leaves there what was in memory.
+        y[int(offs[-1]) :] = torch.nan
+    return y
+
+
 SUBSTITUTES: dict[str, Callable[..., Any]] = {
     "histc": _histc,
+    "_grouped_mm": _grouped_mm,
     "_scaled_dot_product_flash_attention": _flash_attention,
     "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
 }

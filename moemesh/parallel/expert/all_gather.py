@@ -13,6 +13,10 @@ slots, C group tokens that visit a local expert, L local experts, H hidden.
 Bytes of the gather do not depend on the routing: (G-1) rows per token; no one waits for counts of a
 hot expert. The uneven form of the reduce-scatter leaves out the rows that no local expert touched:
 each owner knows the routing and so knows what comes.
+
+The number of rows depends on the routing, and a host would have to wait for its accelerator to know
+it. Up to `spare_rows` rows it does not: all A * K pairs get rows, those of other ranks' experts
+behind all others, where nobody computes them, and the way back is dense.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.model.dispatcher import Dispatcher, Rows, pick_own_weights
 from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -58,12 +62,14 @@ class Kept:
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
     for the dense form, compressed to visited tokens for the uneven form (then `back` is set).
+    `none_AK`: the pairs without a local expert, where they have rows, too.
     """
 
     tokens_A: RowMap
     slot_R: Tensor
     results: RowMap
-    back: Return | None
+    back: Return | None = None
+    none_AK: Tensor | None = None
 
 
 class AllGatherPlan:
@@ -97,10 +103,12 @@ class AllGatherDispatcher(Dispatcher):
         *,
         codec: Codec | None = None,
         host: Axis | None = None,
+        spare_rows: int = 0,
     ) -> None:
         """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to tell them on the CPU how many
-        tokens come, so that nobody waits for a device; None: its device tells them."""
-        self.group, self.form = ep_etp, form
+        tokens come, so that nobody waits for a device; None: its device tells them.
+        `spare_rows`: so many rows an accelerator prepares rather than let its host wait."""
+        self.group, self.form, self.spare_rows = ep_etp, form, spare_rows
         self.host = host or ep_etp
         self.codec = codec
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
@@ -114,6 +122,10 @@ class AllGatherDispatcher(Dispatcher):
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
         found = SortedByExpert(local_AK, self.num_local)
+        if self._spares_the_wait(local_AK):
+            tokens_A, slot_R = found.rows_and_rest()
+            kept = Kept(tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0)
+            return AllGatherPlan(sizes, found.counts_E, lambda: kept)
         # Which group tokens have an expert on which rank of the group. Padding has none.
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=experts_TK.device) // self.ranks_per_shard
@@ -151,6 +163,11 @@ class AllGatherDispatcher(Dispatcher):
         counts = count_ids(key_R, self.num_local * self.group.size)
         return counts.view(self.num_local, self.group.size)
 
+    def _spares_the_wait(self, local_AK: Tensor) -> bool:
+        """Whether all pairs get rows; all ranks of the group have the same pairs."""
+        on_host, form = local_AK.device.type == "cpu", self.form
+        return not on_host and form != "uneven" and local_AK.numel() <= self.spare_rows
+
     def _uneven_sends_less(self, num_visits: int, most: int) -> bool:
         """Decided from what every rank of the group knows, so all decide alike."""
         return num_visits < most if self.form == "fewest_bytes" else self.form == "uneven"
@@ -177,7 +194,7 @@ class AllGatherDispatcher(Dispatcher):
         def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
             x_AH, weights_AK = pair
             kept = plan.kept
-            weights_R = pick_weights(weights_AK, kept.slot_R)
+            weights_R = pick_own_weights(weights_AK, kept.tokens_A, kept.slot_R, kept.none_AK)
             return Rows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
 
         return gathered.join(weights).then(arrived)

@@ -33,6 +33,9 @@ ROWS_SLACK = 2
 TEST_HIDDEN = 16
 #: Low-latency slots are candidates for `auto` only where they cost less memory than this.
 LOW_LATENCY_BYTES = 1 << 28
+#: An accelerator prepares rows of this many bytes, most of them for nobody, where its host would
+#: wait for their number: about as long as moving them takes on an H100 (docs/log.md).
+SPARE_BYTES = 1 << 24
 
 
 def set_experts(
@@ -120,7 +123,11 @@ def make_dispatcher(
             made = AllToAllDispatcher(ep, etp, experts, codec=codec)
         case "all_gather":
             host = mesh.host("ep_etp")
-            made = AllGatherDispatcher(ep, mesh["ep_etp"], experts, codec=codec, host=host)
+            # Accelerators compute in two bytes. Exact sums need the owners of the rows themselves.
+            spare = 0 if exact else SPARE_BYTES // (2 * config.hidden_size)
+            made = AllGatherDispatcher(
+                ep, mesh["ep_etp"], experts, codec=codec, host=host, spare_rows=spare
+            )
         case "hierarchical":
             rail, node = mesh["ep_rail"], mesh["ep_node"]
             made = HierarchicalDispatcher(ep, rail, node, etp, experts, codec=codec)

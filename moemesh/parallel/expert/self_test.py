@@ -156,9 +156,11 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
     y_TH = dispatcher.combine(_return_input(rows_RH, rows, etp), plan).wait()
     y_TH.backward(case.grad_TH)
     assert x_TH.grad is not None and weights_TK.grad is not None, "no gradient arrived"
+    # Behind them there may be rows that nobody computes.
+    own_R = slice(int(rows.counts_L.sum()))
     return _Seen(
-        rows.counts_L, rows_RH.detach(), rows.weights_R.detach(), y_TH.detach(), x_TH.grad,
-        weights_TK.grad,
+        rows.counts_L, rows_RH[own_R].detach(), rows.weights_R[own_R].detach(), y_TH.detach(),
+        x_TH.grad, weights_TK.grad,
     )  # fmt: skip
 
 
