@@ -113,6 +113,19 @@ def test_deduplicated_dispatch_crosses_less():
     assert fewer.experts < 0.75 * plain.experts
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_two_pipes_pay_for_two_stages_on_every_rank(zero):
+    """A rank of DualPipe reduces and updates twice the weights, and sums them with their other
+    holder: with two ranks no less than copies of the whole model do."""
+    sizes = {"microbatch": 1, "zero": zero, "device": "H100-80G"}
+    once, twice = (price(pp=2, dp=32, schedule=name, **sizes) for name in ("zb_h1", "dualpipe"))
+    whole = price(pp=1, dp=64, **sizes)
+    assert twice.optimizer == pytest.approx(2 * once.optimizer, rel=0.05)
+    assert twice.data > 2 * once.data * 0.97 and twice.data > whole.data * 0.97
+    pairs = price(pp=2, dp=1, schedule="dualpipe", **sizes)
+    assert pairs.data > 0 == price(pp=2, dp=1, schedule="zb_h1", **sizes).data
+
+
 SCHEDULES = (
     "1f1b", "gpipe", "interleaved_1f1b", "terapipe", "chimera", "zb_h1", "zb_h2", "zb_v",
     "dualpipe", "dualpipe_v",

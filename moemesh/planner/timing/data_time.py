@@ -82,15 +82,26 @@ def rank_weights(
     experts: ExpertTime,
     ends: EndTime,
 ) -> tuple[Number, Number]:
-    """(dense, expert) weights of one rank."""
+    """(dense, expert) weights of one rank; with two pipes it holds those of two stages."""
     model, layout = work.model, work.layout
-    p = layout.pp
+    pipes = 1 / layout.pipe_share
     dense = (model.layers - model.moe_layers) * dense_layer + model.moe_layers * routed_layer
-    tables = where(p > 1, 1, 2 - model.tied)
+    tables = where((layout.pp > 1) & (pipes == 1), 1, 2 - model.tied)
     return (
-        dense / p + tables * ends.weights,
-        model.moe_layers * experts.expert_weights / p,
+        dense * pipes / layout.pp + tables * ends.weights,
+        model.moe_layers * experts.expert_weights * pipes / layout.pp,
     )
+
+
+def mirror_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+    """The sum of the gradients that a rank owns with the other holder of its stages (two pipes),
+    behind all other sums and with nothing beside it."""
+    layout = work.layout
+    # The outermost pair is the farthest apart.
+    stride = layout.tp * layout.cp * layout.dp * maximum(layout.pp - 1, 1)
+    size = _owned(work, dense, expert) * _GRADIENT_BYTES
+    seconds = size / links.bandwidth(2, stride) + links.latency
+    return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
 
 
 def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
@@ -147,6 +158,13 @@ def _measured(work: Workload, links: Links, dense: Number, expert: Number) -> Nu
 
 
 def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:
+    """The update of the weights that a rank owns."""
+    own = _owned(work, dense, expert)
+    return where(work.layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)
+
+
+def _owned(work: Workload, dense: Number, expert: Number) -> Number:
+    """Weights of a rank whose sums of gradients and optimizer states it keeps."""
     layout = work.layout
     n_dense, n_expert = replicas(work)
     group = where(layout.zero_group > 0, maximum(layout.zero_group / layout.tp, 1), n_dense)
@@ -155,5 +173,4 @@ def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:
     alone = where(served, minimum(layout.servers, n_dense), 1)
     own = dense / where(sharded, minimum(group, n_dense), alone)
     alone = where(served, minimum(layout.servers, n_expert), 1)
-    own = own + expert / where(sharded, n_expert, alone)
-    return where(layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)
+    return own + expert / where(sharded, n_expert, alone)

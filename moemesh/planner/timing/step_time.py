@@ -53,6 +53,7 @@ from moemesh.planner.timing.compute import (
 from moemesh.planner.timing.constants import Constants
 from moemesh.planner.timing.data_time import (
     data_seconds,
+    mirror_seconds,
     optimizer_seconds,
     rank_weights,
     sharded_unit,
@@ -149,7 +150,7 @@ def step_time(
         busiest,
         waiting + startup,
         (blocks, transfers, accumulate),
-        data_seconds(work, links, *weights),
+        data_seconds(work, links, *weights) + mirror_seconds(work, links, *weights),
         optimizer_seconds(work, *weights),
     )
 
