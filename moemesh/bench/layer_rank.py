@@ -24,10 +24,10 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.plan import Plan
-from moemesh.model.attention_core import Visibility
 from moemesh.model.batch import Context
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
+from moemesh.model.visibility import Visibility
 from moemesh.ops import swiglu
 from moemesh.parallel.expert.build import make_dispatcher
 

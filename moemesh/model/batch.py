@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.config.attention import AttentionConfig
-from moemesh.model.attention_core import Runs, Visibility, document_starts
 from moemesh.model.rope import rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
+from moemesh.model.visibility import Runs, Visibility, document_starts
 from moemesh.ops.host_copy import upload
 
 

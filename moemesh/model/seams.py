@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.model.attention_core import Runs, Visibility, attention
+from moemesh.model.attention_core import attention
+from moemesh.model.visibility import Runs, Visibility
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Operand, Weight, linear
 from moemesh.ops.pending import Pending

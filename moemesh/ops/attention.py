@@ -142,7 +142,7 @@ def block_backward(
     inputs = (gradient_BNSD, query_BNSD, key_BMCD, value_BMCD, y_BNSD, whole.lse_BNS)
     if query_BNSD.is_cuda:
         # No dropout: the kernel reads neither seed nor offset.
-        none = torch.zeros((), dtype=torch.uint64, device=query_BNSD.device)
+        none = query_BNSD.new_zeros((), dtype=torch.uint64)
         sizes = query_BNSD.shape[2], key_BMCD.shape[2]
         # The kernel takes log-sum-exps as they lie in memory, whatever their strides say.
         inputs = (*inputs[:-1], whole.lse_BNS.contiguous())

@@ -8,16 +8,15 @@ import torch
 from moemesh.config.model import ModelConfig
 from moemesh.model import attention_core
 from moemesh.model.attention_core import (
-    Visibility,
     attend_to,
     attention,
     attention_with_lse,
-    document_starts,
     gradients_of,
 )
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
+from moemesh.model.visibility import Visibility, document_starts
 from moemesh.ops import attention as blocks
 from moemesh.ops.attention import Partial, merge
 

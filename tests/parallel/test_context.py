@@ -11,7 +11,8 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.config.context import context_runs, context_sizes, head_share
 from moemesh.config.layout import Layout
-from moemesh.model.attention_core import Visibility, attention, document_starts
+from moemesh.model.attention_core import attention
+from moemesh.model.visibility import Visibility, document_starts
 from moemesh.parallel.context.order import in_position_order, in_rank_order
 from moemesh.parallel.parallelize import CONTEXTS
 from tests.ranks import mesh_on_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from moemesh.bench.simulated_device.counts import Kernel, bytes_of, current, line, tensors_of
+from moemesh.ops.attention import Partial, block_backward_reference, block_forward_reference
 
 _aten = torch.ops.aten
 #: The host reads a number, or learns a size.
@@ -148,9 +150,63 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any) ->
     return y
 
 
+def _rows_of(starts: Tensor) -> list[slice]:
+    assert starts.dtype == torch.int32, "the kernel takes int32"
+    return [slice(*pair) for pair in pairwise(starts.tolist())]
+
+
+def _seen(size: int, left: int) -> Tensor:
+    """Which keys a query of a document sees, itself and up to `left` (-1: all) before it."""
+    seen = torch.ones(1, size, size, dtype=torch.bool).tril()
+    return seen if left < 0 else seen.triu(-left)
+
+
+def _documents_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, **options: Any
+) -> tuple[Any, ...]:
+    assert query.dtype in (torch.float16, torch.bfloat16) and len(query), "flash refuses these"
+    assert query.shape[-1] == value.shape[-1] and query.stride(-1) == 1
+    y, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=torch.float32)
+    for rows in _rows_of(starts):
+        one = (x[rows].transpose(0, 1)[None] for x in (query, key, value))
+        seen = _seen(rows.stop - rows.start, options["window_size_left"])
+        found = block_forward_reference(*one, seen, scale=options["scale"])
+        y[rows], lse[:, rows] = found.y_BNSD[0].transpose(0, 1).to(y.dtype), found.lse_BNS[0]
+    empty = query.new_empty(0)
+    return y, lse, empty, empty, empty
+
+
+def _documents_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    *_: Any,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    assert gradient.dtype == y.dtype == query.dtype and lse.is_contiguous()
+    total = tuple(torch.empty_like(x) for x in (query, key, value))
+    for rows in _rows_of(starts):
+        one, (own, *rest) = (
+            [x[rows].transpose(0, 1)[None] for x in group]
+            for group in ((gradient, y), (query, key, value))
+        )
+        seen = _seen(rows.stop - rows.start, options["window_size_left"])
+        whole = Partial(one[1], lse[None, :, rows])
+        found = block_backward_reference(one[0], whole, own, *rest, seen, scale=options["scale"])
+        for into, x in zip(total, found, strict=True):
+            into[rows] = x[0].transpose(0, 1)
+    return total
+
+
 SUBSTITUTES: dict[str, Callable[..., Any]] = {
     "histc": _histc,
     "_grouped_mm": _grouped_mm,
+    "_flash_attention_forward": _documents_attention,
+    "_flash_attention_backward": _documents_attention_backward,
     "_scaled_dot_product_flash_attention": _flash_attention,
     "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
 }

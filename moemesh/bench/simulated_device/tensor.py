@@ -259,6 +259,9 @@ class Factories(TorchFunctionMode):
             return args[0]
         if func in (Tensor.to, Tensor.cuda):
             return _ANSWERS[func](*args, **kwargs)
+        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+            with self:  # a mode is off in its own handler, and a backward makes tensors, too
+                return _ANSWERS[func](*args, **kwargs)
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is None or _kind(device) != "cuda":

@@ -19,13 +19,13 @@ from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.config.context import context_sizes
 from moemesh.model.attention_core import (
-    Visibility,
     attend_to,
     gradients_of,
     output_of,
     sink_gradient,
     with_sinks,
 )
+from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Gradients, Partial
 from moemesh.parallel.context.order import in_position_order, in_rank_order
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.config.context import context_sizes, head_share
-from moemesh.model.attention_core import Visibility, attention
+from moemesh.model.attention_core import attention
+from moemesh.model.visibility import Visibility
 from moemesh.parallel.context.order import in_position_order, in_rank_order
 
 

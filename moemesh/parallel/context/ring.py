@@ -25,13 +25,13 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.point_to_point import exchange
 from moemesh.config.context import context_runs, context_sizes
 from moemesh.model.attention_core import (
-    Visibility,
     attend_to,
     gradients_of,
     output_of,
     sink_gradient,
     with_sinks,
 )
+from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Partial, merge, nothing_seen, wide
 
 #: Messages of blocks and of their gradients meet on the same pairs of ranks.

@@ -29,9 +29,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.section import nearest_divisors
-from moemesh.model.attention_core import Visibility
 from moemesh.model.batch import Context
 from moemesh.model.initialization import normal_slice
+from moemesh.model.visibility import Visibility
 from moemesh.parallel.expert.build import most_rows
 from moemesh.parallel.expert.layer_block import Auxiliary, LayerBlock, ScaledGradient
 from moemesh.parallel.expert.layer_group import Connection, axes_of

@@ -16,7 +16,7 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.config.context import context_runs, context_sizes
 from moemesh.config.layout import shard_range, shard_sizes
-from moemesh.model.attention_core import Runs
+from moemesh.model.visibility import Runs
 
 
 class ShardedTokens:

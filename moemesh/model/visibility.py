@@ -1,0 +1,142 @@
+"""Which keys a query sees: all before it, in its document and its window.
+
+Legend: B sequences, L positions of a whole sequence, S queries held here, E keys of a tile.
+
+A query at position p sees the keys at the positions ``lowest .. p``: all before it, none behind it;
+``lowest`` is the start of its document, or of its window, whichever is later. Queries and keys are
+contiguous runs of positions, any number of them, in any order: a whole sequence, a slice of it, or
+the chunks that a context-parallel rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moemesh.ops.packed_attention import Documents, documents, takes_documents
+
+Runs = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees. ``queries`` and ``keys``: the positions held here, as runs;
+    ``window``: a query sees the last `window` positions, itself among them (None: all);
+    ``starts_BL``: of each position of the whole sequence, the first position of its document
+    (int64; None: a sequence is one document); ``length``: of whole sequences, where other ranks
+    hold the other positions."""
+
+    queries: Runs
+    keys: Runs
+    window: int | None = None
+    starts_BL: Tensor | None = None
+    length: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all queries of a sequence see all keys up to themselves."""
+        return self.is_triangle and len(self.queries) == 1 and self.queries == self.keys
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether nothing but the order of positions bounds what is seen."""
+        longest = max((run.stop for run in self.queries), default=0)
+        return self.starts_BL is None and (self.window is None or self.window >= longest)
+
+    @cached_property
+    def starts_on_host(self) -> Tensor | None:
+        """``starts_BL`` on the CPU: tiles are chosen there."""
+        return None if self.starts_BL is None else self.starts_BL.cpu()
+
+    def between(self, queries: Runs, keys: Runs) -> Visibility:
+        """The same rules for other queries and keys."""
+        return self._with_starts(replace(self, queries=queries, keys=keys))
+
+    def within(self, window: int) -> Visibility:
+        """The same, and no query sees more than the last `window` positions."""
+        found = self._with_starts(replace(self, window=window))
+        found.__dict__["_documents"] = self._documents  # all layers share them
+        return found
+
+    @cached_property
+    def _documents(self) -> dict[tuple[int, torch.device], Documents]:
+        return {}
+
+    def documents(self, query_BNSD: Tensor, value_BMCD: Tensor) -> Documents | None:
+        """The documents of the positions held here, where a kernel takes them; None without one,
+        without a need for one, and where queries and keys are not those of one run."""
+        is_own = len(self.queries) == 1 and self.queries == self.keys
+        if not is_own or self.is_triangle or not takes_documents(query_BNSD, value_BMCD):
+            return None
+        key, run = (len(query_BNSD), query_BNSD.device), self.queries[0]
+        if key not in self._documents:
+            starts_BS = self.starts_on_host
+            if starts_BS is not None:
+                # What lies before the run is nothing that is seen here.
+                starts_BS = (starts_BS[:, run.start : run.stop] - run.start).clamp(min=0)
+            self._documents[key] = documents(starts_BS, key[0], len(run), key[1])
+        return self._documents[key]
+
+    def known(self, starts_on_host: Tensor | None) -> Visibility:
+        """The same, with ``starts_BL`` of the host where it has them: else it waits for them."""
+        if starts_on_host is not None:
+            self.__dict__["starts_on_host"] = starts_on_host
+        return self
+
+    def _with_starts(self, found: Visibility) -> Visibility:
+        if "starts_on_host" in self.__dict__:
+            found.__dict__["starts_on_host"] = self.starts_on_host
+        return found
+
+    def lowest(self, queries: range) -> tuple[int, int]:
+        """The first positions that the first of `queries` sees and that the last one sees, the
+        least and the largest over the sequences."""
+        first, last = queries[0], queries[-1]
+        window = last + 1 if self.window is None else self.window
+        least, largest = max(first + 1 - window, 0), max(last + 1 - window, 0)
+        if self.starts_on_host is not None and len(self.starts_on_host):
+            least = max(least, int(self.starts_on_host[:, first].min()))
+            largest = max(largest, int(self.starts_on_host[:, last].max()))
+        return least, largest
+
+    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """Which keys are seen: bool [B or 1, S, E]."""
+        query_S1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key_E = torch.arange(keys.start, keys.stop, device=device)
+        mask_BSE = (key_E <= query_S1)[None]
+        if self.window is not None:
+            mask_BSE = mask_BSE & (key_E > query_S1 - self.window)
+        if self.starts_BL is not None:
+            lowest_BS = self.starts_BL[:, queries.start : queries.stop]
+            mask_BSE = mask_BSE & (key_E >= lowest_BS[:, :, None])
+        return mask_BSE
+
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of all sequences (of one, without documents):
+        what the work of attention is proportional to."""
+        total = 0
+        for queries in self.queries:
+            positions = torch.arange(queries.start, queries.stop)
+            lowest_BS = torch.zeros(1, len(positions), dtype=torch.int64)
+            if self.window is not None:
+                lowest_BS = (positions + 1 - self.window).clamp(min=0)[None]
+            if self.starts_on_host is not None:
+                own = self.starts_on_host[:, queries.start : queries.stop]
+                lowest_BS = torch.maximum(lowest_BS, own)
+            for keys in self.keys:
+                last = torch.minimum(positions, torch.tensor(keys.stop - 1))
+                first = lowest_BS.clamp(min=keys.start)
+                total += int((last - first + 1).clamp(min=0).sum())
+        return total
+
+
+def document_starts(documents_BL: Tensor) -> Tensor:
+    """Document numbers, equal within a document and different between neighbours -> the first
+    position of each position's document, int64 [B, L]."""
+    positions_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+    begins_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    begins_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return torch.where(begins_BL, positions_L, 0).cummax(dim=1).values

@@ -1,0 +1,112 @@
+"""Causal attention within documents and windows, by one fused kernel of CUDA.
+
+Legend: B sequences, S positions of each, T = B * S, N query heads, M key/value heads, D head size.
+
+The kernel of flash attention takes documents of unlike lengths laid end to end, and a window: what
+no query sees it never reads. The gradient takes the output and the log-sum-exp of the *whole*
+attention, as that of blocks does (:mod:`moemesh.ops.attention`), so sinks may be part of both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moemesh.ops.attention import Gradients, Partial, is_fused
+from moemesh.ops.host_copy import upload
+
+_FORWARD = torch.ops.aten._flash_attention_forward
+_BACKWARD = torch.ops.aten._flash_attention_backward
+
+
+class Documents(NamedTuple):
+    """All documents of B sequences, end to end: where each begins among the T positions, and T
+    (int32, on the device), and how many positions the longest has."""
+
+    starts: Tensor
+    longest: int
+
+
+def documents(starts_BS: Tensor | None, batch: int, length: int, device: torch.device) -> Documents:
+    """`starts_BS`: of each of `length` positions the first one of its document (int64, on the CPU,
+    which has to know them); None: `batch` sequences are one document each."""
+    if starts_BS is None:
+        starts = torch.arange(0, batch * length + 1, length)
+    else:
+        begins_T = (starts_BS == torch.arange(length)).flatten()
+        starts = torch.cat([begins_T.nonzero().flatten(), torch.tensor([batch * length])])
+    return Documents(upload(starts.int(), device), int(starts.diff().max()))
+
+
+def takes_documents(query_BNSD: Tensor, value_BMSD: Tensor) -> bool:
+    """Whether the kernel is there for these; values may be narrower than queries."""
+    has_kernel = query_BNSD.is_cuda and is_fused(query_BNSD, query_BNSD)
+    return has_kernel and query_BNSD.numel() > 0 and value_BMSD.shape[-1] <= query_BNSD.shape[-1]
+
+
+def packed_forward(
+    query_BNSD: Tensor,
+    key_BMSD: Tensor,
+    value_BMSD: Tensor,
+    within: Documents,
+    window: int | None,
+    *,
+    scale: float,
+) -> Partial:
+    """Attention of each position to the last `window` ones of its document (None: to all)."""
+    batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
+    inputs = (_end_to_end(x, query_BNSD) for x in (query_BNSD, key_BMSD, value_BMSD))
+    y_TND, lse_NT = _FORWARD(*inputs, *_rules(within, window), False, **_options(window, scale))[:2]
+    lse_BNS = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
+    return Partial(_by_head(y_TND, batch)[..., :value_size], lse_BNS)
+
+
+def packed_backward(
+    gradient_BNSD: Tensor,
+    whole: Partial,
+    query_BNSD: Tensor,
+    key_BMSD: Tensor,
+    value_BMSD: Tensor,
+    within: Documents,
+    window: int | None,
+    *,
+    scale: float,
+) -> Gradients:
+    """The gradients; `whole` is the attention with its sinks, `gradient` that of its output."""
+    batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
+    outer = gradient_BNSD.to(query_BNSD.dtype), query_BNSD, key_BMSD, value_BMSD, whole.y_BNSD
+    inputs = (_end_to_end(x, query_BNSD) for x in outer)
+    lse_NT = whole.lse_BNS.transpose(0, 1).flatten(1).contiguous()
+    # No dropout: the kernel reads no seed.
+    none = query_BNSD.new_zeros(2, dtype=torch.uint64)
+    rules = _rules(within, window)
+    found = _BACKWARD(*inputs, lse_NT, *rules, none, none[:0], **_options(window, scale))
+    query, key, value = (_by_head(x, batch) for x in found)
+    return Gradients(query, key, value[..., :value_size])
+
+
+def _rules(within: Documents, window: int | None) -> tuple[Any, ...]:
+    """Of queries and of keys: documents and the longest; no dropout; whether only the order of
+    positions counts."""
+    starts, longest = within
+    return starts, starts, longest, longest, 0.0, window is None
+
+
+def _options(window: int | None, scale: float) -> dict[str, Any]:
+    left = -1 if window is None else window - 1
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+
+
+def _end_to_end(x_BNSD: Tensor, query_BNSD: Tensor) -> Tensor:
+    """[T, N, D] in the size and dtype of queries."""
+    missing = query_BNSD.shape[-1] - x_BNSD.shape[-1]
+    x_BNSD = F.pad(x_BNSD, (0, missing)) if missing else x_BNSD
+    x_TND = x_BNSD.transpose(1, 2).flatten(0, 1)
+    return x_TND if x_TND.stride(-1) == 1 else x_TND.contiguous()
+
+
+def _by_head(x_TND: Tensor, batch: int) -> Tensor:
+    return x_TND.unflatten(0, (batch, -1)).transpose(1, 2)
