@@ -185,11 +185,6 @@ class _Calls:
 Place = Path | RemotePath
 
 
-def is_address(text: str) -> bool:
-    """Whether a text is an address of an object store, not a path."""
-    return _ADDRESS.fullmatch(text) is not None
-
-
 def place_of(text: str | Path) -> Place:
     """What a text of the user means: ``scheme://...`` an object store, all else a path."""
     match = _ADDRESS.fullmatch(str(text))

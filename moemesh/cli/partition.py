@@ -121,9 +121,12 @@ def _plan(found: "Partition") -> list[str]:
     keys = ", ".join(f"{key}={value}" for key, value in implied.keys().items())
     lines = [
         f"plan: {keys}",
-        f"  carries out {implied.agreement:.0%} of the operator time as above; `moemesh estimate` "
-        f"gives {implied.seconds:.6g} s and {format_bytes(round(implied.memory_bytes))} "
-        f"({PREDICTED_PEAK})" + ("" if implied.fits else ", which does not fit"),
+        f"  carries out {implied.agreement:.0%} of the operator time as above",
+        f"  the {found.seconds:.6g} s above count operators at the peak rates of the device; "
+        "`moemesh estimate`, with launches, the optimizer",
+        f"  and the rates that are reached, gives {implied.seconds:.6g} s and "
+        f"{format_bytes(round(implied.memory_bytes))} ({PREDICTED_PEAK})"
+        + ("" if implied.fits else ", which does not fit"),
     ]
     if implied.differing:
         shown = ", ".join(implied.differing[:_MOST_NAMES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import textwrap
@@ -24,6 +25,11 @@ FILES: dict[Launcher, str] = {
 }
 #: Seconds between the request to save and the end of a job.
 GRACE_SECONDS = 300
+#: torchrun kills ranks that were asked to stop after so many seconds, by default 30; versions of
+#: torch that do not know the variable do so whatever it says.
+_PATIENCE = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS - 10}"
+#: Failures of a job before Kubernetes gives it up; one failure ends the pods of all its nodes.
+_FAILURES = 6
 #: The port of the first rank where no launcher chooses one.
 PORT = 29500
 _SHARED = (
@@ -122,6 +128,11 @@ class Job:
             for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
         )
 
+    @property
+    def _files(self) -> list[str]:
+        """The configuration file of the run, if there is one."""
+        return [one for one in self.arguments[1:2] if not one.startswith("-")]
+
     def _place(self) -> str:
         """Lines of a script that find this environment, and files by relative paths."""
         lines: list[str] = []
@@ -142,6 +153,7 @@ class Job:
         return f"""\
 #!/bin/bash
 {comment}set -eu
+export {_PATIENCE}  # seconds in which the ranks may save
 {self._place()}exec torchrun \\
   --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node} --node-rank="$NODE_RANK" \\
   --master-addr="$MASTER_ADDR" --master-port={PORT} \\
@@ -195,14 +207,20 @@ exit "$code"
         comment = self._comment(
             "Submit with: kubectl apply -f THIS_FILE",
             f"A pod is a node. Pods that are evicted get SIGTERM and {GRACE_SECONDS} s to save; "
-            "new ones go on from there. To change: the image, and the claim whose volume holds "
-            "data and runs.",
+            "new ones go on from there. To change: the image, and the claim (ReadWriteMany) whose "
+            "volume holds the configuration, the data and the runs.",
         )
+        name, value = _PATIENCE.split("=")
+        # Kubernetes itself replaces $(NAME) in arguments.
+        module = self.module.replace("$(", "$$(")
         return f"""\
 {comment}apiVersion: v1
 kind: Service
 metadata: {{name: {self.name}}}
-spec: {{clusterIP: None, selector: {{job-name: {self.name}}}}}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true  # ranks look for the first pod while it starts
+  selector: {{job-name: {self.name}}}
 ---
 apiVersion: batch/v1
 kind: Job
@@ -211,7 +229,10 @@ spec:
   completionMode: Indexed
   completions: {self.nodes}
   parallelism: {self.nodes}
-  backoffLimit: 6
+  backoffLimit: {_FAILURES * self.nodes}  # a failure of one pod ends all: each counts
+  podFailurePolicy:
+    rules:
+      - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget}}]}}  # evictions do not count
   template:
     spec:
       subdomain: {self.name}
@@ -226,10 +247,11 @@ spec:
               exec torchrun --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node}
               --node-rank=$JOB_COMPLETION_INDEX
               --master-addr={self.name}-0.{self.name} --master-port={PORT}
-              {self.module}
+              {module}
+          env: [{{name: {name}, value: "{value}"}}]
           resources: {{limits: {limits}}}
           volumeMounts:
-            - {{name: shared, mountPath: {Path(self.out).parent}}}
+            - {{name: shared, mountPath: {json.dumps(str(Path(self.out).parent))}}}
             - {{name: shm, mountPath: /dev/shm}}
       volumes:
         - {{name: shared, persistentVolumeClaim: {{claimName: CLAIM}}}}
@@ -237,12 +259,24 @@ spec:
 """
 
     def _sky(self) -> str:
-        comment = self._comment(
-            "Start with: sky jobs launch THIS_FILE",
-            "A spot machine that is taken away is replaced, and the run goes on from its folder, "
-            "which must be on a bucket. To change: its address for BUCKET_URL, and for MOEMESH the "
-            "address of this package's repository or wheel.",
+        folder = str(Path(self.out).parent)
+        shared = (
+            "BUCKET_URL, the address of the bucket for runs."
+            if self.nodes == 1
+            else f"MOUNT_SHARED_DISK, the command that mounts a disk of all machines at {folder} "
+            "(a bucket knows neither locks nor growing files; train.checkpoint_folder may be one)."
         )
+        comment = self._comment(
+            "Start with: sky jobs launch THIS_FILE (--use-spot takes spot machines)",
+            "A machine that is taken away is replaced, and the run goes on from its folder. To "
+            "change: MOEMESH, the address of this package's repository or wheel, and " + shared,
+        )
+        mounts = [f"{json.dumps(one)}: {json.dumps(one)}" for one in self._files]
+        if self.nodes == 1:
+            mounts.append(f"{json.dumps(folder)}: {{source: BUCKET_URL, mode: MOUNT_CACHED}}")
+        lines = "".join(f"  {one}\n" for one in mounts)
+        file_mounts = f"file_mounts:\n{lines}" if mounts else ""
+        mount = "" if self.nodes == 1 else "  MOUNT_SHARED_DISK\n"
         each = self.ranks_per_node
         needs = f"accelerators: {self.accelerator}:{each}" if self.uses_gpus else f"cpus: {each}+"
         return f"""\
@@ -250,11 +284,10 @@ spec:
 num_nodes: {self.nodes}
 resources:
   {needs}
-file_mounts:
-  {Path(self.out).parent}: {{source: BUCKET_URL, mode: MOUNT}}
-setup: |
+{file_mounts}setup: |
   pip install MOEMESH
-run: |
+{mount}run: |
+  export {_PATIENCE}  # seconds in which the ranks may save
   torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc-per-node={each} \\
     --node-rank=$SKYPILOT_NODE_RANK \\
     --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} \\
@@ -263,5 +296,7 @@ run: |
 
 
 def _plain(name: str) -> str:
-    """A name that Slurm and Kubernetes both take."""
-    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50] or "moemesh"
+    """A name that Slurm and Kubernetes both take; a service of Kubernetes begins with a letter."""
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"moemesh-{plain}"
+    return plain[:50].strip("-")

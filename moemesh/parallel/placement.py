@@ -73,10 +73,6 @@ class Placement:
         held = self.slices(mesh)[0]
         return held if self.places is None else self.places[held.start : held.stop]
 
-    def is_held(self, mesh: Mesh) -> bool:
-        """Whether this rank's pipeline stages hold (a slice of) it."""
-        return mesh["pp"].index in self.holders
-
     def counts(self, own: OwnRange, mesh: Mesh) -> bool:
         """Whether this rank is the one that counts (norm) and saves (checkpoint) what it owns."""
         return own.is_first and mesh["pp"].index == self.holders[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory import format_bytes
 
 if TYPE_CHECKING:
     from moemesh.planner.search.nearest import Nearest
@@ -240,20 +242,31 @@ def _traffic(
         reason = why_not_exact(config, plan)
         plan = resolved(plan)
     if config is not None and plan is not None and not reason:
-        rank = pp_rank * layout.stage_ranks
-        ledger = predict_ledger(
+        rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
+        of_rank = partial(
+            predict_ledger,
             config,
             plan,
             seq_len=layout.seq_len,
             global_batch=layout.global_batch,
             dtype=layout.dtype,
-            rank=rank,
         )
-        return ledger, f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
+        ledger = of_rank(rank=rank)
+        note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
+        if plan.data == "parameter_server" and other != rank:
+            note += f"; it serves weights: with gradients {_exchanged(ledger)} are sent by it, "
+            note += f"{_exchanged(of_rank(rank=other))} by rank {other}"
+        return ledger, note
     return volumes_ledger(shape, layout, pp_rank), (
         f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
         f"routing; not to the byte: {reason}"
     )
+
+
+def _exchanged(ledger: Ledger) -> str:
+    """The gradients and weights that a rank sends, which a server and a worker do not alike."""
+    callers = ("gradients", "weights")
+    return format_bytes(sum(one.wire_bytes for one in ledger.entries() if one.caller in callers))
 
 
 #: Words for a pipeline rank.

@@ -199,32 +199,27 @@ def _to_huggingface(
         if like is not None:
             raise refused("--like", str(like), f"{like} holds no {CONFIG}")
         origin = None
-    wanted, model = dtype or config.train.dtype, config.model
+    model = config.model
     if origin is None:
         model = exported(model.with_lora(NO_ADAPTERS))
-    kind, values = _family(model, origin, wanted)
     weights: WeightFolder | None = None
     if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
-    fused = _is_fused(kind, expert_layout)
     own: Weights = CheckpointWeights(checkpoint)
     if config.lora.rank:
         own = MergedWeights(own, config.model)
     if origin is None:
         own = EquivalentWeights(own, config.model, model)
-    write_huggingface(
+    _write(
         own,
         model,
-        kind,
         out,
-        values,
-        dtype=getattr(torch, wanted),
-        fused=fused,
-        origin=weights,
+        dtype=dtype or config.train.dtype,
+        expert_layout=expert_layout,
+        origin=origin,
+        origin_weights=weights,
         on_file=on_file,
     )
-    if origin is not None:  # nothing of a folder that is refused is touched
-        carry_along(origin, out)
 
 
 def _to_another(
@@ -246,21 +241,47 @@ def _to_another(
         message = f"{source / CONFIG} names the dtype {wanted}"
         raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
     weights = open_weights(config, _to_stderr)
-    kind, values = _family(config.model, source, wanted)
-    fused = _is_fused(kind, expert_layout)
-    write_huggingface(
+    _write(
         weights,
         config.model,
-        kind,
         out,
-        values,
-        dtype=getattr(torch, wanted),
-        fused=fused,
-        origin=weights.folder,
+        dtype=wanted,
+        expert_layout=expert_layout,
+        origin=source,
+        origin_weights=weights.folder,
         delta=delta,
         on_file=on_file,
     )
-    carry_along(source, out)
+
+
+def _write(
+    weights: Weights,
+    model: ModelConfig,
+    out: Path,
+    *,
+    dtype: str,
+    expert_layout: ExpertLayout | None,
+    origin: Path | None,
+    origin_weights: WeightFolder | None,
+    delta: Delta | None = None,
+    on_file: Callable[[int, int], None],
+) -> None:
+    """Write a folder of transformers, with the config.json and the other files of `origin`."""
+    kind, values = _family(model, origin, dtype)
+    write_huggingface(
+        weights,
+        model,
+        kind,
+        out,
+        values,
+        dtype=getattr(torch, dtype),
+        fused=_is_fused(kind, expert_layout),
+        origin=origin_weights,
+        delta=delta,
+        on_file=on_file,
+    )
+    if origin is not None:  # nothing of a folder that is refused is touched
+        carry_along(origin, out)
 
 
 def _is_fused(kind: str, expert_layout: ExpertLayout | None) -> bool:

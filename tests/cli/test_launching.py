@@ -50,7 +50,38 @@ def test_kubernetes_and_skypilot(capsys: Capture, monkeypatch: Patch) -> None:
     assert pod["containers"][0]["image"] == "a/b:1"
     assert "--nnodes=2 --nproc-per-node=8" in pod["containers"][0]["args"][0]
     _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, "--sky", "--dry-run")
-    assert yaml.safe_load(out)["num_nodes"] == 2
+    task = yaml.safe_load(out)
+    assert task["num_nodes"] == 2 and "file_mounts" not in task
+    assert "MOUNT_SHARED_DISK" in task["setup"]
+
+
+def test_a_failure_of_one_pod_leaves_room_for_more(capsys: Capture, monkeypatch: Patch) -> None:
+    """Each of the pods that it ends counts, except those that were evicted."""
+    _, out, _ = run(capsys, monkeypatch, "launch", *PLAN, "--ranks-per-node", "1", "--k8s",
+                    "--dry-run")  # fmt: skip
+    service, job = yaml.safe_load_all(out)
+    assert job["spec"]["completions"] == 16 and job["spec"]["backoffLimit"] == 6 * 16
+    assert job["spec"]["podFailurePolicy"]["rules"] == [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    ]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    pod = job["spec"]["template"]["spec"]
+    # torchrun waits almost as long as the pod may live on.
+    (patience,) = pod["containers"][0]["env"]
+    assert 0 < pod["terminationGracePeriodSeconds"] - int(patience["value"]) <= 30
+
+
+def test_one_machine_of_skypilot_has_the_configuration_and_a_bucket(
+    capsys: Capture, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    file = tmp_path / "a file.toml"
+    file.write_text("[plan]\ndp = 4\n")
+    arguments = (str(file), "--out", "/r/2026-1", "--dry-run")
+    _, out, _ = run(capsys, monkeypatch, "launch", *arguments, "--sky")
+    task = yaml.safe_load(out)
+    assert task["file_mounts"][str(file)] == str(file)
+    assert task["file_mounts"]["/r"] == {"source": "BUCKET_URL", "mode": "MOUNT_CACHED"}
+    assert task["name"] == "moemesh-2026-1"
 
 
 @pytest.mark.parametrize(

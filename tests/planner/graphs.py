@@ -71,7 +71,7 @@ def random_graph(seed: int, num_operators: int, density: float = 0.4) -> Operato
 def brute_force(graph: OperatorGraph, byte_price: float = 0.0, in_flight: float = 1.0) -> float:
     """Least seconds + byte_price * bytes over all assignments."""
     best = np.inf
-    for choices in product(*map(range, graph.num_strategies)):
+    for choices in product(*(range(len(one.strategies)) for one in graph.operators)):
         total = 0.0
         for operator, choice in zip(graph.operators, choices, strict=True):
             one = operator.strategies[choice]

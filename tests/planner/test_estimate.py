@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,18 @@ def test_a_plan_that_we_run_gets_the_exact_ledger() -> None:
     callers = {row["caller"] for row in found["traffic"]}
     assert {"moe.counts", "gradient_norm", "step.losses", "head.loss"} <= callers
     assert "enters on rank 0" in found["notes"][-1]
+
+
+def test_a_parameter_server_shows_what_a_worker_sends() -> None:
+    plan = "dp=4,data=parameter_server,microbatch=1"
+    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=128, global_batch=4)
+    number = found["parameters"]["total"]
+    # The server sends weights in bf16 to three workers, a worker its gradients in fp32.
+    (note,) = [note for note in found["notes"] if note.startswith("traffic")]
+    told = re.search(r"gradients ([0-9.]+) MiB are sent by it, ([0-9.]+) MiB by rank 3", note)
+    assert told is not None, note
+    sent = [float(size) * 2**20 for size in told.groups()]
+    assert sent == pytest.approx([3 * 2 * number, 4 * number], rel=0.01)
 
 
 def test_more_devices_than_the_cluster_has_are_noted() -> None:

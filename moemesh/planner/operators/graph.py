@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -98,11 +97,6 @@ class OperatorGraph:
     def count(self, group: str) -> int:
         """How many equal copies of a group there are."""
         return self.counts.get(group, 1)
-
-    @cached_property
-    def num_strategies(self) -> tuple[int, ...]:
-        """Number of strategies of each operator."""
-        return tuple(len(operator.strategies) for operator in self.operators)
 
     def node_costs(self, byte_price: float, in_flight: float) -> list[FloatArray]:
         """Seconds of each operator's strategies, plus `byte_price` seconds for each byte."""
