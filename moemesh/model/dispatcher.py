@@ -17,6 +17,7 @@ Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -91,6 +92,12 @@ class Dispatcher(Protocol):
     def plan_complete(self, experts_TK: Tensor) -> Any:
         """:meth:`plan` where the caller knows, on the host, that there is no -1."""
         return self.plan(experts_TK)
+
+    def plan_chunks(self, chunks: Sequence[Tensor], *, is_complete: bool = False) -> list[Any]:
+        """:meth:`plan` of each chunk of the tokens. A dispatcher that can make all in one exchange,
+        and one wait, does."""
+        plan = self.plan_complete if is_complete else self.plan
+        return [plan(experts_TK) for experts_TK in chunks]
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Any]: ...
 

@@ -59,7 +59,7 @@ SLOW_PLANS: list[tuple[dict[str, Any], int]] = [
     ({"pp": 2, "microbatches": 4, "schedule": "zb_v", "stages_per_rank": 2}, 0),
     ({"pp": 2, "microbatches": 4, "schedule": "dualpipe"}, 0),
     ({"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "schedule": "dualpipe_v"}, 12),
-    ({"dp": 4, "ep": 4, "dispatcher": "all_to_all", "dispatch_chunks": 2}, 6),
+    ({"dp": 4, "ep": 4, "dispatcher": "all_to_all", "dispatch_chunks": 3}, 3),
     ({"dp": 4, "ep": 4, "dispatcher": "all_gather", "dispatch_chunks": 2}, 0),
 ]
 

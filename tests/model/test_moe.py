@@ -60,7 +60,7 @@ class _LoggedDispatcher:
     def __init__(self, num_experts: int, log: list[str]) -> None:
         self.local, self.log, self.num_sent = LocalDispatcher(num_experts), log, 0
         self.plan, self.combine = self.local.plan, self.local.combine
-        self.plan_complete = self.local.plan_complete
+        self.plan_chunks = self.local.plan_chunks
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
         self.num_sent += 1

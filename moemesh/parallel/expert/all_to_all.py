@@ -5,7 +5,7 @@ same rows by expert, L local experts, O owners (ranks of the ep*etp group), H hi
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | splits, order | all_to_all of counts over ep | none |
+| plan | experts T x K | splits, order | all_to_all of counts over ep, of all chunks | none |
 | dispatch | T x H | N x H | all_to_all over ep, all_gather over etp | reduce_scatter, all_to_all |
 | combine | N x H | T x H | reduce_scatter over etp, all_to_all over ep | all_gather, all_to_all |
 
@@ -15,6 +15,7 @@ ep index then gather each other's rows, since each holds a shard of every local 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,31 +64,51 @@ class AllToAllDispatcher(Dispatcher):
         self.codec = codec
 
     def plan(self, experts_TK: Tensor) -> AllToAllPlan:
+        return self.plan_chunks([experts_TK])[0]
+
+    def plan_chunks(
+        self, chunks: Sequence[Tensor], *, is_complete: bool = False
+    ) -> list[AllToAllPlan]:
         # Experts are contiguous per rank: sorted by expert is sorted by destination.
-        found = SortedByExpert(experts_TK, self.num_experts)
-        sent = found.counts_E.view(self.ep.size, self.num_local)
+        found = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
+        shape = self.ep.size, self.num_local
+        sent = torch.stack([one.counts_E.view(shape) for one in found], dim=1)  # [ep, chunks, L]
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
-        # [etp, ep, L]: what each lane receives from each source for each local expert.
+        # What each lane receives from each source: [etp, ep, chunks, L].
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
+        counts = (sent.sum(2), received.sum(2), lanes.sum((1, 3)), lanes.sum((0, 1)).t())
         # The only numbers that the host has to know. It waits for them alone, not for the rest.
-        counts_L = lanes.sum((0, 1))
-        copied = HostCopy(torch.cat([sent.sum(1), received.sum(1), lanes.sum((1, 2)), counts_L]))
-        # Inside an expert, rows ascend by owner (= ep * ETP + etp), hence by token id.
-        places = (torch.arange(size, device=lanes.device) for size in lanes.shape)
+        copied = HostCopy(torch.cat(counts).t())
+        key = self._order_of_rows(lanes.device)
+        sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
+        rows = ([part.tolist() for part in one.split(sizes)] for one in copied.tensor())
+        return [
+            self._plan(*chunk, key, numbers)
+            for *chunk, numbers in zip(found, lanes.unbind(2), rows, strict=True)
+        ]
+
+    def _order_of_rows(self, device: torch.device) -> Tensor:
+        """Rows of each lane, source and expert go to the experts by expert, and inside of one they
+        ascend by owner (= ep * ETP + etp), hence by token id: sorting keys [etp, ep, L]."""
+        lanes = self.etp.size, self.ep.size, self.num_local
+        places = (torch.arange(size, device=device) for size in lanes)
         lane, source, expert = torch.meshgrid(*places, indexing="ij")
-        key = (expert * self.ep.size + source) * self.etp.size + lane
-        counts_LO = lanes.permute(2, 1, 0).reshape(self.num_local, -1)
-        numbers, size = copied.tolist(), self.ep.size
-        splits, lane_rows = (numbers[:size], numbers[size : 2 * size]), numbers[2 * size :]
-        lane_rows, rows_L = lane_rows[: self.etp.size], lane_rows[self.etp.size :]
-        tokens, slot_S = found.rows(sum(splits[0]))
+        return (expert * self.ep.size + source) * self.etp.size + lane
+
+    def _plan(
+        self, found: SortedByExpert, lanes: Tensor, key: Tensor, numbers: list[list[int]]
+    ) -> AllToAllPlan:
+        """Of one chunk. `numbers`: rows to each rank, from each rank, of each lane, of each of the
+        experts held here."""
+        to_ranks, from_ranks, lane_rows, rows_L = numbers
+        tokens, slot_S = found.rows(sum(to_ranks))
         key_N = torch.repeat_interleave(key.flatten(), lanes.flatten(), output_size=sum(lane_rows))
         return AllToAllPlan(
-            hop=Hop(axis=self.ep, rows=tokens, input_splits=splits[0], output_splits=splits[1]),
+            hop=Hop(axis=self.ep, rows=tokens, input_splits=to_ranks, output_splits=from_ranks),
             slot_S=slot_S,
             lane_rows=lane_rows,
             by_expert=permutation(torch.argsort(key_N, stable=True)),
-            counts_LO=counts_LO,
+            counts_LO=lanes.permute(2, 1, 0).reshape(self.num_local, -1),
             rows_L=rows_L,
         )
 

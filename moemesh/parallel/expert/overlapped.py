@@ -41,8 +41,8 @@ class OverlappedExchange:
         behind rows."""
         self.sizes = shard_sizes(len(x_TH), self.num_chunks)
         xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
-        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
-        self.plans = [self.flow.once(plan, chunk) for chunk in experts_TK.split(self.sizes)]
+        chunks = experts_TK.split(self.sizes)
+        self.plans = self.flow.once(self.dispatcher.plan_chunks, chunks, is_complete=is_complete)
         first = self.flow.start(self.dispatcher.dispatch, xs[0], weights[0], self.plans[0])
         self._waiting = [
             (self.flow.cut(x), self.flow.cut(weight))

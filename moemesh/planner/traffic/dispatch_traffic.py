@@ -6,7 +6,7 @@ what the others send it.
 
 | dispatcher | plan | dispatch | combine |
 |---|---|---|---|
-| all_to_all | counts over ep, then etp | rows over ep; gathered over etp | the way back |
+| all_to_all | counts of all chunks over ep, etp | rows over ep; gathered over etp | the way back |
 | all_gather | token counts, ids 8 K a token over ep_etp | tokens gathered | sums, dense or uneven |
 | hierarchical | counts and ids per hop | a row per node, then per rank | the way back |
 | low_latency | headers of fixed size | fixed slots | fixed slots |
@@ -69,7 +69,11 @@ class DispatchTraffic:
         max_tokens: int,
         sent_by: Callable[[int], Sent],
         times: int,
+        counts: int = 1,
     ) -> None:
+        """`counts`: of how many chunks an all-to-all exchanges the counts with those of this one;
+        0: they have gone with those of another."""
+        self.counts = counts
         self.lines, self.model, self.plan, self.rows = lines, model, plan, rows
         self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
         self.layout = lines.layout
@@ -108,9 +112,10 @@ class DispatchTraffic:
 
     def _all_to_all(self) -> None:
         lines, times, plan = self.lines, self.times, self.plan
-        block = float(self.num_local * _INT64)
-        lines.all_to_all("ep", [block] * plan.ep, [block] * plan.ep, "forward", _COUNTS, times)
-        lines.all_gather("etp", [block * plan.ep] * plan.etp, "forward", _COUNTS, times)
+        if self.counts:
+            block = float(self.counts * self.num_local * _INT64)
+            lines.all_to_all("ep", [block] * plan.ep, [block] * plan.ep, "forward", _COUNTS, times)
+            lines.all_gather("etp", [block * plan.ep] * plan.etp, "forward", _COUNTS, times)
         out, into = self._pairs(lines.rank)
         lanes = [sum(self._pairs(lane)[1]) for lane in lines.members("etp")]
         self._rows_there_and_back("ep", out, into, lanes)

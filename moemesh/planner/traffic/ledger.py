@@ -294,6 +294,9 @@ class _Step:
         if plan.ep * plan.etp == 1:
             return
         chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
+        has_replicas = plan.spare_slots > 0 and plan.ep > 1
+        # Replicas and fixed slots are planned chunk by chunk.
+        together = not has_replicas and plan.dispatcher in ("all_to_all", "auto")
         rows = row_bytes(self.model, plan, self.element, self.wide)
         number = forward.microbatch * self.schedule.num_slices + forward.slice
         for chunk in range(chunks):
@@ -304,7 +307,7 @@ class _Step:
                 return self.routing(rank, number, layer, tokens, chunk, chunks)
 
             travels = sent_by
-            if plan.spare_slots and plan.ep > 1:
+            if has_replicas:
                 replicas = ReplicaTraffic(
                     self.lines,
                     self.model,
@@ -316,8 +319,9 @@ class _Step:
                 with self.lines.backward(self.placement.trains_experts(layer)):
                     replicas.enter(times)
                 travels = cache(replicas.sent)
+            counts = (chunks if chunk == 0 else 0) if together else 1
             DispatchTraffic(
-                self.lines, self.model, plan, rows, self.max_tokens, travels, times
+                self.lines, self.model, plan, rows, self.max_tokens, travels, times, counts
             ).enter()
 
     # Between the stages.
