@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moemesh.bench.drill_rank import FIRED, JUDGED, WENT_ON, Spec, read_time
+from moemesh.bench.drill_results import Fault, Kind, Outcome, ResultsFile, Row, Trial
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
 SETTINGS: dict[str, Any] = {
@@ -44,35 +46,21 @@ PLANS: dict[str, dict[str, Any]] = {
 _TIMEOUT_SECONDS = 400
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a trial ended. None: that does not apply to the fault.
+class Ending(NamedTuple):
+    """How a run ended: the loss of every step, and of every tensor of the last checkpoint its
+    shape, dtype, and the digests of its bytes, by its logical name."""
 
-    ``verdict``, ``rank``: whether kind and rank of the failure were right; ``recovered``: the run
-    ended with the bits of the run without a fault; ``detected``, ``resumed``: seconds from the
-    fault to the verdict, and from there to the first step behind it.
-    """
-
-    verdict: bool | None = None
-    rank: bool | None = None
-    recovered: bool | None = None
-    detected: float | None = None
-    resumed: float | None = None
-    problem: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing was wrong."""
-        return False not in (self.verdict, self.rank, self.recovered) and not self.problem
+    losses: list[float]
+    tensors: dict[str, Any]
 
 
 class Drill:
     """Carries trials out in `folder`; runs without a fault are kept for comparison."""
 
-    def __init__(self, folder: Path, seed: int, python: str = sys.executable) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder, self.python = folder, python
-        self.random = random.Random(seed)
-        self._oracles: dict[str, list[float]] = {}
+        self.random = random.Random(0)
+        self._oracles: dict[str, Ending] = {}
         self._num_runs = 0
         (folder / "text.txt").write_text(
             "".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400))
@@ -84,6 +72,11 @@ class Drill:
         folder = self.folder / f"{self._num_runs}"
         folder.mkdir()
         return folder
+
+    def tidy(self) -> None:
+        """Delete the folders of all runs: what a drill of hours keeps is in its results."""
+        for number in range(1, self._num_runs + 1):
+            shutil.rmtree(self.folder / f"{number}", ignore_errors=True)
 
     def arguments(self, out: Path, plan: str, **more: Any) -> list[str]:
         """``train`` with the settings of the drill; ``train__steps=4`` sets train.steps."""
@@ -106,19 +99,23 @@ class Drill:
             timeout=_TIMEOUT_SECONDS,
         )
 
-    def oracle(self, plan: str) -> list[float]:
-        """The losses of the run without a fault."""
+    def oracle(self, plan: str) -> Ending:
+        """How the run without a fault ended."""
         if plan not in self._oracles:
             out = self.new_folder() / "run"
             done = self.moemesh(self.arguments(out, plan))
-            if done.returncode:
+            if done.returncode or alarms(out):
                 raise RuntimeError(f"the run without a fault failed:\n{done.stderr}")
-            self._oracles[plan] = losses(out)
+            self._oracles[plan] = ending(out)
         return self._oracles[plan]
 
-    def rank_fault(self, action: str, place: str, kind: str, plan: str | None = None) -> Outcome:
-        """One trial of an `action` on a random rank and step at `place`; `kind`: of the failure."""
+    def rank_fault(
+        self, action: str, places: Sequence[str], kind: str, plan: str | None = None
+    ) -> Outcome:
+        """One trial of an `action` on a random rank and step at one of `places`; `kind`: of the
+        failure."""
         plan = plan or self.random.choice(list(PLANS))
+        place = self.random.choice(places)
         whole, folder = self.oracle(plan), self.new_folder()
         out = folder / "run"
         world = 4 if plan.startswith("tp") else 2
@@ -142,144 +139,110 @@ class Drill:
         outcome = Outcome(
             verdict=report["kind"] == kind,
             rank=report["rank"] == spec.rank,
-            recovered=done.returncode == 0 and losses(out) == whole,
+            named=_names_the_place(report, done.stderr, spec),
+            recovered=done.returncode == 0 and ending(out) == whole,
             detected=judged - fired,
             resumed=None if went_on is None else went_on - judged,
+            step_seconds=median_step(out),
+            alarms=alarms(out) - 1,
+            place=f"{place}, step {step}, rank {spec.rank}, {plan}",
         )
         if outcome.is_good:
             return outcome
         said = f"{spec} -> {report['kind']} of rank {report['rank']}\n{done.stderr[-2000:]}"
-        return Outcome(**{**vars(outcome), "problem": said})
+        return replace(outcome, problem=said)
 
 
-Trial = Callable[[Drill], Outcome]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A row of the table: the figures of the reliability guide that it counts for, and a trial."""
-
-    name: str
-    figures: str
-    trial: Trial
-    is_short: bool
+def _names_the_place(report: dict[str, Any], console: str, spec: Spec) -> bool:
+    """Whether the report and the console say in which step and phase the fault came, and inside of
+    which collective if it was in one."""
+    phase = "step" if spec.place in ("forward", "collective") else spec.place
+    lines = [line for line in console.splitlines() if line.startswith("it was in step ")]
+    if (report.get("phase"), report.get("step")) != (phase, spec.step) or not lines:
+        return False
+    if not lines[0].startswith(f"it was in step {spec.step}"):
+        return False
+    if spec.place == "collective":
+        return report.get("collective", {}).get("operation", "-") in lines[0]
+    return spec.place == "forward" or f"({phase})" in lines[0]
 
 
 #: All rows, in the order of their definition.
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name: str, figures: str, *, is_short: bool = False) -> Callable[[Trial], Trial]:
+def fault(
+    name: str, figures: str, *, is_short: bool = False, kind: Kind = ""
+) -> Callable[[Trial], Trial]:
     """Register a trial as a row; `is_short`: it belongs to the short form, too."""
 
     def register(trial: Trial) -> Trial:
-        FAULTS[name] = Fault(name, figures, trial, is_short)
+        FAULTS[name] = Fault(name, figures, trial, is_short, kind)
         return trial
 
     return register
 
 
-@fault("kill -9 in the forward", "R3 R4 R5 R6", is_short=True)
+#: Where ranks that do not hang are looked for; those that hang have more time outside of steps.
+_PLACES = ("forward", "collective", "save", "validate")
+
+
+@fault("kill -9 in the forward", "R3 R4 R5 R6", is_short=True, kind="kill")
 def _kill_in_forward(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", "forward", "Killed")
+    return drill.rank_fault("kill", ["forward"], "Killed")
 
 
-@fault("kill -9 inside a collective", "R3 R4 R5 R6")
+@fault("kill -9 inside a collective", "R3 R4 R5 R6", kind="kill")
 def _kill_in_collective(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", "collective", "Killed")
+    return drill.rank_fault("kill", ["collective"], "Killed")
 
 
-@fault("kill -9 during a save", "R2 R3 R4 R5 R6")
+@fault("kill -9 during a save", "R2 R3 R4 R5 R6", kind="kill")
 def _kill_in_save(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", "save", "Killed")
+    return drill.rank_fault("kill", ["save"], "Killed")
 
 
-@fault("kill -9 in the validation", "R3 R4 R5 R6")
+@fault("kill -9 in the validation", "R3 R4 R5 R6", kind="kill")
 def _kill_in_validation(drill: Drill) -> Outcome:
-    return drill.rank_fault("kill", "validate", "Killed")
+    return drill.rank_fault("kill", ["validate"], "Killed")
 
 
-@fault("kill -STOP", "R3 R4 R5 R6")
+@fault("kill -STOP", "R4 R5 R6", kind="stop")
 def _stop(drill: Drill) -> Outcome:
-    return drill.rank_fault("stop", drill.random.choice(("forward", "collective")), "Stopped")
+    return drill.rank_fault("stop", _PLACES, "Stopped")
 
 
-@fault("endless loop", "R3 R4 R5 R6")
+@fault("endless loop", "R4 R5 R6", kind="hang")
 def _endless_loop(drill: Drill) -> Outcome:
-    return drill.rank_fault("loop", "forward", "Busy")
+    return drill.rank_fault("loop", ["forward"], "Busy")
 
 
-@fault("sleep without end", "R3 R4 R5 R6")
+@fault("sleep without end", "R4 R5 R6", kind="hang")
 def _endless_sleep(drill: Drill) -> Outcome:
-    return drill.rank_fault("sleep", "forward", "Hung")
+    return drill.rank_fault("sleep", ["forward"], "Hung")
 
 
-@fault("exception", "R3 R4 R5 R6", is_short=True)
+@fault("exception", "R5 R6", is_short=True, kind="end")
 def _exception(drill: Drill) -> Outcome:
     # One stage: a pipeline names its operation in an exception of its own.
     plan = drill.random.choice([name for name in PLANS if "pp" not in name])
-    return drill.rank_fault("raise", "forward", "RuntimeError", plan)
+    return drill.rank_fault("raise", _PLACES, "RuntimeError", plan)
 
 
-@fault("exit(0) inside of a step", "R3 R4 R5 R6")
+@fault("exit(0) inside of a step", "R5 R6", kind="end")
 def _silent_exit(drill: Drill) -> Outcome:
-    return drill.rank_fault("exit 0", "forward", "Exited")
+    return drill.rank_fault("exit 0", ["forward", "collective"], "Exited")
 
 
-@fault("exit(3) inside of a step", "R3 R4 R5 R6")
+@fault("exit(3)", "R5 R6", kind="end")
 def _exit_with_a_code(drill: Drill) -> Outcome:
-    return drill.rank_fault("exit 3", "forward", "Exited")
+    return drill.rank_fault("exit 3", _PLACES, "Exited")
 
 
-@fault("an operation that one rank alone calls", "R4 R5")
+@fault("an operation that one rank alone calls", "R4 R5 R6", kind="hang")
 def _call_alone(drill: Drill) -> Outcome:
     # Of two ranks that differ nobody knows which one is right.
-    return drill.rank_fault("call", "forward", "Mismatch", "tp=2 dp=2 ep=4")
-
-
-@dataclass
-class Row:
-    """The trials of one fault."""
-
-    fault: Fault
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
-
-    def cells(self) -> list[str]:
-        """For a table: name, trials, right verdicts and ranks, recoveries, times, figures."""
-
-        def share(values: list[bool | None]) -> str:
-            known = [value for value in values if value is not None]
-            return f"{sum(known)}/{len(known)}" if known else ""
-
-        def times(values: list[float | None]) -> str:
-            known = [value for value in values if value is not None]
-            if not known:
-                return ""
-            return f"{statistics.median(known):.2f} / {max(known):.2f}"
-
-        found = self.outcomes
-        return [
-            self.fault.name,
-            str(len(found)),
-            share([one.verdict for one in found]),
-            share([one.rank for one in found]),
-            share([one.recovered for one in found]),
-            times([one.detected for one in found]),
-            times([one.resumed for one in found]),
-            self.fault.figures,
-        ]
-
-
-HEADER = [
-    "fault",
-    "trials",
-    "verdict right",
-    "rank right",
-    "oracle's bits",
-    "s to verdict, median / most",
-    "s to next step, median / most",
-    "figures",
-]
+    return drill.rank_fault("call", ["forward"], "Mismatch", "tp=2 dp=2 ep=4")
 
 
 def run(
@@ -288,23 +251,28 @@ def run(
     trials: int,
     seed: int,
     python: str = sys.executable,
+    results: ResultsFile | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Row]:
-    """`trials` of every fault in `names`; `say` gets the problems as they come."""
-    rows: list[Row] = []
+    """`trials` of every fault in `names`, those in `results` included; `say` gets the problems as
+    they come. Every fault has its n-th trial before any has the next one, and draws by itself."""
+    results = results or ResultsFile(None)
+    found = {name: results.outcomes(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="moemesh-drill-") as folder:
-        drill = Drill(Path(folder), seed, python)
-        for name in names:
-            rows.append(Row(FAULTS[name]))
-            for _ in range(trials):
+        drill = Drill(Path(folder), python)
+        for number in range(trials):
+            for name in names:
+                if number in found[name]:
+                    continue
+                drill.random = random.Random(f"{seed} {name} {number}")
                 start = time.monotonic()
-                outcome = _one(FAULTS[name], drill)
-                rows[-1].outcomes.append(outcome)
-                seconds = time.monotonic() - start
+                outcome = found[name][number] = _one(FAULTS[name], drill)
+                seconds = round(time.monotonic() - start, 1)
+                results.add(name, number, outcome, seconds)
                 say(f"{name}: {'good' if outcome.is_good else 'WRONG'} ({seconds:.0f} s)")
                 if outcome.problem:
                     say(outcome.problem)
-    return rows
+    return [Row(FAULTS[name], [one for _, one in sorted(found[name].items())]) for name in names]
 
 
 def _one(fault: Fault, drill: Drill) -> Outcome:
@@ -312,6 +280,20 @@ def _one(fault: Fault, drill: Drill) -> Outcome:
         return fault.trial(drill)
     except subprocess.TimeoutExpired as error:
         return Outcome(verdict=False, problem=f"no end after {error.timeout:.0f} s")
+    finally:
+        drill.tidy()
+
+
+def ending(out: Path) -> Ending:
+    """How the run in `out` ended."""
+    newest = max((out / "checkpoints").glob("step-*/manifest.json"), key=_step_of, default=None)
+    tensors = {} if newest is None else json.loads(newest.read_text())["tensors"]
+    return Ending(losses(out), tensors)
+
+
+def _step_of(manifest: Path) -> int:
+    number = manifest.parent.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
 
 
 def losses(out: Path) -> list[float]:
@@ -319,12 +301,18 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in _rows(out / "metrics.jsonl")]
 
 
+def median_step(out: Path) -> float | None:
+    """Median seconds of a step of the run, the first two left out; None where there are none."""
+    seconds = [row["seconds"] for row in _rows(out / "metrics.jsonl")][2:]
+    return statistics.median(seconds) if seconds else None
+
+
+def alarms(out: Path) -> int:
+    """How many failures the run was said to have."""
+    earlier = sum(1 for _ in (out / "failures").glob("*/failure.json"))
+    return earlier + (out / "failure.json").exists()
+
+
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_text(encoding="utf-8").splitlines():
         yield json.loads(line)
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table, for a document and for a person."""
-    lines = [HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -11,10 +11,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from moemesh.bench.drill import PLANS, Drill, Outcome, fault, losses
+from moemesh.bench.drill import PLANS, Drill, alarms, ending, fault, losses
 from moemesh.bench.drill_rank import FOUND, Spec
+from moemesh.bench.drill_results import Outcome
 
 #: Exit codes of a run that was told to stop, by signal, as the launcher answers them.
 _CODES = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
@@ -29,10 +31,25 @@ def _told(done: subprocess.CompletedProcess[str]) -> str:
     return f"exit code {done.returncode}\n{done.stderr[-2000:]}"
 
 
-def _ended(done: subprocess.CompletedProcess[str], verdict: bool, recovered: bool) -> Outcome:
-    """A trial without times; where something was wrong, with the words of the command."""
-    problem = "" if verdict and recovered else _told(done)
-    return Outcome(verdict=verdict, recovered=recovered, problem=problem)
+def _ended(
+    done: subprocess.CompletedProcess[str],
+    out: Path,
+    *,
+    verdict: bool,
+    recovered: bool,
+    named: bool | None = None,
+    failures: int = 0,
+) -> Outcome:
+    """A trial without times; where something was wrong, with the words of the command.
+    `failures`: how many the run in `out` ought to have had."""
+    problem = "" if verdict and recovered and named is not False else _told(done)
+    return Outcome(
+        verdict=verdict,
+        recovered=recovered,
+        named=named,
+        alarms=max(alarms(out) - failures, 0),
+        problem=problem,
+    )
 
 
 # Storage: a run of eight steps is killed in the seventh, its newest checkpoint is damaged, and the
@@ -53,7 +70,8 @@ def _damaged(drill: Drill, damage: Callable[[Drill, Path], Path]) -> Outcome:
     done = drill.moemesh(arguments)
     told = [text for kind, text in _events(out) if kind == "warning"]
     is_told = any(file.name in text for text in told) and file.name in done.stdout + done.stderr
-    return _ended(done, is_told, done.returncode == 0 and losses(out) == whole)
+    recovered = done.returncode == 0 and ending(out) == whole
+    return _ended(done, out, verdict=is_told, recovered=recovered, named=is_told, failures=1)
 
 
 def _shards(checkpoint: Path) -> list[Path]:
@@ -115,8 +133,10 @@ def _full_disk(drill: Drill) -> Outcome:
     done = drill.moemesh(drill.arguments(out, plan), spec)
     told = [text for kind, text in _events(out) if kind in ("warning", "disk", "checkpoint")]
     is_told = any("File too large" in text or "EFBIG" in text for text in told)
+    is_named = any(".safetensors" in text or "manifest.json" in text for text in told)
     is_saved = (out / "checkpoints" / "step-8" / "manifest.json").exists()
-    return _ended(done, is_told and is_saved, done.returncode == 0 and losses(out) == whole)
+    recovered = done.returncode == 0 and ending(out) == whole
+    return _ended(done, out, verdict=is_told and is_saved, recovered=recovered, named=is_named)
 
 
 # Signals: the run stops behind the step, with the exit code of the signal, and the same command
@@ -140,9 +160,9 @@ def _signalled(drill: Drill, target: str, name: str) -> Outcome:
     steps = len(losses(out))
     is_right = stopped.returncode == code and step - 1 <= steps < 8
     done = drill.moemesh(drill.arguments(out, plan))
-    whole_again = done.returncode == 0 and losses(out) == whole
+    whole_again = done.returncode == 0 and ending(out) == whole
     problem = "" if is_right and whole_again else f"{spec}: {steps} steps; {_told(stopped)}"
-    return Outcome(verdict=is_right, recovered=whole_again, problem=problem)
+    return Outcome(verdict=is_right, recovered=whole_again, alarms=alarms(out), problem=problem)
 
 
 @fault("a signal to the launcher", "R3")
@@ -172,7 +192,13 @@ def _changed_weight(
     is_named = any(names.replace("RANK", str(rank)) in text for _, text in events)
     is_clean = done.returncode == 0 and all(map(math.isfinite, losses(out)))
     problem = "" if told and is_named and is_clean else f"{spec}: {events}; {_told(done)}"
-    return Outcome(verdict=told and is_clean, rank=is_named, problem=problem)
+    return Outcome(
+        verdict=told and is_clean,
+        rank=is_named,
+        named=is_named,
+        alarms=alarms(out),
+        problem=problem,
+    )
 
 
 @fault("a weight becomes NaN; the run goes back", "R9")
@@ -201,10 +227,9 @@ def _unharmed(drill: Drill, action: str, step: int = 4, **more: object) -> Outco
     is_calm = not (out / "failure.json").exists() and not (out / "failures").exists()
     found = (folder / FOUND).read_text() if (folder / FOUND).exists() else "(nothing was looked at)"
     is_harmless = is_calm and not found
-    outcome = _ended(done, is_harmless, done.returncode == 0 and losses(out) == whole)
-    return Outcome(
-        **{**vars(outcome), "problem": outcome.problem and f"{found}\n{outcome.problem}"}
-    )
+    recovered = done.returncode == 0 and ending(out) == whole
+    outcome = _ended(done, out, verdict=is_harmless, recovered=recovered)
+    return replace(outcome, problem=outcome.problem and f"{found}\n{outcome.problem}")
 
 
 @fault("the clock jumps by an hour, forward or back", "R4")
@@ -235,7 +260,8 @@ def _sink(drill: Drill) -> Outcome:
     (out / "metrics.csv").symlink_to("/dev/full")
     done = drill.moemesh(arguments)
     told = any(kind == "sink" for kind, _ in _events(out))
-    return _ended(done, told, done.returncode == 0 and losses(out) == whole)
+    recovered = done.returncode == 0 and ending(out) == whole
+    return _ended(done, out, verdict=told, recovered=recovered, failures=1)
 
 
 @fault("resume under another plan", "R7")
@@ -247,10 +273,12 @@ def _other_plan(drill: Drill) -> Outcome:
     drill.moemesh(drill.arguments(out, before, train__restarts=0), spec)
     done = drill.moemesh(drill.arguments(out, after, train__restarts=0))
     reached = losses(out)
-    is_equal = len(reached) == len(whole) and all(
-        abs(one - other) <= 1e-6 * abs(other) for one, other in zip(reached, whole, strict=True)
+    is_equal = len(reached) == len(whole.losses) and all(
+        abs(one - other) <= 1e-6 * abs(other)
+        for one, other in zip(reached, whole.losses, strict=True)
     )
-    return _ended(done, "resumed" in dict(_events(out)), done.returncode == 0 and is_equal)
+    resumed, recovered = "resumed" in dict(_events(out)), done.returncode == 0 and is_equal
+    return _ended(done, out, verdict=resumed, recovered=recovered, failures=1)
 
 
 @fault("a broken line of data", "R5", is_short=True)
@@ -267,5 +295,7 @@ def _broken_line(drill: Drill) -> Outcome:
         done.returncode == 2 and "text.jsonl" in done.stderr and f"{number + 1}" in done.stderr
     )
     return Outcome(
-        verdict=is_named, problem="" if is_named else f"line {number + 1}: {_told(done)}"
+        verdict=is_named,
+        named=is_named,
+        problem="" if is_named else f"line {number + 1}: {_told(done)}",
     )

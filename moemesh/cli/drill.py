@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,32 +18,52 @@ def drill(
         list[str] | None, typer.Option("--only", metavar="FAULT", help="May be repeated.")
     ] = None,
     short: Annotated[bool, typer.Option("--short", help="Only the faults of the tests.")] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Add each trial to FILE as it ends (one JSON object a line), and go on from those "
+            "that stand there.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of ranks, steps and plans.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Inject each fault into a tiny run of 2 to 4 ranks, and print what came of it as a table:
-    whether verdict and rank were right, and whether the run recovered to the bits of a run without
-    a fault. Exit code 1 where anything was wrong.
+    """Inject each fault into a tiny run of 2 to 4 ranks, and print what came of it as two tables:
+    the figures R1 to R12 of reliability, and for each fault whether verdict, rank and place were
+    right, and whether the run recovered to the bits of a run without a fault. Exit code 1 where
+    anything was wrong. The long form, an hour or two, is --trials 25: a hundred kills and 400
+    faults.
     """
     import json
 
     from moemesh.bench import drill as drills
     from moemesh.bench import drill_faults  # noqa: F401  # adds its rows
+    from moemesh.bench.drill_figures import HEADER as FIGURES
+    from moemesh.bench.drill_figures import figures
+    from moemesh.bench.drill_results import HEADER, ResultsFile, markdown
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     known = [name for name, one in drills.FAULTS.items() if one.is_short or not short]
     if unknown := [name for name in only or [] if name not in drills.FAULTS]:
         raise typer.BadParameter(f"no fault {unknown[0]!r}: {', '.join(drills.FAULTS)}")
+    kept = ResultsFile(results)
     rows = drills.run(
         only or known,
         trials=trials,
         seed=seed,
+        python=sys.executable,
+        results=kept,
         say=lambda text: typer.echo(text, err=True),
     )
+    found = figures(rows, kept.soaks())
     if as_json:
-        cells = [dict(zip(drills.HEADER, row.cells(), strict=True)) for row in rows]
-        typer.echo(json.dumps({"rows": cells}))
+        cells = [dict(zip(HEADER, row.cells(), strict=True)) for row in rows]
+        reached = [dict(zip(FIGURES, one.cells(), strict=True)) for one in found]
+        typer.echo(json.dumps({"rows": cells, "figures": reached}))
     else:
-        typer.echo(drills.markdown(rows))
+        typer.echo(markdown(FIGURES, [one.cells() for one in found]))
+        typer.echo("")
+        typer.echo(markdown(HEADER, [row.cells() for row in rows]))
     if not all(one.is_good for row in rows for one in row.outcomes):
         raise typer.Exit(1)

@@ -105,8 +105,9 @@ def weakness(one: Seen, *, aborts_follow: bool = False) -> int:
         if -one.exit_code != signal.SIGABRT:
             return 0
         return 2 if one.is_inside or aborts_follow else 0
-    if one.exit_code == GONE and one.told is None:
-        return 0  # whoever meets the end of another rank tells of an exception before it leaves
+    if one.exit_code is not None and one.told is None:
+        # Whoever meets the end of another rank tells of an exception before it leaves.
+        return 0 if one.exit_code == GONE else 1
     if one.has_lost_a_peer:
         return 2
     # An error of its own device comes up where the host waits for it.

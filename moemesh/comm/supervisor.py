@@ -59,15 +59,15 @@ def describe(ended: Ended, logs: Path, *, kept: Path | None) -> str:
     verdict = ended.verdict
     assert verdict is not None
     lines = [f"moemesh: {verdict.message}"]
-    word = verdict.seen.word
-    if verdict.kind not in ("exception", "lost-contact") and word is not None:
+    word, told = verdict.seen.word, verdict.seen.told
+    if word is not None and not (told is not None and told.is_final):
         lines.append(f"it was in {word.place()}")
     stack = ended.stacks.get(verdict.rank)
     errors = logs / f"rank-{verdict.rank}.err"
     if stack is not None and verdict.kind in ("mismatch", "hung", "busy"):
         where = f" (all of it in {kept / f'rank-{verdict.rank}.stacks'})" if kept else ""
         lines += [f"its stack{where}:", *main_stack(stack)]
-    elif errors.exists() and not (verdict.seen.told and verdict.seen.told.is_final):
+    elif errors.exists() and not (told is not None and told.is_final):
         words = errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         where = f" (all of it in {kept / errors.name})" if kept else ""
         lines += [f"its last words{where}:", *words] if words else []

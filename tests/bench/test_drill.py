@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moemesh.bench import drill, drill_faults
-from moemesh.bench.drill import FAULTS, Drill, Fault, Outcome, Row, losses
+from moemesh.bench.drill import FAULTS, Drill, losses
+from moemesh.bench.drill_figures import figures
 from moemesh.bench.drill_rank import Spec
+from moemesh.bench.drill_results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
 from tests import commands
 from tests.train.test_train import process_of_rank
 
@@ -37,16 +40,70 @@ def test_the_long_form() -> None:
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
 
 
-def test_rows_of_the_table() -> None:
-    row = Row(Fault("a fault", "R4", lambda drill: Outcome(), False))
-    row.outcomes += [
-        Outcome(verdict=True, rank=True, recovered=True, detected=0.2, resumed=1.0),
-        Outcome(verdict=True, rank=False, recovered=None, detected=0.4),
+def test_tables(tmp_path: Path) -> None:
+    """Rows and figures of trials that were kept in a file; a line that was cut off is left out."""
+    kept = ResultsFile(tmp_path / "results.jsonl")
+    good = Outcome(verdict=True, rank=True, named=True, recovered=True, detected=0.2, resumed=1.0)
+    kept.add("kill", 0, good, 3.0)
+    kept.add("kill", 1, Outcome(verdict=True, rank=False, named=True, detected=0.4), 3.0)
+    kept.add("loop", 0, replace(good, detected=4.0, step_seconds=0.5), 3.0)
+    kept.add("loop", 1, replace(good, detected=4.0, step_seconds=0.3, alarms=1), 3.0)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"fault": "loop", "trial": 2, "verd')
+    assert kept.outcomes("kill")[0] == good and sorted(kept.outcomes("loop")) == [0, 1]
+    rows = [
+        Row(Fault(name, figures, lambda drill: good, kind=kind), [*kept.outcomes(name).values()])
+        for name, figures, kind in [("kill", "R4", "kill"), ("loop", "R4 R6", "hang")]
     ]
-    cells = ["a fault", "2", "2/2", "1/2", "1/1", "0.30 / 0.40", "1.00 / 1.00", "R4"]
-    assert row.cells() == cells
-    assert [one.is_good for one in row.outcomes] == [True, False]
-    assert drill.markdown([row]).splitlines()[-1] == f"| {' | '.join(cells)} |"
+    cells = ["kill", "2", "2/2", "1/2", "2/2", "1/1", "0.30 / 0.40", "1.00 / 1.00", "R4"]
+    assert rows[0].cells() == cells
+    assert [one.is_good for row in rows for one in row.outcomes] == [True, False, True, False]
+    assert markdown(HEADER, [cells]).splitlines()[-1] == f"| {' | '.join(cells)} |"
+    found = {one.name: one for one in figures(rows)}
+    assert list(found) == [f"R{number}" for number in range(1, 13)]
+    # A hang of 4 s is in time where ten median steps are 5 s, and late where they are 3 s.
+    assert (
+        "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in found["R4"].measured
+    )
+    assert found["R4"].is_met is False
+    assert (found["R5"].measured, found["R5"].is_met) == ("3 of 4 faults of 2 kinds", False)
+    assert found["R3"].measured == "1 of 2 kills; 2 of 2 other faults"
+
+
+def test_a_figure_is_met_by_enough_trials() -> None:
+    good = Outcome(verdict=True, rank=True, named=True, recovered=True, detected=0.2)
+
+    def rows(trials: int) -> list[Row]:
+        return [
+            Row(Fault(f"{n}", "R3 R5", lambda drill: good, kind="kill"), [good] * trials)
+            for n in range(12)
+        ]
+
+    def met(trials: int) -> dict[str, bool | None]:
+        return {one.name: one.is_met for one in figures(rows(trials))}
+
+    assert met(25)["R3"] is met(25)["R5"] is True and met(8)["R3"] is met(8)["R5"] is None
+
+
+def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that stand in the file are not repeated; each draws what it would have drawn."""
+    drawn: list[tuple[str, float]] = []
+
+    def trial(name: str) -> Fault:
+        def one(drill: Drill) -> Outcome:
+            drawn.append((name, drill.random.random()))
+            return Outcome(verdict=True)
+
+        return Fault(name, "R5", one)
+
+    monkeypatch.setattr(drill, "FAULTS", {name: trial(name) for name in ("a", "b")})
+    whole = drill.run(["a", "b"], trials=3, seed=1, say=lambda _: None)
+    assert [name for name, _ in drawn] == ["a", "b"] * 3
+    once, kept = sorted(drawn), ResultsFile(tmp_path / "results.jsonl")
+    drawn.clear()
+    drill.run(["a"], trials=2, seed=1, results=kept, say=lambda _: None)
+    rows = drill.run(["a", "b"], trials=3, seed=1, results=kept, say=lambda _: None)
+    assert sorted(drawn) == once and rows == whole
 
 
 def report_of(out: Path) -> dict[str, object]:
@@ -55,7 +112,7 @@ def report_of(out: Path) -> dict[str, object]:
 
 def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     """Every start meets the fault: the budget ends it, and everything says what was wrong."""
-    trials = Drill(tmp_path, 0, commands.python())
+    trials = Drill(tmp_path, commands.python())
     folder = trials.new_folder()
     out = folder / "run"
     spec = Spec(action="raise", rank=1, step=3, place="collective", folder=str(folder), once=False)
@@ -80,7 +137,7 @@ def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
 def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
-    trials = Drill(tmp_path, 0)
+    trials = Drill(tmp_path)
     whole = trials.oracle("dp=2 ep=2")
     out = trials.new_folder() / "run"
     arguments = trials.arguments(out, "dp=2 ep=2", train__steps=2000)
@@ -102,4 +159,4 @@ def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
     again.send_signal(signal.SIGTERM)
     assert again.wait(timeout=120) == 143
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1)) and len(whole) == 8
+    assert steps == list(range(1, len(steps) + 1)) and len(whole.losses) == 8

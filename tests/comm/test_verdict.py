@@ -112,11 +112,12 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int) -> None:
+@pytest.mark.parametrize("at", [None, collective(7)])
+def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int, at: Any) -> None:
     clock = Clock()
     ranks = [waiting(r, failed=True) for r in range(4)]
     ranks = [Seen(**{**vars(one), "told": told("E", RESET, 99.0)}) for one in ranks]
-    ranks[1] = seen(1, exit_code=code)
+    ranks[1] = seen(1, exit_code=code, word=word(1, at=at))
     found = clock.look(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("exited", 1)
     assert found.exit_code == (code or 1) and str(code) in found.message
