@@ -30,6 +30,9 @@ FIRED, JUDGED, WENT_ON = "fired", "judged", "went-on"
 #: What an action that only looks has found (empty: nothing wrong), and the command and the process
 #: of the launcher, as JSON.
 FOUND, LAUNCHER = "found", "launcher"
+#: Of a soak: the fault that is to come next, and a line for each fault, verdict and first step of a
+#: start; and the action of its :class:`Spec`.
+ORDER, NOTES, SOAK = "order", "notes.jsonl", "soak"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +216,60 @@ def take_time_of_verdicts(folder: Path) -> None:
     Judge.look = timed
 
 
+def arm_for_orders(folder: Path) -> None:
+    """Let this process, a rank of a soak, carry out the orders for it: an :data:`ORDER` file has
+    the number of the fault, its action and its rank. A fault comes at a layer of a step, once."""
+    rank = int(os.environ.get("RANK", -1))
+    write: Callable[[Any], None] = progress_words._Writer.write  # pyright: ignore[reportPrivateUsage]
+    first = last = 0
+
+    def watched(word: Any) -> None:
+        nonlocal first, last
+        write(word)
+        if word.step < 1 or word.step == last or not _is_at(word, "forward"):
+            return
+        first, last = first or word.step, word.step
+        if rank == 0 and word.step == first + 1:
+            _note(folder, "went on", step=first)
+        try:
+            order = json.loads((folder / ORDER).read_text())
+        except FileNotFoundError:
+            return
+        if order["rank"] == rank:
+            (folder / ORDER).unlink()
+            _note(folder, "fault", action=order["action"], rank=rank, step=word.step)
+            ACTIONS[order["action"]]()
+
+    progress_words._Writer.write = watched  # pyright: ignore
+
+
+def note_verdicts(folder: Path) -> None:
+    """In the launcher of a soak: note every verdict."""
+    from moemesh.comm.verdict import Judge
+
+    look = Judge.look
+
+    def noted(judge: Judge, now: float, seen: Sequence[Any]) -> Any:
+        verdict = look(judge, now, seen)
+        if verdict is not None:
+            _note(folder, "verdict", kind=verdict.kind, rank=verdict.rank)
+        return verdict
+
+    Judge.look = noted
+
+
+def read_notes(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of a soak noted, in the order of time."""
+    file = folder / NOTES
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted(map(json.loads, lines), key=lambda note: note["time"])
+
+
+def _note(folder: Path, event: str, **facts: Any) -> None:
+    with (folder / NOTES).open("a") as file:
+        file.write(json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n")
+
+
 def read_time(file: Path) -> float | None:
     """A time that was noted."""
     try:
@@ -244,13 +301,20 @@ def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
     is_rank = "RANK" in os.environ
     sys.argv = ["moemesh", *sys.argv[2:]]
-    arm(spec)
+    folder, is_soak = Path(spec.folder), spec.action == SOAK
+    if is_soak:
+        arm_for_orders(folder)
+    else:
+        arm(spec)
     from moemesh.comm import launch
 
     if not is_rank:
         launcher = {"pid": os.getpid(), "arguments": sys.argv[1:]}
-        (Path(spec.folder) / LAUNCHER).write_text(json.dumps(launcher))
-        take_time_of_verdicts(Path(spec.folder))
+        (folder / LAUNCHER).write_text(json.dumps(launcher))
+        if is_soak:
+            note_verdicts(folder)
+        else:
+            take_time_of_verdicts(folder)
         launch.ENTRY = ("-m", "moemesh.bench.drill_rank", spec.text())
     runpy.run_module("moemesh", run_name="__main__", alter_sys=True)
 

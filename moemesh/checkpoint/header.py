@@ -54,7 +54,7 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
             )
             for key, value in header.items()
         }
-        ranges = sorted(tuple(value["data_offsets"]) for value in header.values())
+        ranges = sorted((begin, end) for begin, end in (v["data_offsets"] for v in header.values()))
     except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
     ends = [0, *(end for _, end in ranges)]

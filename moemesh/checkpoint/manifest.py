@@ -261,6 +261,8 @@ def _missing_rows(shape: tuple[int, ...], ordered: Sequence[Slice]) -> str:
 
 
 def _words(piece: Slice) -> str:
+    if len(piece.offset) != len(piece.shape):
+        return f"{list(piece.shape)} at {list(piece.offset)} in {piece.file}"
     ends = [start + size for start, size in zip(piece.offset, piece.shape, strict=True)]
     ranges = ", ".join(f"{a}:{b}" for a, b in zip(piece.offset, ends, strict=True))
     return f"[{ranges}] in {piece.file}"
