@@ -163,7 +163,8 @@ def _names_the_place(report: dict[str, Any], console: str, spec: Spec) -> bool:
     if not lines[0].startswith(f"it was in step {spec.step}"):
         return False
     if spec.place == "collective":
-        return report.get("collective", {}).get("operation", "-") in lines[0]
+        # Of ranks that are alive the report has the collective in which others wait.
+        return "operation" in report.get("collective", {}) and ", inside " in lines[0]
     return spec.place == "forward" or f"({phase})" in lines[0]
 
 

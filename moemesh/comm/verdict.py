@@ -48,8 +48,8 @@ LEAVE_SECONDS = 3.0
 STOPPED_SECONDS = 1.0
 #: Ranks that wait for a host that does not answer wait in vain after this.
 CUT_SECONDS = 3.0
-#: A step may take as long, however short the others were.
-FLOOR_SECONDS = 3.0
+#: A step may take as long, however short the others were; the verdict is there within 3 s.
+FLOOR_SECONDS = 2.9
 #: One look counts as at most so much: a supervisor that did not run has seen nothing.
 LONGEST_LOOK = 0.5
 #: Words of errors that follow from a peer that is gone.
