@@ -57,7 +57,7 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "kill at every call of a save (500), full disk: no torn load, no lost checkpoint",
             counts.good("R2", "kills in a save and full disks"),
             counts.none_wrong("R2"),
-            "tests/checkpoint/test_drill.py, test_faults.py, test_power_loss.py",
+            "tests/checkpoint/test_drill.py tests/checkpoint/test_power_loss.py",
         ),
         _recovery(counts),
         _detection(counts, soaks),
@@ -68,7 +68,7 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "60 changes of layout: state equal to the bit, losses to 1e-6",
             counts.good("R7", "resumes under another plan to losses within 1e-6"),
             counts.none_wrong("R7"),
-            "tests/checkpoint, tests/train/test_reshard.py",
+            "tests/train/test_resharding.py",
         ),
         Figure(
             "R8", "40 layouts: gradients equal to one process to 1e-6", "", None, "tests/parity"
@@ -78,9 +78,15 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "500 NaN, Inf and flips: none reaches the weights, all named",
             counts.good("R9", "NaN and differing copies named"),
             counts.none_wrong("R9"),
-            "tests/train/test_nonfinite.py, test_votes.py",
+            "tests/train/test_examination.py tests/train/test_vote.py",
         ),
-        Figure("R10", "adversarial routing: no crash, peak within 1.05 of the bound", "", None, ""),
+        Figure(
+            "R10",
+            "adversarial routing: no crash, peak within 1.05 of the bound",
+            "",
+            None,
+            "tests/parity/test_bounded_rows.py",
+        ),
         Figure(
             "R11",
             "hostile files: typed errors only; no socket beyond loopback",
@@ -189,7 +195,7 @@ def _detection(counts: _Counts, soaks: Sequence[dict[str, Any]]) -> Figure:
         "kill 1 s, stop 2 s, hang 3 s or 10 median steps; no false alarm in 2 h clean",
         "; ".join(parts),
         False if is_wrong else True if in_time and clean_seconds >= _CLEAN_SECONDS else None,
-        "a cut between hosts: 10 s",
+        "tests/train/test_network_cut.py",
     )
 
 

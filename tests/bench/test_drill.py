@@ -61,6 +61,8 @@ def test_tables(tmp_path: Path) -> None:
     assert markdown(HEADER, [cells]).splitlines()[-1] == f"| {' | '.join(cells)} |"
     found = {one.name: one for one in figures(rows)}
     assert list(found) == [f"R{number}" for number in range(1, 13)]
+    paths = [path for one in found.values() for path in one.tests.split() if "/" in path]
+    assert len(paths) > 8 and all(Path(path).exists() for path in paths)
     # A hang of 4 s is in time where ten median steps are 5 s, and late where they are 3 s.
     assert (
         "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in found["R4"].measured

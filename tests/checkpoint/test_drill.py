@@ -127,6 +127,22 @@ def swap(first: Path, second: Path) -> None:
     second.write_bytes(one)
 
 
+def killed_save(folder: Path, fail_at: int) -> bool:
+    """A save of step 3 by a process that is killed before that call; whether it got there."""
+    child = os.fork()
+    if not child:
+
+        def die() -> BaseException:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        files.os = FaultyOs(fail_at, die)  # type: ignore[assignment]
+        save_third(folder)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
 def test_a_process_killed_before_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,19 +150,7 @@ def test_a_process_killed_before_every_call(
     calls, seen = count(prepared(tmp_path / "count"), monkeypatch, save_third), set[int]()
     for fail_at in range(1, calls + 2):
         folder = prepared(tmp_path / str(fail_at))
-        child = os.fork()
-        if not child:
-
-            def die() -> BaseException:
-                os.kill(os.getpid(), signal.SIGKILL)
-                raise AssertionError
-
-            files.os = FaultyOs(fail_at, die)  # type: ignore[assignment]
-            save_third(folder)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert was_killed == (fail_at <= calls)
+        assert killed_save(folder, fail_at) == (fail_at <= calls)
         found = latest(folder, never)
         assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
         seen.add(found.step)
@@ -155,6 +159,26 @@ def test_a_process_killed_before_every_call(
             assert outcome is not None and outcome.problem is None
         assert candidates(folder)[0] == 3
     assert seen == {2, 3}
+
+
+@pytest.mark.timeout(1200)
+def test_five_hundred_second_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save that follows a killed one is killed as well, anywhere; the third one succeeds."""
+    calls = count(prepared(tmp_path / "count"), monkeypatch, save_third)
+    draw, kills = random.Random(9), 0
+    while kills < 500:
+        first, second = draw.randint(1, calls), draw.randint(1, calls)
+        folder = prepared(tmp_path / f"{kills}")
+        kills += killed_save(folder, first)
+        if latest(folder, never).step == 2:  # type: ignore[union-attr]
+            kills += killed_save(folder, second)
+        found = latest(folder, never)
+        assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
+        if found.step == 2:
+            outcome = save_third(folder)
+            assert outcome is not None and outcome.problem is None, (first, second)
+        assert candidates(folder)[0] == 3, (first, second)
+        shutil.rmtree(folder)
 
 
 FULL_DISK = """

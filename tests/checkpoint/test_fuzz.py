@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from moemesh.checkpoint import manifest
 from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
 from moemesh.checkpoint.huggingface.contents import FolderContents
-from moemesh.checkpoint.store import open_checkpoint
+from moemesh.checkpoint.store import CheckpointError, open_checkpoint
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
 from moemesh.data.index_file import IDX, META, beside
 from moemesh.data.indexed import IndexedTokens
+from moemesh.data.tokenizer import DataError
 from tests.checkpoint.simulate import cut, save_as_ranks
 from tests.data.test_indexed import writer
 
@@ -287,6 +288,57 @@ def fuzz(tmp_path: Path, number: int) -> Counter[str]:
 def test_a_few_of_every_input(tmp_path: Path) -> None:
     refused = fuzz(tmp_path, 40)
     assert min(refused.values()) > 10, refused
+
+
+#: Names that would lead out of a folder, or into it by another way.
+ESCAPES = [
+    "../secret",
+    "../step-1/rank-00000.safetensors",
+    "a/../../secret",
+    "..",
+    ".",
+    "/etc/passwd",
+    "//etc/passwd",
+    "./m-1.safetensors",
+    "a/m-1.safetensors",
+    "~/m-1.safetensors",
+    "$HOME/m-1.safetensors",
+    "..\\secret.safetensors",
+    "C:\\secret.safetensors",
+    "file:///etc/passwd",
+    "m-1.safetensors\x00.txt",
+    "m-1.safetensors\n",
+    "\u2025/secret.safetensors",
+    "%2e%2e/secret.safetensors",
+    "-rf.safetensors",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_sixty_ways_out_of_a_folder(tmp_path: Path, name: str) -> None:
+    """Refused by the manifest, by an index of transformers, and by the sidecar of data."""
+    of_checkpoint(tmp_path / "ours")
+    of_transformers(tmp_path / "theirs")
+    of_data(tmp_path / "data")
+    text = tmp_path / "ours" / "step-2" / "manifest.json"
+    content = json.loads(text.read_bytes())
+    del content["digest"]
+    content["tensors"]["w"]["slices"][0]["file"] = name
+    content["files"][name] = content["files"].pop("rank-00000.safetensors")
+    text.write_bytes(manifest.encode_json({**content, "digest": manifest._digest(content)}))
+    with pytest.raises(CheckpointError, match="file"):
+        open_checkpoint(tmp_path / "ours", 2)
+    index = {"weight_map": {"a": name, "b": "m-1.safetensors"}}
+    (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        FolderContents(tmp_path / "theirs")
+    sidecar = beside(tmp_path / "data" / "a", META)
+    said = json.loads(sidecar.read_text())
+    said["files"][name] = said["files"].pop(".bin")
+    sidecar.write_text(json.dumps(said))
+    with pytest.raises(DataError, match="must name"):
+        IndexedTokens.open(tmp_path / "data" / "a")
 
 
 @pytest.mark.slow
