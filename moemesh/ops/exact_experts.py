@@ -88,14 +88,18 @@ class _ExactExperts(torch.autograd.Function):
             u_QR = narrow(adapter, product_QF * scale_Q1, scale, rows.gemm)
             factors += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
 
-        def gradient(leaf: Tensor, grad_RO: Tensor, x_RI: Tensor) -> Tensor | None:
+        def gradient(needed: bool, leaf: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor | None:
+            if not needed:  # a weight that does not train: nobody would take it from a queue
+                return None
+            grad_RO, x_RI = pair
             return weight_gradient(
                 leaf,
                 lambda: exact_weight_gradient(grad_RO, x_RI, counts_EP).view_as(leaf),
                 (grad_RO, x_RI),
             )
 
-        found = [gradient(leaf, *pair) for leaf, pair in zip(ctx.leaves, factors, strict=True)]
+        needed = ctx.needs_input_grad[-len(tensors) :]
+        found = [gradient(*one) for one in zip(needed, ctx.leaves, factors, strict=True)]
         grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
         return grad_x_RH, grad_weights_R, None, None, None, *found

@@ -297,3 +297,22 @@ def test_adapters_of_a_product_equal_the_merged_weight(is_queued: bool, is_produ
         y.backward(upstream)
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert_close(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("how", ["blocks", "exact"])
+def test_nothing_is_deferred_for_weights_that_do_not_train(how: str) -> None:
+    leaves, (experts_TK, upstream) = make(torch.float64)
+    rows, _, counts = group_by_expert(experts_TK, NUM_EXPERTS)
+    source, weights, gate_up, down = leaves
+    source.requires_grad_()
+    down.requires_grad_()
+    experts = ExpertWeights(gate_up, down)
+    if how == "exact":
+        y = exact_experts(source[rows.source_R], weights, counts[:, None], experts)
+    else:
+        y = expert_mlp(source, rows, weights, counts, experts)
+    with WeightGradientQueue() as queue:
+        y.backward(upstream)
+    taken: list[Tensor] = []
+    queue.run(lambda weight, gradient: taken.append(weight))
+    assert [weight is down for weight in taken] == [True]
