@@ -314,6 +314,11 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
         problems.append(
             "two replicas of every stage: plan.optimizer_validation = after needs one pipe"
         )
+    if plan.data == "zero3" and schedule.split_backwards:
+        problems.append(
+            "weight gradients apart from their backwards, which read weights that plan.data = "
+            "zero3 has freed by then: plan.data = zero2, or plan.schedule = 1f1b"
+        )
     if problems:
         raise UserError("\n".join(f"{source} has {problem}" for problem in problems))
     try:

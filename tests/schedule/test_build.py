@@ -127,6 +127,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
             {"optimizer_validation": "after"},
             ["two replicas", "optimizer_validation = after needs one pipe"],
         ),
+        ({}, {"data": "zero3"}, ["has freed by then", "plan.data = zero2"]),
         (
             {"ranks": 3, "count": 5},
             {"stages_per_rank": 2},
