@@ -119,3 +119,23 @@ def test_what_is_planned_is_what_is_trained(folder: Path) -> None:
     planned = from_huggingface(json.loads((folder / "config.json").read_text()))
     trained = from_model_config(config_of(folder))
     assert {**planned.to_json(), "notes": (), "num_mtp_layers": 0} == trained.to_json()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_keys_that_are_left_out_mean_what_they_do_in_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(
+        kind, **{**COMMON, **FAMILIES[kind], "rope_parameters": None}
+    ).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    for key in ("rms_norm_eps", "rope_parameters", "attention_multiplier", "logits_scaling"):
+        if key == "rope_parameters" and kind == "gpt_oss":
+            continue  # without any, transformers stretches them by YaRN, which releases write out.
+        file.write_text(json.dumps({name: one for name, one in written.items() if name != key}))
+        ours = config_of(tmp_path)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        assert ours == config_of(tmp_path), key
