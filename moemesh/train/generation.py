@@ -78,9 +78,13 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
 
     def choose(logits_V: Tensor) -> int:
         logits_V = logits_V.double().cpu()
+        if logits_V.isnan().any():
+            raise UserError("the logits of the model are NaN: its weights are not numbers")
         if not temperature:
             return int(logits_V.argmax())
-        shares_V, ids_V = (logits_V / temperature).softmax(0).sort(descending=True, stable=True)
+        # Of any temperature: the largest is 0, whatever that divides.
+        scaled_V = (logits_V - logits_V.max()) / temperature
+        shares_V, ids_V = scaled_V.softmax(0).sort(descending=True, stable=True)
         # The token that passes the bound is still one of them, the first one always.
         before_V = shares_V.cumsum(0) - shares_V
         shares_V = shares_V.masked_fill((before_V > 0) & (before_V >= top_p), 0.0)

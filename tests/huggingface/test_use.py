@@ -67,6 +67,9 @@ def test_choices() -> None:
     assert {draw(logits_V) for _ in range(500)} == {0, 1}, "0.5, and the one that passes 0.6"
     draw = chooser(temperature=1.0, top_p=0.0)
     assert {draw(logits_V) for _ in range(50)} == {0}
+    assert chooser(temperature=1e-320)(logits_V) == 0
+    with pytest.raises(UserError, match="weights are not numbers"):
+        chooser()(logits_V * torch.nan)
     same = chooser(temperature=1.0, seed=7), chooser(temperature=1.0, seed=7)
     assert [same[0](logits_V) for _ in range(9)] == [same[1](logits_V) for _ in range(9)]
 
