@@ -26,7 +26,7 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report.esft import relevance_map
 from moemesh.train.batches import own_batches
 from moemesh.train.esft_request import Request
-from moemesh.train.evaluation import open_windows
+from moemesh.train.evaluation import in_batches, open_windows
 from moemesh.train.folder import RunFolder, RunFolderError
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
@@ -69,7 +69,7 @@ def score_table(
     number = min(windows.num_samples, request.samples)
     digest, size = hashlib.sha256(), config.data.global_batch
     with _summed(parallel, layers) as sums_L2E:
-        for start in range(0, number, size):
+        for start in in_batches(number, size, is_silent=parallel.mesh.rank > 0):
             ids = np.arange(start, min(start + size, number), dtype=np.int64)
             digest.update(np.ascontiguousarray(windows.windows(ids)).tobytes())
             parts = config.plan.microbatches

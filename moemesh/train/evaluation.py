@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,14 @@ from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
+from moemesh.trace.duration import duration
 from moemesh.train.batches import own_batches
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
 from moemesh.train.weight_sources import config_of
+
+#: Between lines of a long evaluation.
+_LINE_SECONDS = 30.0
 
 
 class Evaluation(NamedTuple):
@@ -73,7 +78,7 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
     parallel = load(config, mesh, source)
     total = count = 0.0
     size = config.data.global_batch
-    for start in range(0, windows.num_samples, size):
+    for start in in_batches(windows.num_samples, size, is_silent=mesh.rank > 0):
         ids = np.arange(start, min(start + size, windows.num_samples), dtype=np.int64)
         batches = own_batches(windows, mesh, ids, config.plan.microbatches, seed=config.train.seed)
         part, tokens = sum_losses(parallel, batches)
@@ -81,6 +86,18 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
     parallel.close()
     loss = total / max(count, 1)
     return Evaluation(loss, math.exp(min(loss, 700.0)), int(count), config.data.loss_unit)
+
+
+def in_batches(number: int, size: int, *, is_silent: bool = False) -> Iterator[int]:
+    """``range(0, number, size)`` over windows, with a line on stderr every half minute."""
+    began = line_at = time.monotonic()
+    for start in range(0, number, size):
+        now = time.monotonic()
+        if start and not is_silent and now - line_at >= _LINE_SECONDS:
+            line_at, left = now, duration((now - began) * (number - start) / start)
+            line = f"note: {start:,} of {number:,} windows, about {left} to go"
+            print(line, file=sys.stderr, flush=True)
+        yield start
 
 
 def open_windows(config: RunConfig) -> Windows:

@@ -14,7 +14,7 @@ from moemesh.cli.weights import _length_of_run
 from moemesh.comm import devices
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import preflight_warnings, preparation
+from moemesh.train import evaluation, preflight_warnings, preparation
 from moemesh.train.lease import Lease
 from moemesh.train.preparation import finished, prepare
 from tests.documents import text_of
@@ -198,3 +198,19 @@ def test_a_key_that_is_set_twice_is_noted_once_for_all_ranks(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert run(capsys, monkeypatch, *twice)[2] == ""
+
+
+def test_a_long_evaluation_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [*evaluation.in_batches(10, 4)] == [0, 4, 8]
+    assert capsys.readouterr().err == "", "a short one says nothing"
+    monkeypatch.setattr(evaluation, "_LINE_SECONDS", 0.0)
+    assert [*evaluation.in_batches(10, 4, is_silent=True)] == [0, 4, 8]
+    assert capsys.readouterr().err == ""
+    assert [*evaluation.in_batches(1000, 400)] == [0, 400, 800]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", about")[0] for line in lines] == [
+        "note: 400 of 1,000 windows",
+        "note: 800 of 1,000 windows",
+    ]
