@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -93,34 +94,47 @@ def test_a_watcher_that_leaves_is_not_lost(nodes: Nodes) -> None:
     assert not any(nodes.lost.values()) and nodes.stands(0, 3)
 
 
-class Silent:
-    """A socket whose other side does not answer the kernel."""
+class Broken:
+    """A socket that the kernel has ended with an error."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
+    def __init__(self, link: socket.socket, number: int) -> None:
+        self._link, self._number = link, number
 
     def recv(self, size: int) -> bytes:
-        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+        raise OSError(self._number, os.strerror(self._number))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
+
+
+def break_link(nodes: Nodes, here: int, there: int, number: int) -> None:
+    link, link_there = nodes.all[here]._peers[there].link, nodes.all[there]._peers[here].link
+    assert link is not None and link_there is not None
+    link.socket = Broken(link.socket, number)  # type: ignore[assignment]
+    link_there.socket.send(b"x")
 
 
 @pytest.mark.parametrize(("here", "there"), [(0, 3), (3, 0)])
 def test_a_host_that_is_silent_is_lost_until_it_answers(
     nodes: Nodes, here: int, there: int
 ) -> None:
-    link = nodes.all[here]._peers[there].link
-    assert link is not None
-    link.socket = Silent(link.socket)  # type: ignore[assignment]
-    link_there = nodes.all[there]._peers[here].link
-    assert link_there is not None
-    link_there.socket.send(b"x")
+    break_link(nodes, here, there, errno.ETIMEDOUT)
     nodes.until(lambda: bool(nodes.lost[here]))
     ranks = tuple(range(there, there + SIZES[there]))
     name = f"{socket.gethostname()} (127.0.0.1)"
     assert nodes.lost[here] == (LostHost(name=name, ranks=ranks),) and not nodes.lost[2]
     nodes.until(nodes.all_stand)
+    assert not any(nodes.lost.values())
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 3), (3, 0)])
+def test_a_host_that_ends_a_connection_is_not_lost(nodes: Nodes, here: int, there: int) -> None:
+    """It has answered, and is called again."""
+    break_link(nodes, here, there, errno.ECONNRESET)
+    before = nodes.all[here]._peers[there].link
+    peer = nodes.all[here]._peers[there]
+    nodes.until(lambda: bool(nodes.lost[here]) or peer.link not in (None, before))
+    nodes.until(lambda: bool(nodes.lost[here]) or nodes.all_stand())
     assert not any(nodes.lost.values())
 
 
