@@ -52,6 +52,12 @@ CAUSES: tuple[FailureCause, ...] = (
         "Look for code that only some ranks run, or for sizes that differ between them.",
     ),
     FailureCause(
+        "network cut",
+        r"^NetworkCut",
+        r"",
+        "Look at the host that does not answer first, then at the links and switches on the way.",
+    ),
+    FailureCause(
         "hang",
         r"Hung|Busy|Timeout|DistBackend|DistStore",
         r"timed out|timeout|waited longer",

@@ -184,6 +184,9 @@ FAILURES = {
     "mismatched operations": [
         {"kind": "Mismatch", "message": "rank 2 called barrier of 0 bytes (barrier) as #7 of dp"}
     ],
+    "network cut": [
+        {"kind": "NetworkCut", "message": "host b with rank 3 cannot be reached: timed out"}
+    ],
     "hang": [
         {"kind": "Hung", "message": "no progress", "collective": {"operation": "all_reduce",
          "group": "ep", "missing": [3]}},
