@@ -42,8 +42,9 @@ Kind = Literal[
 SETTLE_SECONDS = 0.15
 #: Where only follow-up errors were seen, their cause may still come.
 LATE_SECONDS = 1.5
-#: A rank that has told of an exception leaves within this, or is ended.
-LEAVE_SECONDS = 3.0
+#: A rank that has told of an exception leaves within this, or is ended; where it gets no core for
+#: it, within the latter.
+LEAVE_SECONDS, MOST_LEAVE_SECONDS = 3.0, 20.0
 #: A rank in state T for so long was stopped.
 STOPPED_SECONDS = 1.0
 #: Ranks that wait for a host that does not answer wait in vain after this.
@@ -113,6 +114,7 @@ class Judge:
         self._time: float | None = None
         self._first_sign: float | None = None
         self._order: dict[int, float] = {}
+        self._leaving = 0.0
         self._stopped: defaultdict[int, float] = defaultdict(float)
         self._still = 0.0
         self._changes: dict[int, int] = {}
@@ -128,17 +130,15 @@ class Judge:
         """What was seen at `now` (monotonic seconds); the verdict once there is one."""
         passed = 0.0 if self._time is None else min(now - self._time, LONGEST_LOOK)
         self._time = now
-        if (verdict := self._deaths(now, seen)) is not None:
-            return verdict
-        if self._first_sign is not None:
-            return None
-        if (verdict := self._stops(passed, seen)) is not None:
-            return verdict
-        return self._hangs(now, passed, seen)
+        verdict = self._deaths(now, passed, seen)
+        if verdict is None and self._first_sign is None:
+            verdict = self._stops(passed, seen) or self._hangs(now, passed, seen)
+        self._cpu = {one.rank: one.cpu_seconds for one in seen if one.state}
+        return verdict
 
     # Ranks that ended.
 
-    def _deaths(self, now: float, seen: Sequence[Seen]) -> Verdict | None:
+    def _deaths(self, now: float, passed: float, seen: Sequence[Seen]) -> Verdict | None:
         failed = [one for one in seen if one.has_failed and not self._is_asked(one)]
         if not failed:
             return None
@@ -160,7 +160,8 @@ class Judge:
             silent = self._silent_cause(now, seen)
             if silent is not None:
                 return silent
-        if cause.exit_code is None and since < LEAVE_SECONDS:
+        self._leaving += passed * self._share(cause, passed)
+        if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
             return None
         return self._of_death(cause)
 
@@ -240,7 +241,6 @@ class Judge:
         self._steps.look(now, words)
         changes = {word.rank: word.changes for word in words}
         counted = passed * min((self._share(one, passed) for one in at_work), default=0.0)
-        self._cpu = {one.rank: one.cpu_seconds for one in seen if one.state}
         self._still = self._still + counted if changes == self._changes else 0.0
         self._changes = changes
         lost = self.lost if self._still >= CUT_SECONDS else ()

@@ -169,6 +169,22 @@ def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> 
     assert "never entered all_reduce #7 of dp" in found.message
 
 
+def test_a_rank_that_gets_no_core_to_leave_keeps_its_exit_code() -> None:
+    """Of an exception that it told of; one that never leaves is ended."""
+    failed = {"told": told("KeyError", "x", 99.0)}
+    slow, used = Clock(), 0.0
+    for _ in range(100):
+        used += 0.01
+        assert slow.look([seen(0, "R", cpu_seconds=used, **failed)], 0.1) is None
+    found = slow.look([seen(0, exit_code=7, **failed)], 1.0)
+    assert found is not None and (found.kind, found.exit_code) == ("exception", 7)
+    for state, least, most in (("S", 2.5, 3.5), ("D", 19.0, 21.0)):
+        clock = Clock()
+        assert clock.look([seen(0, state, **failed)], least) is None
+        found = clock.look([seen(0, state, **failed)], most - least)
+        assert found is not None and (found.kind, found.exit_code) == ("exception", 1)
+
+
 def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
     clock = Clock()
     ranks = [
