@@ -105,7 +105,7 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
                 return None
             _discard(folder)
         # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
-        stdin = listener or subprocess.DEVNULL
+        stdin = subprocess.DEVNULL if listener is None else listener.fileno()
         try:
             subprocess.Popen(watcher(folder), stdin=stdin, start_new_session=True)
         except OSError:

@@ -243,7 +243,7 @@ def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
 def _of_verdict(verdict: Verdict, epoch: int | None, advice: str) -> dict[str, Any]:
     seen = verdict.seen
     word, code = seen.word, seen.exit_code
-    content = {
+    content: dict[str, Any] = {
         "kind": kind_of(verdict),
         "message": verdict.message,
         "frames": [],
