@@ -239,6 +239,14 @@ def test_mistakes_in_a_loop_are_named() -> None:
     ):
         with pytest.raises((UserError, IndexError), match=words):
             model.step(tokens[:, :-1] if tokens.ndim == 2 else tokens, tokens[..., 1:])
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"\[B, S \+ 1\] where targets are left out, not \[8\]"):
+        model.evaluate(ids[0])
+    for name in ("valid", "loss_mask"):
+        with pytest.raises(UserError, match=f"{name} must be torch.bool, not torch.int64"):
+            model.step(ids, ids, **{name: ids})
+    with pytest.raises(TypeError, match=r"must be a RunConfig, not str: moemesh\.train\(moemesh"):
+        mm.train("run.toml")  # type: ignore[operator]
 
 
 # Checkpoints of any state.

@@ -131,8 +131,7 @@ class ParallelModel:
         replace those of the step before. If one is not finite, ``skipped`` is set and no parameter
         has a gradient, on any rank. The result is the same on every rank.
         """
-        if targets is None:
-            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        tokens, targets = _pair(tokens, targets)
         others = (valid, loss_mask, documents)
         self._check(tokens, targets, *others)
         with torch.no_grad():
@@ -163,8 +162,7 @@ class ParallelModel:
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
-        if targets is None:
-            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        tokens, targets = _pair(tokens, targets)
         others = (valid, loss_mask, documents)
         self._check(tokens, targets, *others)
         return evaluate(self.parallel, self._own(tokens, targets, *others, 1))
@@ -193,7 +191,11 @@ class ParallelModel:
         if tokens.ndim != 2 or any(t is not None and t.shape != tokens.shape for t in others):
             shapes = [list(t.shape) for t in (tokens, *others) if t is not None]
             raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
-        for name, ids in (("tokens", tokens), ("targets", others[0])):
+        targets, *masks, _ = others
+        for name, mask in zip(("valid", "loss_mask"), masks, strict=True):
+            if mask is not None and mask.dtype != torch.bool:
+                raise UserError(f"{name} must be torch.bool, not {mask.dtype}: {name}.bool()")
+        for name, ids in (("tokens", tokens), ("targets", targets)):
             assert ids is not None
             if ids.dtype != torch.int64:
                 raise UserError(f"{name} must be torch.int64, not {ids.dtype}: {name}.long()")
@@ -231,3 +233,14 @@ class ParallelModel:
                 )
             )
         return found
+
+
+def _pair(tokens: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens and what each predicts; of [B, S + 1] tokens alone, the next."""
+    if targets is not None:
+        return tokens, targets
+    if tokens.ndim != 2:
+        raise UserError(
+            f"tokens must be [B, S + 1] where targets are left out, not {list(tokens.shape)}"
+        )
+    return tokens[:, :-1], tokens[:, 1:]

@@ -34,6 +34,11 @@ def train(
     Raises ConfigError for what cannot be trained, other ValueErrors for data and folders, and
     TrainingError when a rank fails; KeyboardInterrupt when the run was stopped by Ctrl-C.
     """
+    if not isinstance(config, RunConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"config must be a RunConfig, not {type(config).__name__}: "
+            "moemesh.train(moemesh.load('run.toml'))"
+        )
     # Read when torch loads OpenMP, in the ranks, too (see moemesh/cli/train.py).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moemesh.train import command
