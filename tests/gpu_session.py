@@ -98,6 +98,17 @@ def commands(num_gpus: int) -> list[Command]:
     return found
 
 
+def sanitized() -> list[str]:
+    """The kernels with sizes of their own under CUDA's checker of memory; nothing without it."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return []
+    # torch's allocator would hide what is read beside a tensor: blocks are larger than tensors.
+    options = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", program, "--error-exitcode", "9"]
+    tests = ["-m", "pytest", "-q", "-m", "gpu", "tests/parallel/test_gpu.py"]
+    return [*options, sys.executable, *tests, "-k", "products or documents"]
+
+
 def run(report: TextIO, name: str, words: list[str]) -> tuple[str, int, float]:
     """Run one command, its output in the report; 124: it took too long, 127: it is not there."""
     print(f"\n===== {name}\n$ {' '.join(words)}", file=report, flush=True)
@@ -142,6 +153,8 @@ def main(path: Path) -> int:
         ]
         for one in commands(found):
             done.append(run(report, one.name, [sys.executable, "-m", *one.words]))
+        if words := sanitized():
+            done.append(run(report, "compute-sanitizer", words))
         print("\n===== all", file=report)
         for name, code, seconds in done:
             print(

@@ -40,12 +40,12 @@ def visibility(packed: bool, window: int | None, device: str = "cpu") -> Visibil
 
 
 def results(
-    visible: Visibility, has_sinks: bool, value_size: int, device: SimulatedDevice | None
+    visible: Visibility, has_sinks: bool, value_size: int, device: str = "cpu"
 ) -> list[Tensor]:
+    """The output and all gradients."""
     query, key, value, upstream, sinks = inputs(value_size)
     tensors = [query, key, value, *([sinks] if has_sinks else [])]
-    if device is not None:
-        tensors, upstream = [x.to("cuda") for x in tensors], upstream.to("cuda")
+    tensors, upstream = [x.to(device) for x in tensors], upstream.to(device)
     for x in tensors:
         x.requires_grad_()
     y = attention(*tensors[:3], visible, sinks_N=tensors[3] if has_sinks else None)
@@ -56,11 +56,11 @@ def results(
 @pytest.mark.parametrize("name", CASES)
 def test_documents_and_windows_are_one_kernel(name: str) -> None:
     packed, window, has_sinks, value_size = CASES[name]
-    expected = results(visibility(packed, window), has_sinks, value_size, None)
+    expected = results(visibility(packed, window), has_sinks, value_size)
     with SimulatedDevice() as device:
         visible = visibility(packed, window, "cuda")
         with device.region("attention"):
-            found = results(visible, has_sinks, value_size, device)
+            found = results(visible, has_sinks, value_size, "cuda")
         totals = device.totals("attention")
         kernels = [kernel.name for kernel in totals.launched]
         assert kernels.count("_flash_attention_forward") == 1, kernels
@@ -74,7 +74,7 @@ def test_documents_and_windows_are_one_kernel(name: str) -> None:
 
 
 def test_an_older_device_computes_the_same_without_the_kernel() -> None:
-    with SimulatedDevice(capability=(7, 5)) as device:
-        found = results(visibility(True, 5, "cuda"), True, SIZE, device)[0].numbers
-    expected = results(visibility(True, 5), True, SIZE, None)[0]
+    with SimulatedDevice(capability=(7, 5)):
+        found = results(visibility(True, 5, "cuda"), True, SIZE, "cuda")[0].numbers
+    expected = results(visibility(True, 5), True, SIZE)[0]
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)

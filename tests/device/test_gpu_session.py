@@ -1,6 +1,7 @@
 """`make gpu` names commands that exist and plans that the GPUs at hand can run."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.config.load import load_run
 from moemesh.config.trainable import refusals
-from tests.gpu_session import commands, main, plans, run
+from tests.gpu_session import commands, main, plans, run, sanitized
 
 
 def parse(words: list[str]) -> None:
@@ -52,6 +53,14 @@ def test_the_report_goes_on_behind_a_failure(tmp_path: Any) -> None:
         assert run(report, "missing", ["no-such-program"])[1] == 127
     text = (tmp_path / "report.txt").read_text()
     assert "here" in text and "fails: exit code 3" in text and "missing: exit code 127" in text
+
+
+def test_memory_is_checked_where_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (None, "/opt/cuda/bin/compute-sanitizer"):
+        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        words = sanitized()
+        assert (found in words) if found else not words
+    assert Path(words[words.index("gpu") + 1]).exists()
 
 
 def test_a_machine_without_a_gpu_says_so(
