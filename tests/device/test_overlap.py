@@ -12,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from moemesh.bench.simulated_device.counts import Arrival, Exchange, Kernel
+from moemesh.bench.simulated_device.counts import Arrival, Exchange, Kernel, Queued
 from moemesh.bench.simulated_device.timeline import RankTimeline, simulate
 from moemesh.config import buckets
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.planner.timing.price import pricing
+from moemesh.schedule.step import PipelineStep, duration
 from tests.device.stepping import Counted, steps_on_rank
 from tests.device.test_waits import SMALL
 from tests.parity.training import Shape
@@ -25,6 +26,8 @@ from tests.ranks import run_on_ranks
 
 #: Bytes/s of the links.
 LINK = 2e7
+#: Tokens of a sequence.
+LENGTH = 32
 MODEL = SMALL | {"first_dense_layers": 0}
 SHALLOW = MODEL | {"num_layers": 2}
 PLANNED = pricing(load_cluster("dgx_h100")).constants
@@ -94,13 +97,19 @@ def _step(rank: int, *args: Any) -> Counted:
         return steps_on_rank(rank, *args)
 
 
+def queued(
+    plan: dict[str, Any], batch: int, change: Callable[[ParallelModel], None] | None = None
+) -> list[list[Queued]]:
+    ranks = plan.get("dp", 1) * plan.get("pp", 1)
+    model = MODEL if "pp" in plan else SHALLOW
+    found = run_on_ranks(ranks, _step, model, plan, Shape(batch, LENGTH), 1, change)
+    return [one.queued["gradients"] for one in found]
+
+
 def timelines(
     plan: dict[str, Any], batch: int, change: Callable[[ParallelModel], None] | None = None
 ) -> list[RankTimeline]:
-    ranks = plan.get("dp", 1) * plan.get("pp", 1)
-    model = MODEL if "pp" in plan else SHALLOW
-    found = run_on_ranks(ranks, _step, model, plan, Shape(batch, 32), 1, change)
-    return simulate([one.queued["gradients"] for one in found], machine(), launch=0.0)
+    return simulate(queued(plan, batch, change), machine(), launch=0.0)
 
 
 def share(found: list[RankTimeline], callers: tuple[str, ...]) -> float:
@@ -121,6 +130,40 @@ def test_communication_is_hidden(name: str) -> None:
     else:
         bare = share(timelines(plan, batch, without), callers)
     assert hidden <= planned and 2 * hidden < bare, (hidden, bare, planned)
+
+
+#: Schedules with the stages of a rank. On NCCL nothing hides a message of two ranks: both queue it
+#: between their kernels.
+PIPELINES = {
+    "1f1b": 1,
+    "zb_v": 2,
+    "interleaved_1f1b": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x != "1f1b" else ()) for x in PIPELINES]
+)
+def test_messages_between_stages_cost_no_more_than_planned(name: str) -> None:
+    """A step grows by its messages as the planner's own simulation of the schedule grows."""
+    count, stages = 8, PIPELINES[name]
+    plan = {"pp": 2, "microbatches": count, "schedule": name}
+    queues = queued(plan | ({"stages_per_rank": stages} if stages > 1 else {}), count)
+    free, slow = (
+        max(one.seconds for one in simulate(queues, machine(link), launch=0.0))
+        for link in (1e15, LINK)
+    )
+    lines = simulate(queues, machine(), launch=0.0)
+    size = LENGTH * MODEL["hidden_size"] * 2
+    message = float(PLANNED.pipeline_exposed) * size / LINK
+    third = max(one.computing for one in lines) / count / stages / 3
+    work = [[third] * 2 * stages] * 3
+    step = PipelineStep(name, 2, count, stages)
+    planned = duration(step, *work, message).makespan - duration(step, *work).makespan
+    assert 0 < slow - free <= planned, (slow - free, planned, free)
+    # Sent twice, they would cost more.
+    twice = max(one.seconds for one in simulate(queues, machine(LINK / 2), launch=0.0))
+    assert twice - free > planned, (twice - free, planned)
 
 
 def kernel(seconds: float) -> Kernel:
