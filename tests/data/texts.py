@@ -1,0 +1,21 @@
+"""Files of text for a test, and sources opened as a run opens them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from moemesh.config.data import DataConfig
+from moemesh.data.samples import Samples
+from moemesh.data.sources import open_samples
+
+
+def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:
+    return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, say=lambda text: None)
+
+
+def lines(path: Path, word: str, count: int) -> Path:
+    content = "".join(json.dumps({"text": f"{word} {i:05}"}) + "\n" for i in range(count)).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
