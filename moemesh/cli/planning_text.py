@@ -37,6 +37,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         f"memory      {needed} {PREDICTED_PEAK}, of {device}: {fits}",
         f"            80 % interval {_bytes(found.memory_interval)}; "
         f"{found.usable_share:.1%} of the device is usable",
+        *_worst_routing(found),
     ]
     usable = round(found.cluster.memory_bytes * found.usable_share)
     if found.peak["fits"] and found.memory_interval.high > usable:
@@ -102,6 +103,24 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         *found.notes,
     ]
     return "\n".join(lines)
+
+
+def _worst_routing(found: Estimate) -> list[str]:
+    """What the fullest rank needs when the router sends it all rows that it can."""
+    worst = found.worst_routing
+    if worst is None or worst.rows <= worst.balanced_rows:
+        return []
+    bound = worst.rows_at_once
+    blocks = "" if bound is None else f" in {worst.blocks} blocks of at most {bound:,}"
+    lines = [
+        f"            worst routing: {format_bytes(round(found.crowded_bytes))}, "
+        + ("which fits" if found.fits(found.crowded_bytes) else "which does NOT fit"),
+        f"            {worst.rows:,} rows of a layer at one rank, {worst.times_mean:.4g} times "
+        f"the mean{blocks}",
+    ]
+    if worst.dropped_choices:
+        lines.append(f"            {worst.dropped_choices:,} choices above the capacity dropped")
+    return lines
 
 
 def _intensity(found: Estimate) -> list[str]:

@@ -26,8 +26,16 @@ from typing import NamedTuple
 CAPACITY_FACTOR = 2.0
 #: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
 FP8_BLOCK = 128
+#: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
+ROWS_SLACK = 2
 #: Exact products pad each expert's rows to a multiple of this, all rows to one of four times it.
 EXACT_ROWS = 16
+
+
+def rows_at_once(tokens: int, chosen: int, etp: int) -> int:
+    """The bound on the rows that a rank computes at once; a rank brings at most `tokens` of them,
+    each with `chosen` experts."""
+    return max(ROWS_SLACK * tokens * chosen * etp, 1)
 
 
 def packed_bytes(hidden: int) -> int:

@@ -29,6 +29,7 @@ from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import volumes_ledger
+from moemesh.planner.worst_routing import WorstRouting, worst_routing
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import format_bytes
 
@@ -58,6 +59,8 @@ class Estimate:
     #: The part of a device's memory that a job may take, and the generation of the device.
     usable_share: float
     generation: str
+    #: None for a model without routed experts.
+    worst_routing: WorstRouting | None = None
     instead: Nearest | str | None = None
     #: What `moemesh train` would be given (None: it has no such model, no plan says the layout).
     config: ModelConfig | None = None
@@ -107,6 +110,23 @@ class Estimate:
         """FLOP a byte from which on the device is bound by its arithmetic."""
         return device_balance(self.cluster, self.layout.precision)
 
+    @property
+    def crowded_bytes(self) -> float:
+        """Bytes that a device needs under the worst routing."""
+        worst = self.worst_routing
+        return self.peak["needed_bytes"] + (0.0 if worst is None else worst.more_bytes)
+
+    def fits(self, needed: float) -> bool:
+        """Whether a device has so many bytes for a job."""
+        return needed <= self.cluster.memory_bytes * self.usable_share
+
+    def _worst_routing(self) -> dict[str, Any] | None:
+        if self.worst_routing is None:
+            return None
+        needed = self.crowded_bytes
+        found = self.worst_routing.to_json()
+        return {**found, "needed_bytes": needed, "fits": self.fits(needed)}
+
     def _nearest(self) -> dict[str, Any] | None:
         """None where the layout fits; `plan` is None where nothing does."""
         match self.instead:
@@ -145,6 +165,7 @@ class Estimate:
             "memory_interval_bytes": list(self.memory_interval),
             "usable_share": self.usable_share,
             "device_bytes": self.cluster.memory_bytes,
+            "worst_routing": self._worst_routing(),
             "kv_cache_bytes_per_token": kv_bytes_per_token(self.shape),
         }
         if cache is not None:
@@ -208,6 +229,9 @@ def estimate(
         traffic_rank=pp_rank,
         usable_share=known.usable_share,
         generation=known.device.generation,
+        worst_routing=worst_routing(
+            model, layout, plan, rank=memory.worst.rank * layout.stage_ranks
+        ),
         instead=near,
         config=model.config,
         plan=given,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.dispatchers import packed_bytes
+from moemesh.config.dispatchers import packed_bytes, rows_at_once
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -27,8 +27,6 @@ from moemesh.parallel.expert.payload import codec_of
 from moemesh.parallel.expert.replicas import set_replicas
 from moemesh.parallel.expert.self_test import self_test
 
-#: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
-ROWS_SLACK = 2
 #: Row width of the start-up self-test, for dispatchers without rules about it.
 TEST_HIDDEN = 16
 #: Low-latency slots are candidates for `auto` only where they cost less memory than this.
@@ -72,7 +70,7 @@ def set_experts(
 
 def most_rows(config: ModelConfig, plan: Plan, tokens_per_rank: int) -> int:
     """The bound on the rows that a rank computes at once, for :class:`Experts`."""
-    return max(ROWS_SLACK * tokens_per_rank * config.experts_per_token * plan.etp, 1)
+    return rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
 
 
 def tested_dispatcher(

@@ -27,7 +27,7 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
-from moemesh.config.dispatchers import EXACT_ROWS
+from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
 from moemesh.config.layout import Layout, shard_sizes
 from moemesh.planner.traffic.attention_activations import attention_saved
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
@@ -173,7 +173,7 @@ class LayerMemory:
         is_copied = not alone or plan.combine == "exact"
         source = rows.source * w * model.hidden_size if is_copied else 0.0
         width = w * model.expert_intermediate_size / plan.etp
-        kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.laid_out * width
+        kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.kept * width
         yield Saved(
             "experts",
             source + rows.total * wide + kept,
@@ -234,6 +234,7 @@ class LayerMemory:
         """Of this rank in one layer, over all chunks."""
         plan = self.plan
         chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
+        most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
         found = _Rows(0.0, 0.0, 0.0, 0.0)
         for chunk in range(chunks):
 
@@ -245,9 +246,11 @@ class LayerMemory:
             source, picks = self._received(sent)
             total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
             if plan.combine == "exact":
-                source = total
-            laid_out = total if plan.combine == "fast" else self._padded(sent)
-            found = found.plus(_Rows(source, total, laid_out, picks))
+                source, kept = total, self._padded(sent)
+            else:
+                # Rows above the bound are computed in blocks, and once more in the backward.
+                kept = total if total <= most else 0.0
+            found = found.plus(_Rows(source, total, kept, picks))
         return found
 
     def _peers(self) -> tuple[int, ...]:
@@ -291,12 +294,12 @@ class LayerMemory:
 
 
 class _Rows(NamedTuple):
-    """Rows of the experts' source, rows at the experts, the same as they are laid out for the
-    products; bytes of positions and weights of the dispatch."""
+    """Rows of the experts' source, rows at the experts, those of which gate and up are kept (as
+    they are laid out for the products); bytes of positions and weights of the dispatch."""
 
     source: float
     total: float
-    laid_out: float
+    kept: float
     picks: float
 
     def plus(self, other: _Rows) -> _Rows:

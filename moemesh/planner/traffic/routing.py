@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from math import ceil, floor
 
 from moemesh.config.dispatchers import visit_probability
 from moemesh.config.layout import Layout, shard_range
@@ -84,5 +87,52 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
             node_visits=(count * in_node,) * layout.ep_rail,
             slots=k,
         )
+
+    return sent
+
+
+def most_rows_of_a_token(model: ModelConfig, layout: Layout) -> int:
+    """Experts that one token can choose on a single rank."""
+    return min(model.experts_per_token, model.num_experts // layout.ep)
+
+
+def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -> int:
+    """The most rows of one expert from `tokens` of a rank, which may take up what all ranks of
+    their sequences have in common; `tokens` where nothing is dropped."""
+    if not model.capacity_factor:
+        return tokens
+    exact = Fraction(model.capacity_factor).limit_denominator(10_000)
+    each = min(ceil(seq_len * model.experts_per_token * exact / model.num_experts), seq_len)
+    sequences = ceil(tokens * layout.cp * layout.tp / seq_len)
+    return min(tokens, sequences * each)
+
+
+def crowded_routing(
+    model: ModelConfig, layout: Layout, ep: int, seq_len: int, share: float = 1.0
+) -> Routing:
+    """The counts when a `share` of all tokens choose as many experts of the ranks with index `ep`
+    as they can, and capacity lets through as many of them as it may. With all tokens no routing
+    sends more rows there."""
+    experts, k = model.num_experts, model.experts_per_token
+    first = ep * (experts // layout.ep)
+    chosen = [(first + number) % experts for number in range(k)]
+    one = count_choices([chosen], experts, layout, slots=k)
+
+    @cache
+    def counted(tokens: int, chunk: int, chunks: int) -> Sent:
+        count = len(shard_range(tokens, chunks, chunk))
+        crowd = floor(share * count)
+        kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
+        return Sent(
+            tokens=count,
+            by_expert=tuple(kept * number for number in one.by_expert),
+            rows=tuple(kept * number for number in one.rows),
+            visits=tuple(crowd * number for number in one.visits),
+            node_visits=tuple(crowd * number for number in one.node_visits),
+            slots=k,
+        )
+
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+        return counted(tokens, chunk, chunks)
 
     return sent

@@ -1,0 +1,180 @@
+"""Memory under the worst routing: the router sends to one rank as many rows as it can.
+
+Rows that a rank is sent are kept for the backward, whatever their number; its experts compute at
+most `rows_at_once` of them together, and keep gate and up only of so many. The most is therefore
+held either under all rows that can come, or under just as many as are computed at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any, NamedTuple
+
+from moemesh.config.dispatchers import rows_at_once
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.memory import estimate_memory
+from moemesh.planner.shapes.load import Model
+from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.traffic.carried_out import resolved, why_not_exact
+from moemesh.planner.traffic.own_activations import predict_activations
+from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
+from moemesh.planner.traffic.routing import capacity_of, crowded_routing, most_rows_of_a_token
+from moemesh.planner.traffic.tensors import StagePlacement
+
+#: More microbatches for each pipeline rank hold no more at the fullest moment.
+_ENOUGH = 4
+#: Copies of a rank's rows that exist while its experts run backward, beside those that are kept:
+#: the gradients that came, those of the experts' inputs, and the same in the order of the way back.
+_ROW_COPIES = 3
+#: Numbers of a row, in widths of an expert, while it is computed: gate and up, their gradients,
+#: the product and its gradient.
+_ROW_WIDTHS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstRouting:
+    """The fullest rank of the pipeline rank with the most memory.
+
+    `rows` of one layer and microbatch can come to it, `balanced_rows` come under uniform routing.
+    It computes at most `rows_at_once` of them together (None: all), so in `blocks`; beyond the
+    capacity `dropped_choices` of the tokens of its group are dropped. `activation_bytes` are held
+    at the most, buffers of the exchange and of the experts included; `more_bytes` of them beyond
+    uniform routing.
+    """
+
+    rows: int
+    balanced_rows: int
+    rows_at_once: int | None
+    blocks: int
+    dropped_choices: int
+    activation_bytes: float
+    more_bytes: float
+
+    @property
+    def times_mean(self) -> float:
+        return self.rows / self.balanced_rows if self.balanced_rows else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "times_mean": self.times_mean}
+
+
+def worst_routing(
+    model: Model, layout: PlannedLayout, plan: Plan | None, *, rank: int
+) -> WorstRouting | None:
+    """Of `rank` in what `moemesh train` runs under `plan`; where it does not run this, of any
+    trainer. None for a model without routed experts."""
+    if not model.shape.is_moe:
+        return None
+    config = model.config
+    if config is not None and plan is not None and layout.dtype in ELEMENT_BYTES:
+        known = resolved(plan)
+        if known is not None and not why_not_exact(config, plan):
+            return of_own_run(
+                config,
+                known,
+                seq_len=layout.seq_len,
+                global_batch=layout.global_batch,
+                dtype=layout.dtype,
+                rank=rank,
+            )
+    return of_layout(model.shape, layout)
+
+
+class _Counts(NamedTuple):
+    """Rows at the fullest rank, rows of it under uniform routing, choices that are dropped."""
+
+    rows: int
+    balanced: int
+    dropped: int
+
+
+def _counts(model: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> _Counts:
+    """Of one layer, when each rank brings `tokens`."""
+    layout, peers = plan.layout, plan.ep * plan.etp
+    wanted = tokens * most_rows_of_a_token(model, layout)
+    kept = capacity_of(model, layout, tokens, seq_len) * most_rows_of_a_token(model, layout)
+    balanced = tokens * model.experts_per_token * plan.etp
+    if model.router_selection == "expert_choice":
+        return _Counts(balanced, balanced, 0)
+    return _Counts(kept * peers, balanced, (wanted - kept) * peers)
+
+
+def of_own_run(
+    model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
+) -> WorstRouting:
+    """What `moemesh train` holds on `rank`: as :func:`predict_activations` counts it. Raises
+    ValueError when the plan's schedule cannot be made."""
+    share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
+    if plan.microbatches > _ENOUGH * plan.pp and plan.update_window is None:
+        plan = plan.model_copy(update={"microbatches": _ENOUGH * plan.pp})
+        global_batch = share * plan.dp * plan.microbatches
+    placement, layout = StagePlacement(model, plan, seq_len), plan.layout
+    element = ELEMENT_BYTES[dtype]
+    tokens = plan.tokens_per_rank(seq_len, global_batch)
+    counts = _counts(model, plan, tokens, seq_len)
+    at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
+    if plan.combine == "exact":
+        at_once, chunks = max(counts.rows, counts.balanced), 1
+
+    def held(crowd: float | None) -> float:
+        """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
+        routing, rows = None, float(counts.balanced)
+        if crowd is not None:
+            here = layout.coordinates(rank)["ep"]
+            routing, rows = (
+                crowded_routing(model, layout, here, seq_len, crowd),
+                crowd * counts.rows,
+            )
+        kinds = predict_activations(
+            placement,
+            layout,
+            global_batch=global_batch,
+            element=element,
+            rank=rank,
+            routing=routing,
+        )
+        width = model.expert_intermediate_size / plan.etp
+        copies = _ROW_COPIES * rows * model.hidden_size
+        working = copies + _ROW_WIDTHS * min(rows, at_once) * width
+        return sum(kinds.values()) + element * working
+
+    crowds = [1.0]
+    if counts.rows > at_once * chunks:
+        crowds.append(at_once * chunks / counts.rows)
+    uniform = most = held(None)
+    if counts.rows > counts.balanced:
+        most = max(uniform, *map(held, crowds))
+    return WorstRouting(
+        rows=counts.rows,
+        balanced_rows=counts.balanced,
+        rows_at_once=None if plan.combine == "exact" else at_once,
+        blocks=chunks * max(ceil(counts.rows / chunks / at_once), 1),
+        dropped_choices=counts.dropped,
+        activation_bytes=most,
+        more_bytes=most - uniform,
+    )
+
+
+def of_layout(shape: ModelShape, layout: PlannedLayout) -> WorstRouting:
+    """Of other trainers, which keep gate and up of all rows, by the closed forms."""
+    k, per_rank = shape.experts_per_token, shape.num_experts // layout.ep
+    times = layout.ep * min(k, per_rank) / k
+    uncapped = times
+    if layout.capacity_factor:
+        times = min(times, max(layout.capacity_factor, 1.0))
+    times = max(times, layout.imbalance)
+    balanced = round(layout.token_shard * k * layout.etp)
+    uniform = estimate_memory(shape, layout).worst.activations
+    crowded = estimate_memory(shape, layout.changed(imbalance=times)).worst.activations
+    return WorstRouting(
+        rows=round(balanced * times),
+        balanced_rows=balanced,
+        rows_at_once=None,
+        blocks=1,
+        dropped_choices=round(balanced * max(uncapped - times, 0.0)),
+        activation_bytes=crowded,
+        more_bytes=crowded - uniform,
+    )
