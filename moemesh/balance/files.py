@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,28 +17,36 @@ from moemesh.trace.loads import read_loads
 #: Names under which a file may hold its loads, and its placement.
 LOAD_KEYS = ("loads", "weight", "tokens_per_expert")
 PLACEMENT_KEYS = ("physical_to_logical",)
+#: Headers of a column that names the rows of a table.
+_ROW_NAMES = ("", "layer", "layers", "layer_id", "layer_index", "layer_idx", "index", "idx", "id")
 
 
-def load_table(path: Path) -> np.ndarray[Any, Any]:
+def _ignore(text: str) -> None:
+    """Nobody is warned."""
+
+
+def load_table(path: Path, warn: Callable[[str], None] = _ignore) -> np.ndarray[Any, Any]:
     """Loads [layers, experts] of a file, or of a run's folder (tokens over all its steps).
 
-    One row (or one list) is one layer. Raises BalanceError.
+    One row (or one list) is one layer. `warn` is told of a first column that names the rows and is
+    left out, and of one that may do so. Raises BalanceError.
     """
     if path.is_dir():
         path = path / "loads.jsonl"
-    return _read(path, LOAD_KEYS)
+    return _read(path, LOAD_KEYS, warn)
 
 
 def load_placement(path: Path) -> np.ndarray[Any, Any]:
     """Slots [layers, slots] of a file, as `moemesh balance --json` writes it."""
-    return _read(path, PLACEMENT_KEYS)
+    # Slots that only count are as good as others.
+    return _read(path, PLACEMENT_KEYS, _ignore)
 
 
-def _read(path: Path, keys: tuple[str, ...]) -> np.ndarray[Any, Any]:
+def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
     readers: dict[str, Callable[[Path, tuple[str, ...]], Any]] = {
         ".json": _read_json,
         ".jsonl": _read_run,
-        ".csv": _read_csv,
+        ".csv": partial(_read_csv, warn=warn),
         ".npy": _read_numpy,
         ".npz": _read_numpy,
     }
@@ -90,13 +99,25 @@ def _pick(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
     )
 
 
-def _read_csv(path: Path, keys: tuple[str, ...]) -> Any:
-    with path.open(encoding="utf-8", newline="") as file:
+def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> Any:
+    # Spreadsheets begin a file with a mark of its encoding.
+    with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    if rows and not _is_number(rows[0][0]):
-        rows = rows[1:]  # a header
+    header = rows.pop(0) if rows and not any(map(_is_number, rows[0][:2])) else None
+    if header is None and rows and rows[0][0].strip().lower() in _ROW_NAMES:
+        header = rows.pop(0)  # as pandas writes it: experts have numbers for names
     if not rows:
         raise BalanceError(f"{path}: no row of numbers with commas between them")
+    if header is not None and header[0].strip().lower().rstrip("s") in ("expert", "expert_id"):
+        raise BalanceError(
+            f"{path}: its rows are experts (the first column is {header[0]!r}); "
+            "every row is a layer, with a load for each expert"
+        )
+    if _numbers_rows(header, rows):
+        rows = [row[1:] for row in rows]
+        warn(f"{path}: the first column names the rows: it is no expert's load")
+    elif header is None:
+        _warn_of_counting(path, rows, warn)
     table: list[list[float]] = []
     for number, row in enumerate(rows):
         wrong = [cell for cell in row if not _is_number(cell)]
@@ -104,6 +125,29 @@ def _read_csv(path: Path, keys: tuple[str, ...]) -> Any:
             raise BalanceError(f"{path}: row {number} holds {wrong[0]!r}, which is no number")
         table.append([float(cell) for cell in row])
     return table
+
+
+def _numbers_rows(header: list[str] | None, rows: list[list[str]]) -> bool:
+    """Whether the first column names the rows: by its header, or by words in every row."""
+    if len(rows[0]) < 2:
+        return False
+    if header is not None and header[0].strip().lower() in _ROW_NAMES:
+        return True
+    return not any(_is_number(row[0]) for row in rows)
+
+
+def _warn_of_counting(path: Path, rows: list[list[str]], warn: Callable[[str], None]) -> None:
+    """Say so when a first column or row only counts: without a header that cannot be told from
+    loads."""
+    column = [row[0].strip() for row in rows]
+    for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
+        counted = [str(number) for number in range(len(cells))]
+        from_one = [str(number) for number in range(1, len(cells) + 1)]
+        if len(cells) > 2 and [cell.strip() for cell in cells] in (counted, from_one):
+            warn(
+                f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is taken "
+                f"for loads; if it is none, write a header that begins with {name}"
+            )
 
 
 def _is_number(cell: str) -> bool:

@@ -128,12 +128,15 @@ def balance(
         except OSError as error:
             raise BalanceError(f"{svg}: {error.strerror or error}") from error
     if settings.policy is None and settings.groups % settings.nodes:
-        print(
-            f"moemesh: warning: nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
-            "so the policy is global: experts of a group, and replicas, may be on any node",
-            file=sys.stderr,
+        _warn(
+            f"nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
+            "so the policy is global: experts of a group, and replicas, may be on any node"
         )
     typer.echo(json.dumps(placed.to_json()) if as_json else _text(placed, settings))
+
+
+def _warn(text: str) -> None:
+    print(f"moemesh: warning: {text}", file=sys.stderr)
 
 
 def place(settings: BalanceSettings) -> Placed:
@@ -150,7 +153,7 @@ def place(settings: BalanceSettings) -> Placed:
             f"nodes ({settings.nodes}) must divide gpus ({settings.gpus}), whatever the policy: "
             f"take {near} nodes"
         )
-    loads = check_loads(load_table(settings.loads), str(settings.loads))
+    loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))
     previous = load_placement(settings.previous) if settings.previous else None
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")

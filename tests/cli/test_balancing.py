@@ -168,6 +168,28 @@ def test_without_replicas_it_permutes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "row", "warning"),
+    [
+        ("layer,e0,e1\n0,5,6\n1,7,8\n", [5, 6], "names the rows"),
+        (",0,1\n0,5,6\n1,7,8\n", [5, 6], "names the rows"),
+        ("layer0,5,6\nlayer1,7,8\n", [5, 6], "names the rows"),
+        ("\ufeff5,6\n7,8\n", [5, 6], None),
+        ("e0,e1\n5,6\n", [5, 6], None),
+        ("0,5,6\n1,7,8\n2,9,1\n", [0, 5, 6], "first column only counts"),
+        ("0,1,2\n5,6,7\n", [0, 1, 2], "first row only counts"),
+    ],
+)
+def test_names_of_rows_are_no_loads(
+    text: str, row: list[int], warning: str | None, tmp_path: Path
+) -> None:
+    path, warnings = tmp_path / "a.csv", list[str]()
+    path.write_text(text, encoding="utf-8")
+    assert load_table(path, warnings.append)[0].tolist() == row
+    assert [text for text in warnings if warning is None or warning not in text] == []
+    assert len(warnings) == (warning is not None)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz\)"),
@@ -180,6 +202,7 @@ def test_without_replicas_it_permutes(tmp_path: Path) -> None:
         ("a.json", "[[1, -1]]", r"a.json: the load of expert 1 in layer 0 is -1"),
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
+        ("a.csv", "expert,load\n0,5\n1,6\n", r"its rows are experts"),
         ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),
         ("a.npy", "nonsense", r"a.npy: no NumPy file of numbers"),
         ("a.jsonl", "{}", r"line 1 holds no loads"),
