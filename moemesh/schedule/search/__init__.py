@@ -126,7 +126,7 @@ def search(
     hand_made = {one.schedule.name: one.cost for one in found}
     bounds: list[float] = []
     for problem in problems:
-        best, bound = _search_placement(question, problem, found, effort / len(problems))
+        best, bound = _search_placement(question, problem, found, effort)
         bounds.append(bound)
         if best is not None:
             found.append(best)
