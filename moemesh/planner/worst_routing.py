@@ -28,6 +28,7 @@ from moemesh.planner.traffic.tensors import StagePlacement
 _ENOUGH = 4
 #: Copies of a rank's rows that exist while its experts run backward, beside those that are kept:
 #: the gradients that came, those of the experts' inputs, and the same in the order of the way back.
+#: Where rows come in two hops, each has its own.
 _ROW_COPIES = 3
 #: Numbers of a row, in widths of an expert, while it is computed: gate and up, their gradients,
 #: the product and its gradient.
@@ -119,6 +120,8 @@ def of_own_run(
     if plan.combine == "exact":
         at_once, chunks = max(counts.rows, counts.balanced), 1
 
+    hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
+
     def held(crowd: float | None) -> float:
         """Bytes under uniform routing (None), or with a share of all tokens in the crowd."""
         routing, rows = None, float(counts.balanced)
@@ -137,7 +140,7 @@ def of_own_run(
             routing=routing,
         )
         width = model.expert_intermediate_size / plan.etp
-        copies = _ROW_COPIES * rows * model.hidden_size
+        copies = _ROW_COPIES * hops * rows * model.hidden_size
         working = copies + _ROW_WIDTHS * min(rows, at_once) * width
         return sum(kinds.values()) + element * working
 

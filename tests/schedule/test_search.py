@@ -301,6 +301,11 @@ def test_a_large_case_still_answers() -> None:
     [
         ((0, 4), {}, "at least 1, got 0 and 4"),
         ((4, 0), {}, "at least 1, got 4 and 0"),
+        (
+            (64, 20000),
+            {},
+            "would order up to 7680000 operations, more than 200000 (nearest: microbatches 520)",
+        ),
         ((4, 4), {"memory_cap": 0.5}, "memory_cap 0.5 of rank 0 is below one microbatch"),
         ((4, 4), {"memory_cap": [4, 4]}, "memory_cap has 2 caps for 4 ranks"),
         ((4, 4), {"stages_per_rank": 0}, "must be numbers of at least 1"),

@@ -33,6 +33,8 @@ IMPROVE_OPERATIONS = 2_500_000
 #: Partial orders of the exact search, and the most operations for which it is tried.
 EXACT_NODES = 20_000
 EXACT_OPERATIONS = 96
+#: Operations of the largest schedule that is searched for: more would take minutes.
+LARGEST_SEARCHED = 200_000
 #: States that are improved.
 STARTS = 3
 
@@ -117,6 +119,7 @@ def search(
         num_ranks, num_microbatches, costs, memory_cap, activation, weight_memory, objective
     )
     chunks = [stages_per_rank] if isinstance(stages_per_rank, int) else list(stages_per_rank)
+    _require_size(question, chunks)
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
     found = [
@@ -284,6 +287,19 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[Problem]:
     for rank in range(ranks):
         _require_room(question, problems, rank)
     return problems
+
+
+def _require_size(question: _Question, chunks: Sequence[int]) -> None:
+    """F, I and W of every microbatch on every stage are to be put in order."""
+    ranks, microbatches = question.num_ranks, question.num_microbatches
+    each = 3 * ranks * max(chunks, default=1)
+    if microbatches * each > LARGEST_SEARCHED:
+        most = max(LARGEST_SEARCHED // each, 1)
+        raise UserError(
+            f"search with ranks {ranks}, microbatches {microbatches} would order up to "
+            f"{microbatches * each} operations, more than {LARGEST_SEARCHED} "
+            f"(nearest: microbatches {most})"
+        )
 
 
 def _require_room(question: _Question, problems: Sequence[Problem], rank: int) -> None:
