@@ -71,7 +71,11 @@ def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[F
             "tests/train/test_resharding.py",
         ),
         Figure(
-            "R8", "40 layouts: gradients equal to one process to 1e-6", "", None, "tests/parity"
+            "R8",
+            "40 layouts: gradients equal to one process to 1e-6",
+            "",
+            None,
+            "tests/parity/test_parity.py tests/parity/test_experts.py",
         ),
         Figure(
             "R9",

@@ -42,7 +42,9 @@ def read_places(path: Place, size: int) -> dict[str, tuple[HeaderEntry, int]]:
     length = _header_length(path, size)
     try:
         header = json.loads(read_start(path, 8 + length)[8:], object_pairs_hook=_once)
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", {})
+        if not isinstance(notes, dict) or any(type(one) is not str for one in notes.values()):
+            raise ValueError("__metadata__ is not an object of texts")
         found = {
             key: (
                 HeaderEntry(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from moemesh.checkpoint.files import CheckpointError, explain
 from moemesh.checkpoint.manifest import Manifest
@@ -114,10 +114,14 @@ class Checkpoint(Stored):
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self.path / name
-            is_remote = isinstance(path, RemotePath)
-            self._open[name] = (
-                RemoteTensors(path) if is_remote else safe_open(path, framework="pt", device="cpu")
-            )
+            try:
+                self._open[name] = (
+                    RemoteTensors(path)
+                    if isinstance(path, RemotePath)
+                    else safe_open(path, framework="pt", device="cpu")
+                )
+            except SafetensorError as error:  # stricter than our own reading of the header
+                raise CheckpointError(f"{path}: {error}") from error
         return self._open[name]
 
     def _check_rectangle(

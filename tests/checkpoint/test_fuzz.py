@@ -11,6 +11,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def changed_json(draw: random.Random, content: Any) -> Any:
         holder, key = draw.choice(places)
         match draw.choice(("replace", "remove", "exchange", "add", "number", "rename")):
             case "replace":
-                holder[key] = draw.choice(VALUES)
+                holder[key] = deepcopy(draw.choice(VALUES))
             case "remove":
                 del holder[key]
             case "exchange":
