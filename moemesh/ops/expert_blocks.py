@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from moemesh.ops.grouped_gemm import grouped_weight_gradient, row_ends
+from moemesh.ops.swiglu import FEWEST_NUMBERS
 from moemesh.ops.weight_gradient import weight_gradient
 
 #: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
 BLOCK_ROWS = 256
+#: The same of wide experts in 16 bits: their products take a quarter of the time, and calls as long
+#: as in 32 (docs/results/layer.md).
+SHORT_BLOCK_ROWS = 2048
 
 
 class Block(NamedTuple):
@@ -26,24 +30,40 @@ class Block(NamedTuple):
     ends_D: Tensor
 
 
+def block_rows(dtype: torch.dtype, width: int) -> int:
+    """How many rows of experts of this `width` end a block on a CPU."""
+    # In larger blocks the SwiGLU of narrow experts would take its compiled form, which rounds in
+    # another way; that of wide ones has taken it in blocks of BLOCK_ROWS.
+    is_wide = BLOCK_ROWS * width >= FEWEST_NUMBERS
+    return SHORT_BLOCK_ROWS if dtype.itemsize == 2 and is_wide else BLOCK_ROWS
+
+
 def expert_blocks(
-    counts_E: Tensor, num_rows: int, max_rows: int | None = None, border: int = 0
+    counts_E: Tensor,
+    num_rows: int,
+    max_rows: int | None = None,
+    border: int = 0,
+    fewest_rows: int | None = None,
 ) -> list[Block]:
     """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
     wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
-    No block has experts on both sides of a `border`; an accelerator waits for it.
+    No block has experts on both sides of a `border`; an accelerator waits for it. A block ends with
+    `fewest_rows` (:func:`block_rows`; None: BLOCK_ROWS) or more, on a CPU.
     """
+    fewest_rows = BLOCK_ROWS if fewest_rows is None else fewest_rows
     if max_rows is None or num_rows <= max_rows:
-        return _blocks_of_whole_experts(counts_E, 0, num_rows, border)
+        return _blocks_of_whole_experts(counts_E, 0, num_rows, border, fewest_rows)
     ends_E, blocks = counts_E.cumsum(0), list[Block]()
     for start in range(0, num_rows, max_rows):
         stop = min(start + max_rows, num_rows)
         within_E = torch.diff(ends_E.clamp(start, stop), prepend=ends_E.new_tensor([start]))
-        blocks += _blocks_of_whole_experts(within_E, start, stop, border)
+        blocks += _blocks_of_whole_experts(within_E, start, stop, border, fewest_rows)
     return [block for block in blocks if block.rows.start < block.rows.stop]
 
 
-def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int, border: int) -> list[Block]:
+def _blocks_of_whole_experts(
+    counts_E: Tensor, start: int, stop: int, border: int, fewest_rows: int
+) -> list[Block]:
     """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
     if counts_E.device.type != "cpu":
         if not border:
@@ -57,7 +77,7 @@ def _blocks_of_whole_experts(counts_E: Tensor, start: int, stop: int, border: in
     expert, row, end = 0, start, start
     for index, count in enumerate(counts_E.tolist(), start=1):
         end += count
-        if end - row >= BLOCK_ROWS or index in (border, len(counts_E)):
+        if end - row >= fewest_rows or index in (border, len(counts_E)):
             ends_D = row_ends(counts_E[expert:index])
             blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
             expert, row = index, end

@@ -39,7 +39,14 @@ from moemesh.ops.expert_adapters import (
     narrow_gradient,
     part_of,
 )
-from moemesh.ops.expert_blocks import Block, WeightGradient, Whole, expert_blocks, of_rows
+from moemesh.ops.expert_blocks import (
+    Block,
+    WeightGradient,
+    Whole,
+    block_rows,
+    expert_blocks,
+    of_rows,
+)
 from moemesh.ops.expert_weights import ExpertKind, ExpertWeights
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.permute import RowMap, sum_rows
@@ -126,10 +133,17 @@ class _ExpertMLP(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         experts, rows = call.weights(tensors), call.rows
-        blocks = expert_blocks(call.counts_E, rows.num_rows, call.max_rows, experts.border)
+        width = experts.gate_up.shape[2]
+        blocks = expert_blocks(
+            call.counts_E,
+            rows.num_rows,
+            call.max_rows,
+            experts.border,
+            block_rows(source_NH.dtype, width),
+        )
         is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
-        num_numbers = 2 * experts.gate_up.shape[2]
+        num_numbers = 2 * width
         h = Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
         y = Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
         for block in blocks:

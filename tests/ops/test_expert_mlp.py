@@ -86,6 +86,37 @@ def test_blocks_cover_experts_and_rows_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(expert_blocks(torch.zeros(3, dtype=torch.int64), 0)) == 1
 
 
+def test_blocks_of_wide_experts_in_16_bits_are_larger_and_their_numbers_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for dtype, width, larger in (
+        (torch.bfloat16, 256, True),
+        (torch.bfloat16, 255, False),
+        (torch.float32, 256, False),
+    ):
+        assert (blocks_module.block_rows(dtype, width) > blocks_module.BLOCK_ROWS) == larger
+    rows, hidden, width = [256, 300, 0, 257], 16, 256
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    counts = torch.tensor(rows)
+    source, upstream = made(sum(rows), hidden), made(sum(rows), hidden)
+    weights = torch.rand(sum(rows), generator=generator)
+    gate_up, down = made(len(rows), 2, width, hidden), made(len(rows), hidden, width)
+    found: list[list[Tensor]] = []
+    for block in (256, 2048):
+        monkeypatch.setattr(blocks_module, "SHORT_BLOCK_ROWS", block)
+        leaves = [one.clone().requires_grad_() for one in (source, weights, gate_up, down)]
+        experts = ExpertWeights(*leaves[2:])
+        y = expert_mlp(leaves[0], identity(sum(rows), source.device), leaves[1], counts, experts)
+        y.backward(upstream)
+        found.append([y, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert len(found[0]) == 5
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("max_rows", [1, 4, 14])
 def test_bounded_blocks_cut_experts_where_they_must(max_rows: int) -> None:
     blocks = expert_blocks(torch.tensor([1, 0, 9, 3, 2, 0]), 15, max_rows)
