@@ -1,11 +1,11 @@
 """Buckets of parameters: what is summed, sharded and gathered in one operation, by one rule.
 
-A bucket joins parameters whose gradients are summed over the same axis, whose weights have the same
-dtype, which two pipeline ranks hold both or not, and which train or not. Parameters come in
-reversed order, because the backward reaches the last layers first; a bucket is closed when it is
-large enough. A bucket of n numbers is one flat vector: where states are sharded, rank i of the N
-ranks that share them owns ``shard_range(n, N, i)`` of it (:func:`owned_sizes`; of a parameter
-server those that serve).
+A bucket joins parameters whose gradients are summed over the same axis (under zero3: over the same
+ranks), whose weights have the same dtype, which two pipeline ranks hold both or not, and which
+train or not. Parameters come in reversed order, because the backward reaches the last layers first;
+a bucket is closed when it is large enough. A bucket of n numbers is one flat vector: where states
+are sharded, rank i of the N ranks that share them owns ``shard_range(n, N, i)`` of it
+(:func:`owned_sizes`; of a parameter server those that serve).
 
 | plan.data | a bucket ends | because |
 |---|---|---|
@@ -19,10 +19,10 @@ A unit is the embedding, a layer, or everything behind the last layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moemesh.config.layout import shard_sizes
+from moemesh.config.layout import EXPERT_AXES, shard_sizes
 
 #: Bytes of one bucket of gradients: large enough for bandwidth, small enough to start early.
 BUCKET_BYTES = 25 << 20
@@ -60,6 +60,7 @@ class Bucket:
 
     @property
     def axis(self) -> str:
+        """That of one member; those of the others have the same ranks."""
         return self.members[0].axis
 
     @property
@@ -87,6 +88,16 @@ class Bucket:
     def numbers(self) -> int:
         return sum(member.numbers for member in self.members)
 
+    def expert_numbers(self, own: range) -> int:
+        """How many of the numbers in the range `own` are those of routed experts."""
+        found = start = 0
+        for member in self.members:
+            stop = start + member.numbers
+            if member.axis in EXPERT_AXES:
+                found += len(range(max(own.start, start), min(own.stop, stop)))
+            start = stop
+        return found
+
 
 def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:
     """How many numbers of a flat vector each of `ranks` ranks owns: equal parts for the first
@@ -103,10 +114,15 @@ def unit_of(name: str) -> str:
 
 
 def buckets(
-    members: Sequence[Member], data: str, bucket_bytes: int | None = None
+    members: Sequence[Member],
+    data: str,
+    bucket_bytes: int | None = None,
+    same_ranks: Callable[[str], str] | None = None,
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
-    them; `members` in the model's order. `bucket_bytes` None: the size that fits `data`."""
+    them; `members` in the model's order. `bucket_bytes` None: the size that fits `data`.
+    `same_ranks`: an axis -> one name for all that have its groups
+    (:meth:`moemesh.config.layout.Layout.same_ranks`), which zero3 joins; None: it joins none."""
     if bucket_bytes is None:
         bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
     units = data == "zero3"
@@ -115,7 +131,7 @@ def buckets(
     unfinished: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for place, member in enumerate(reversed(members)):
         key = (
-            member.axis,
+            same_ranks(member.axis) if units and same_ranks else member.axis,
             member.weight_bytes,
             member.mirrored,
             member.trains,

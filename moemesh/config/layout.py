@@ -170,6 +170,27 @@ class Layout:
         first is `axis` itself where it is not cut."""
         return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
+    def same_ranks(self, axis: str) -> str:
+        """The first of :data:`SHARDED_AXES` whose groups are those of `axis`, one of them."""
+        shape = self._shape_of_groups(axis)
+        return next(one for one in SHARDED_AXES if self._shape_of_groups(one) == shape)
+
+    def _shape_of_groups(self, axis: str) -> list[tuple[int, int]]:
+        """(degree, distance of neighbours in ranks) of the dimensions that a group spans, innermost
+        first; dimensions that continue one another are one."""
+        view, spanned = AXES[axis]
+        found: list[tuple[int, int]] = []
+        distance = 1
+        for name, degree in reversed(self.dimensions(view).items()):
+            if name in spanned and degree > 1:
+                if found and found[-1][0] * found[-1][1] == distance:
+                    degree_within, distance_within = found.pop()
+                    found.append((degree * degree_within, distance_within))
+                else:
+                    found.append((degree, distance))
+            distance *= degree
+        return found
+
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""
         return next(group for group in self.groups(axis) if rank in group)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from moemesh.config.buckets import Member, buckets, owned_sizes, unit_of
+from moemesh.config.layout import SHARDED_AXES, Layout
 
 
 def member(
@@ -51,6 +54,36 @@ def test_a_bucket_of_zero2_stays_inside_of_a_stage_and_one_of_zero3_inside_of_a_
         assert [bucket.unit for bucket in buckets(MODEL, "zero3", limit)] == (
             ["head"] * 2 + ["layers.1"] * 3 + ["layers.0"] * 2 + ["embedding"]
         )
+
+
+def test_a_unit_of_zero3_is_one_bucket_where_the_axes_of_its_classes_have_the_same_ranks() -> None:
+    experts = member("layers.1.feed_forward.experts.down", 12, "edp", stages=(1,))
+    model = [*MODEL[:-2], experts, *MODEL[-2:]]
+    joined = buckets(model, "zero3", same_ranks=Layout(dp=4).same_ranks)
+    # The router's weights have another dtype.
+    assert [(bucket.unit, bucket.numbers) for bucket in joined] == [
+        ("head", 10), ("layers.1", 4), ("layers.1", 20), ("layers.0", 8), ("embedding", 8)
+    ]  # fmt: skip
+    layer = next(bucket for bucket in joined if experts in bucket.members)
+    assert [layer.expert_numbers(range(*ends)) for ends in ((0, 20), (5, 14), (12, 20))] == [
+        12, 7, 0
+    ]  # fmt: skip
+    # Under expert parallelism fewer ranks hold the same experts; others join nothing.
+    split = buckets(model, "zero3", same_ranks=Layout(dp=4, ep=2).same_ranks)
+    assert [bucket.numbers for bucket in split if bucket.unit == "layers.1"] == [12, 4, 8]
+    for data in ("replicate", "zero1", "zero2"):
+        assert buckets(model, data, same_ranks=Layout(dp=4).same_ranks) == buckets(model, data)
+
+
+def test_axes_have_the_same_ranks_just_where_their_groups_are_equal() -> None:
+    degrees = itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2))
+    for pp, dp, cp, tp, ep, etp in degrees:
+        if (dp * cp * tp) % (ep * etp) == 0:
+            layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+            groups = {axis: layout.groups(axis) for axis in SHARDED_AXES}
+            for one, other in itertools.combinations(SHARDED_AXES, 2):
+                joined = layout.same_ranks(one) == layout.same_ranks(other)
+                assert joined == (groups[one] == groups[other]), (layout, one, other)
 
 
 def test_members_of_several_stages_have_a_bucket_of_their_own() -> None:

@@ -127,9 +127,9 @@ class ReplicatedBucket:
         return self.total.numel() * self.total.element_size()
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that this rank keeps between steps."""
-        return self.rule.numbers * self.rule.weight_bytes
+    def kept_weights(self) -> range:
+        """The numbers whose weights this rank keeps between steps."""
+        return range(self.rule.numbers)
 
     # A step.
 

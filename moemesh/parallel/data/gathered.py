@@ -35,8 +35,8 @@ class GatheredBucket(ScatteredBucket):
         return self.whole(name, part)
 
     @property
-    def weight_bytes(self) -> int:
-        return len(self.own) * self.rule.weight_bytes
+    def kept_weights(self) -> range:
+        return self.own
 
     def publish(self) -> Wait | None:
         return None

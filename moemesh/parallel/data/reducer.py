@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.buckets import Member, buckets
-from moemesh.config.layout import EXPERT_AXES
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
 from moemesh.parallel.data.gathered import GatheredBucket
@@ -94,7 +93,10 @@ class GradientReducer:
                 owners=owners(rule.axis, mesh[mesh.layout.sharding_axes(rule.axis)[0]].size),
                 exact=exact,
             )
-            for rule in buckets(members, data, bucket_bytes)
+            # An exact sum depends on the parameter's class, not on its ranks alone.
+            for rule in buckets(
+                members, data, bucket_bytes, None if exact else mesh.layout.same_ranks
+            )
         ]
         #: Of parameters that train, and of the others.
         self.buckets = [bucket for bucket in made if bucket.rule.trains]
@@ -247,8 +249,13 @@ class GradientReducer:
     def weight_bytes(self, *, experts: bool) -> int:
         """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
         others."""
-        held = (*self.buckets, *self.frozen)
-        return sum(one.weight_bytes for one in held if (one.rule.axis in EXPERT_AXES) == experts)
+        found = 0
+        for bucket in (*self.buckets, *self.frozen):
+            kept = bucket.kept_weights
+            of_experts = bucket.rule.expert_numbers(kept)
+            numbers = of_experts if experts else len(kept) - of_experts
+            found += numbers * bucket.rule.weight_bytes
+        return found
 
     @property
     def gathered_bytes(self) -> int:
@@ -259,6 +266,10 @@ class GradientReducer:
         # Never out of order: every rank issues the same sequence.
         while self._queue and not (only_full and self._queue[0].waiting > 0):
             bucket = self._queue.popleft()
+            # Of weights that are sharded, the sums of one unit at a time: memory of two would be
+            # more than the rest of a step needs.
+            while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
+                self._under_way.popleft().wait()
             bucket.launch()
             if self.data != "replicate":
                 self._under_way.append(bucket)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from moemesh.config.buckets import Bucket, owned_sizes
-from moemesh.config.layout import EXPERT_AXES, Layout
+from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import members
@@ -60,9 +60,12 @@ def predict_states(
     weights = {True: 0, False: 0}
     gradients = masters = moments = updated = 0
     for bucket in data_buckets(placement, layout, rank, element):
-        wide, own = bucket.gradient_bytes, owned(plan, layout, rank, bucket)
-        kept = own if plan.data == "zero3" else bucket.numbers
-        weights[bucket.axis in EXPERT_AXES] += kept * bucket.weight_bytes
+        share = owned(plan, layout, rank, bucket)
+        wide, own = bucket.gradient_bytes, len(share)
+        kept = share if plan.data == "zero3" else range(bucket.numbers)
+        of_experts = bucket.expert_numbers(kept)
+        weights[True] += of_experts * bucket.weight_bytes
+        weights[False] += (len(kept) - of_experts) * bucket.weight_bytes
         if not bucket.trains:
             continue
         gradients += (own if plan.data in ("zero2", "zero3") else bucket.numbers) * wide
@@ -86,13 +89,14 @@ def predict_states(
     )
 
 
-def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> int:
-    """Numbers of `bucket` whose masters and moments `rank` keeps."""
+def owned(plan: Plan, layout: Layout, rank: int, bucket: Bucket) -> range:
+    """The numbers of `bucket` whose masters and moments `rank` keeps."""
     if plan.data == "replicate":
-        return bucket.numbers
+        return range(bucket.numbers)
     ranks = members(layout, layout.sharding_axes(bucket.axis)[0], rank)
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
-    return sizes[ranks.index(rank)]
+    index = ranks.index(rank)
+    return range(sum(sizes[:index]), sum(sizes[: index + 1]))
 
 
 def _bias_bytes(placement: StagePlacement, pp_rank: int) -> int:

@@ -134,4 +134,6 @@ def data_buckets(
                 trains=tensor.trains,
             )
         )
-    return buckets(members, placement.plan.data)
+    plan = placement.plan
+    is_exact = plan.combine == "exact"
+    return buckets(members, plan.data, same_ranks=None if is_exact else layout.same_ranks)
