@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from moemesh.config.errors import UserError
 from moemesh.config.renames import SCHEMA_KEY
@@ -93,7 +93,10 @@ def _defaults() -> dict[str, object]:
         for key, item in section.model_fields.items():
             value: object = item.default
             if value is not None:
-                found[f"{name}.{key}"] = list(value) if isinstance(value, tuple) else value
+                is_list = isinstance(value, tuple)
+                found[f"{name}.{key}"] = (
+                    list(cast("tuple[object, ...]", value)) if is_list else value
+                )
     return found
 
 
@@ -132,7 +135,7 @@ def _flatten(table: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= _flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
