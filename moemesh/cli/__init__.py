@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "configuration": ("config",),
     "doctor": ("doctor",),
     "checkpoints": ("checkpoint",),
+    "checkpoint_diff": ("checkpoint",),
     "replaying": ("replay",),
     "planning": ("estimate", "plan", "validate", "calibrate"),
     "layout": ("layout",),

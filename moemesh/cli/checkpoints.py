@@ -1,4 +1,4 @@
-"""The verbs checkpoint ls, verify, diff and prune: what lies on the disk, without torch."""
+"""The verbs checkpoint ls, verify and prune: what lies on the disk, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import json
@@ -6,16 +6,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
+from moemesh.cli.checkpoint_place import find
 from moemesh.cli.table import table
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
-    from moemesh.checkpoint.stored import Damage, Stored
+    from moemesh.checkpoint.stored import Damage
 
 Place = Annotated[
     str,
@@ -24,51 +25,6 @@ Place = Annotated[
         help="A run, its folder checkpoints (or its address), or one checkpoint: RUN/step-N.",
     ),
 ]
-#: Rows of a table of differences, unless all are asked for.
-_LINES = 20
-
-
-class _Found(NamedTuple):
-    """A folder of checkpoints, and the steps that are meant, newest first."""
-
-    folder: "Folder"
-    steps: list[int]
-
-    def path(self, step: int) -> "Folder":
-        return self.folder / f"step-{step}"
-
-
-def _find(text: str) -> _Found:
-    """What a path or address on the command line means. CheckpointError where there is no
-    checkpoint."""
-    from moemesh.checkpoint.files import COMMITTED, CheckpointError
-    from moemesh.checkpoint.remote import place_of
-    from moemesh.checkpoint.stored import candidates
-
-    place = place_of(text)
-    if match := COMMITTED.fullmatch(place.name):
-        for folder in _folders(place.parent):
-            if (folder / place.name).is_dir():
-                return _Found(folder, [int(match[1])])
-        raise CheckpointError(f"{place}: there is no such checkpoint{_others(place.parent)}")
-    for folder in _folders(place):
-        if steps := candidates(folder):
-            return _Found(folder, steps)
-    raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
-
-
-def _folders(place: "Folder") -> "list[Folder]":
-    """Where a run in `place`, or `place` itself, would have checkpoints."""
-    from moemesh.train.folder import checkpoints_of
-
-    return [checkpoints_of(place), place] if isinstance(place, Path) else [place]
-
-
-def _others(place: "Folder") -> str:
-    from moemesh.checkpoint.stored import candidates
-
-    steps = next(filter(None, map(candidates, _folders(place))), [])
-    return f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
 
 
 @checkpoint_app.command(short_help="Steps, sizes, layouts, and which are verified.")
@@ -84,7 +40,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     from moemesh.checkpoint.retention import standing
     from moemesh.checkpoint.stored import read_manifest, unfinished
 
-    found = _find(place)
+    found = find(place)
     rows: list[dict[str, Any]] = []
     for step in found.steps:
         one = standing(found.folder, step, read_back=False)
@@ -159,7 +115,7 @@ def verify(
     from moemesh.checkpoint.retention import Standing, nonfinite, remember
     from moemesh.checkpoint.stored import examine, open_stored
 
-    found = _find(place)
+    found = find(place)
     content: list[dict[str, Any]] = []
     is_damaged = False
     for step in found.steps:
@@ -221,111 +177,6 @@ def _say_verified(path: "Folder", damages: Sequence[str], names: Sequence[str], 
         typer.echo(f"  numbers that are not finite: {', '.join(names[:3])}{more}")
 
 
-@checkpoint_app.command(short_help="Which tensors of two checkpoints differ, and by how much.")
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
-    all_lines: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compare two checkpoints by logical names, whatever layouts wrote them.
-
-    largest: the largest absolute difference of two numbers; relative: over the largest magnitude
-    in A. Exit code 1 where anything differs. Example:
-
-        moemesh checkpoint diff runs/a/step-100 runs/b/step-100
-    """
-    from moemesh.checkpoint.numbers import difference
-    from moemesh.checkpoint.stored import open_stored
-
-    a, b = (open_stored(found.folder, found.steps[0]) for found in (_find(first), _find(second)))
-    ours, theirs = set(a.names()), set(b.names())
-    rows: list[dict[str, Any]] = []
-    others: list[str] = []
-    for name in sorted(ours & theirs):
-        one, other = a.entry(name), b.entry(name)
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (one, other))
-            others.append(f"{name}: {' and '.join(kinds)}")
-        elif (found := difference(a, b, name)).num_different:
-            rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
-    rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
-    states = _changed(a, b)
-    content = {
-        "first": str(a.path),
-        "second": str(b.path),
-        "equal": len(ours & theirs) - len(rows) - len(others),
-        "different": rows,
-        "other_shape_or_dtype": others,
-        "only_in_first": sorted(ours - theirs),
-        "only_in_second": sorted(theirs - ours),
-        "state": states,
-    }
-    differs = bool(rows or others or ours ^ theirs)
-    if as_json:
-        # Python writes the word Infinity, which is no JSON.
-        typer.echo(json.dumps(_finite(content), indent=1))
-        raise typer.Exit(int(differs))
-    _say_difference(content, all_lines=all_lines)
-    raise typer.Exit(int(differs))
-
-
-def _changed(a: "Stored", b: "Stored") -> dict[str, list[Any]]:
-    """The keys of the state that differ, each with both values."""
-    keys = sorted({*a.state, *b.state})
-    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and value in (float("inf"), -float("inf")) else value
-
-
-def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
-    rows: list[dict[str, Any]] = content["different"]
-    shown = rows if all_lines else rows[:_LINES]
-    if rows:
-        header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
-        lines = [
-            [
-                row["tensor"],
-                row["dtype"],
-                f"{row['num_different']:,} of {row['num_elements']:,}",
-                f"{row['largest']:.3g}",
-                f"{row['relative']:.3g}",
-            ]
-            for row in shown
-        ]
-        typer.echo(table(header, lines, left=2))
-    if len(shown) < len(rows):
-        typer.echo(f"... and {len(rows) - len(shown)} more: --all shows them")
-    for row in rows:
-        if any(row["num_nonfinite"]):
-            here, there = row["num_nonfinite"]
-            typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
-    for line in content["other_shape_or_dtype"]:
-        typer.echo(line)
-    for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
-        names: list[str] = content[key]
-        for name in names if all_lines else names[:_LINES]:
-            typer.echo(f"{name}: only in {side}")
-        if len(names) > _LINES and not all_lines:
-            typer.echo(f"... and {len(names) - _LINES} more only in {side}: --all shows them")
-    for key, (old, new) in content["state"].items():
-        if len(text := f"{key}: {json.dumps(old)} and {json.dumps(new)}") <= 100:
-            typer.echo(text)
-        else:
-            typer.echo(f"{key}: differs")
-    typer.echo(
-        f"{content['equal']} tensors are equal to the bit, {len(rows)} differ, "
-        f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
-    )
-
-
 @checkpoint_app.command(short_help="Delete old checkpoints as a run would.")
 def prune(
     place: Annotated[
@@ -356,7 +207,7 @@ def prune(
     from moemesh.checkpoint.remote import place_of
     from moemesh.train.folder import LEASE, RunFolder
 
-    found = _find(place)
+    found = find(place)
     if len(found.steps) == 1 and place.rstrip("/").endswith(f"/step-{found.steps[0]}"):
         raise CheckpointError(f"{place}: is one checkpoint; give the run")
     named = place_of(place)
@@ -368,7 +219,7 @@ def prune(
         raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
     keep = _kept(run) if keep is None and run is not None else keep
     assert keep is not None
-    folder = RunFolder(run or Path(), has_run=True)
+    folder = RunFolder(run or Path(), has_run=True, checkpoints=found.folder)
     if run is not None and (run / LEASE).exists() and not dry_run:
         folder.lock()
     try:
