@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moemesh.trace.word_file import NAME_BYTES, Collective, Word
 
@@ -33,29 +34,33 @@ def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
     """The different calls behind one number of a group, those of the most ranks first and those at
     fault last; of equally many ranks, those of the lowest rank first. Empty where all agree.
 
-    Compared are the operations that ranks wait in, or have waited in last. Messages between two
-    ranks are not: their tags let them be started in any order.
+    Compared are the operations that ranks wait in, or have waited in last, and those before them: a
+    rank that receives less than it expects may get past the operation, and fail in the next one.
+    Of several numbers of a group the lowest counts, since the others may follow from it. Messages
+    between two ranks are not compared: their tags let them be started in any order.
     """
-    by_number: defaultdict[tuple[str, int], list[Word]] = defaultdict(list)
-    for word in words:
-        one = word.collective
-        # Two groups may share a name that was cut.
-        if one is not None and 0 < len(one.group) < NAME_BYTES and ">" not in one.group:
-            by_number[one.group, one.number].append(word)
-    found: list[tuple[Call, ...]] = []
-    for same in by_number.values():
-        calls: defaultdict[tuple[str, int], list[Word]] = defaultdict(list)
-        for word in sorted(same, key=lambda word: word.rank):
-            one = word.collective
-            assert one is not None
-            calls[one.op, one.num_bytes if one.op in _OF_THE_WHOLE else -1].append(word)
+    by_number: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+    for word in sorted(words, key=lambda word: word.rank):
+        for one in (word.collective, word.before):
+            # Two groups may share a name that was cut.
+            if one is not None and 0 < len(one.group) < NAME_BYTES and ">" not in one.group:
+                by_number[one.group, one.number].append(_Called(word.rank, one))
+    found: dict[str, tuple[Call, ...]] = {}
+    for (group, _), same in sorted(by_number.items()):
+        calls: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+        for called in same:
+            op, num_bytes = called.collective.op, called.collective.num_bytes
+            calls[op, num_bytes if op in _OF_THE_WHOLE else -1].append(called)
         if len(calls) > 1:
             ordered = sorted(calls.values(), key=lambda those: (-len(those), those[0].rank))
-            found.append(tuple(map(_call, ordered)))
-    return max(found, key=lambda calls: sum(len(call.ranks) for call in calls), default=())
+            found.setdefault(group, tuple(map(_call, ordered)))
+    return max(found.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=())
 
 
-def _call(words: Sequence[Word]) -> Call:
-    (first, *_) = words
-    assert first.collective is not None
-    return Call(collective=first.collective, ranks=tuple(word.rank for word in words))
+class _Called(NamedTuple):
+    rank: int
+    collective: Collective
+
+
+def _call(those: Sequence[_Called]) -> Call:
+    return Call(collective=those[0].collective, ranks=tuple(one.rank for one in those))

@@ -30,6 +30,7 @@ from moemesh.trace.word_file import (
     RANK_BYTES,
     RECORD,
     STEP,
+    TICKET,
     Word,
     members_text,
     read_word,
@@ -61,6 +62,8 @@ class _Writer:
         self.inside = self.done = self.code = 0
         #: What the record shows, and the operation that was entered last.
         self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
+        #: The bytes of what it shows, and of what it showed before.
+        self.shown = self.before = bytes(TICKET.size)
         self.waited = self.waited_in_steps = self.since = 0.0
         self.worked = self.began = 0.0
         self.waited_before: float | None = None
@@ -72,7 +75,6 @@ class _Writer:
 
     def write(self) -> None:
         self.changes += 1
-        ticket = self.ticket
         record = RECORD.pack(
             self.changes,
             self.pid,
@@ -85,12 +87,8 @@ class _Writer:
             self.inside,
             self.done,
             self.code,
-            # Size and place of the group share a number, so that the record stays small.
-            (min(ticket.num_bytes, (1 << 55) - 1) << 8) | (ticket.group + 1),
-            ticket.number,
-            ticket.op,
-            ticket.axis,
-            ticket.caller,
+            self.shown,
+            self.before,
             time.monotonic(),
             self.waited,
             self.worked,
@@ -99,6 +97,20 @@ class _Writer:
         # Not pack_into, which fills the place with zeros first.
         place = self.start + PLACE_BYTES * (self.changes & 1)
         self.memory[place : place + RECORD.size] = record
+
+    def show(self, ticket: Ticket) -> None:
+        """Let the record show this operation; what it has shown is the one before."""
+        if ticket is self.ticket:
+            return
+        self.ticket, self.before = ticket, self.shown
+        self.shown = TICKET.pack(
+            # Size and place of the group share a number, so that the record stays small.
+            (min(ticket.num_bytes, (1 << 55) - 1) << 8) | (ticket.group + 1),
+            ticket.number,
+            ticket.op,
+            ticket.axis,
+            ticket.caller,
+        )
 
     def group(self, ranks: Sequence[int], separator: str) -> int:
         """The slot of a group; -1 when all are taken."""
@@ -240,7 +252,8 @@ def waiting(ticket: Ticket | None) -> None:
         return
     if own.background and threading.get_ident() in own.background:
         return
-    own.ticket, own.inside, own.since = ticket, 1, time.monotonic()
+    own.show(ticket)
+    own.inside, own.since = 1, time.monotonic()
     own.write()
 
 
@@ -250,7 +263,8 @@ def waiting_for_device() -> None:
     own = _own
     if own is None or (own.background and threading.get_ident() in own.background):
         return
-    own.ticket, own.inside = own.newest, ON_DEVICE
+    own.show(own.newest)
+    own.inside = ON_DEVICE
     own.write()
 
 
@@ -290,7 +304,7 @@ def failed() -> None:
     if (own := _own) is not None and not own.done:
         own.code = FAILED
         if not own.inside:
-            own.ticket = own.newest
+            own.show(own.newest)
         own.write()
 
 

@@ -33,7 +33,11 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
 FAILED = -1
 #: `inside` of a rank that waits for its device.
 ON_DEVICE = 2
-RECORD = struct.Struct("<Qqq12siiiQBBhQQ16s16s32sdddQ")
+#: An operation: its bytes and the place of its group in one number, its own number in the group,
+#: and the names of operation, axis and caller.
+TICKET = struct.Struct("<QQ16s16s32s")
+#: With two operations: the one that is shown, and the one that was shown before.
+RECORD = struct.Struct("<Qqq12siiiQBBh80s80sdddQ")
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
 NUM_GROUPS = 64
@@ -43,7 +47,7 @@ PLACE_BYTES = 256
 HEADER_BYTES = 2 * PLACE_BYTES
 #: Bytes of one rank's part of the file.
 RANK_BYTES = HEADER_BYTES + NUM_GROUPS * GROUP.size
-assert RECORD.size <= PLACE_BYTES
+assert RECORD.size <= PLACE_BYTES and TICKET.size == 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class Word:
     ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last, or,
     after a failure, entered last;
     ``on_device``: it waits for its device, which has come to ``collective`` at most.
+    ``before``: the operation that it showed before, which it has got past.
     ``waited``: seconds inside of collectives so far;
     ``worked``: seconds outside of them in the steps before this one.
     ``done``: it leaves as intended, with ``code``; ``failed``: with an exception, of which it has
@@ -97,6 +102,7 @@ class Word:
     worked: float
     counts: dict[str, int] = field(default_factory=dict[str, int])
     on_device: bool = False
+    before: Collective | None = None
 
     def entered(self, collective: Collective) -> bool:
         """Whether this rank has entered `collective` of a group that it is a member of."""
@@ -191,7 +197,7 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         return None
     fields = RECORD.unpack(raw)
     (changes, pid, step, phase, microbatch, layer, stage, number, inside, done, code) = fields[:11]
-    (group, in_group, op, axis, caller, moved, waited, worked, _) = fields[11:]
+    (shown, before, moved, waited, worked, _) = fields[11:]
     counts: dict[str, int] = {}
     names: list[str] = []
     for slot in range(NUM_GROUPS):
@@ -200,20 +206,6 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
             break
         names.append(_text(name))
         counts[names[-1]] = count
-    collective = None
-    if op[0]:
-        num_bytes: int = group >> 8
-        place: int = (group & 0xFF) - 1
-        among = names[place] if 0 <= place < len(names) else ""
-        collective = Collective(
-            op=_text(op),
-            axis=_text(axis),
-            group=among,
-            members=members_of(among) if among else (),
-            number=in_group,
-            caller=_text(caller),
-            num_bytes=num_bytes,
-        )
     return Word(
         rank=rank,
         changes=changes,
@@ -228,12 +220,31 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         done=bool(done),
         failed=code == FAILED,
         code=code,
-        collective=collective,
+        collective=_collective(shown, names),
         moved=moved,
         waited=waited,
         worked=worked,
         counts=counts,
         on_device=inside == ON_DEVICE,
+        before=_collective(before, names),
+    )
+
+
+def _collective(raw: bytes, groups: Sequence[str]) -> Collective | None:
+    group, number, op, axis, caller = TICKET.unpack(raw)
+    if not op[0]:
+        return None
+    num_bytes: int = group >> 8
+    place: int = (group & 0xFF) - 1
+    among = groups[place] if 0 <= place < len(groups) else ""
+    return Collective(
+        op=_text(op),
+        axis=_text(axis),
+        group=among,
+        members=members_of(among) if among else (),
+        number=number,
+        caller=_text(caller),
+        num_bytes=num_bytes,
     )
 
 

@@ -67,6 +67,45 @@ def test_other_numbers_other_groups_and_messages_are_not_compared() -> None:
     assert mismatch([word(0), word(1)]) == ()
 
 
+def test_a_rank_that_got_past_it_is_still_told() -> None:
+    """In an all_gather a rank that receives less goes on, and loses contact in the next one."""
+    right, short = call("all_gather", 64), call("all_gather", 32)
+    found = [word(rank, at=right) for rank in (0, 1, 2)]
+    found.append(replace(word(3, at=call("barrier", 0, 8)), before=short))
+    assert ranks_of(found) == [(0, 1, 2), (3,)]
+    # others that went on as well: what came first counts, whatever differs behind it
+    found[:2] = [replace(word(r, at=call("all_reduce", 8, 8)), before=right) for r in (0, 1)]
+    (most, least) = mismatch(found)
+    assert (most.ranks, least.ranks, least.collective) == ((0, 1, 2), (3,), short)
+    assert ranks_of([replace(one, before=call(number=6)) for one in words(*[call()] * 4)]) == []
+
+
+def test_a_record_shows_the_operation_before() -> None:
+    memory = bytearray(RANK_BYTES)
+    progress_words.attach_memory(memory, 0)
+
+    def shown() -> list[tuple[str, int, int] | None]:
+        found = read_word(memory, 0)
+        assert found is not None
+        both = (found.before, found.collective)
+        return [one and (one.op, one.number, one.num_bytes) for one in both]
+
+    try:
+        assert shown() == [None, None]
+        for number, op in enumerate(("barrier", "all_gather", "broadcast"), start=1):
+            ticket = progress_words.entered(op, "dp", "test", (0, 1), 8 * number)
+            assert ticket is not None and shown()[1] != (op, number, 8 * number)
+            for _ in range(2):  # a wait in two parts is one operation
+                progress_words.waiting(ticket)
+                progress_words.left()
+        assert shown() == [("all_gather", 2, 16), ("broadcast", 3, 24)]
+        progress_words.entered("all_reduce", "tp", "test", (0, 2), 4)
+        progress_words.failed()
+        assert shown() == [("broadcast", 3, 24), ("all_reduce", 1, 4)]
+    finally:
+        progress_words.detach()
+
+
 MESSAGE = (
     "rank 2 called all_gather of 64 bytes (gradients) as #7 of dp, "
     "where ranks 0, 1 and 3 called all_reduce of 8 bytes (gradients)"
