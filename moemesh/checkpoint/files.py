@@ -16,9 +16,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moemesh.checkpoint.beside import beside
 from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.config.errors import UserError
@@ -97,23 +99,38 @@ class Written(NamedTuple):
     digests: list[list[str]]
 
 
-def write_file(path: Place, parts: Iterable[bytes | memoryview]) -> Written:
+def write_file(
+    path: Place,
+    parts: Iterable[bytes | memoryview],
+    look: Callable[[int, memoryview], object] = lambda part, piece: None,
+) -> Written:
     """Writes a new file and syncs it.
 
-    The digests are taken from memory before the bytes are written, so that they also catch what
-    goes wrong on the way to the disk.
+    The digests are taken from memory, beside the writing, so that they also catch what goes wrong
+    on the way to the disk. `look` is called there, too: with the number of a part, and at most
+    CHUNK_BYTES of it at once.
     """
-    size, digests = 0, list[list[str]]()
-    with _writing(path) as write:
-        for part in parts:
+    size, num_pieces = 0, list[int]()
+
+    def pieces(write: Callable[[memoryview], object]) -> Iterator[tuple[int, memoryview]]:
+        nonlocal size
+        for number, part in enumerate(parts):
             view = memoryview(part).cast("B")
-            digests.append([])
-            for start in range(0, len(view), CHUNK_BYTES):
+            starts = range(0, len(view), CHUNK_BYTES)
+            num_pieces.append(len(starts))
+            for start in starts:
                 piece = view[start : start + CHUNK_BYTES]
-                digests[-1].append(hash_bytes(piece))
-                size += len(piece)
+                yield number, piece
                 write(piece)
-    return Written(size, digests)
+            size += len(view)
+
+    def work(item: tuple[int, memoryview]) -> str:
+        look(*item)
+        return hash_bytes(item[1])
+
+    with _writing(path) as write:
+        digests = iter([*beside(work, pieces(write), lambda item: len(item[1]))])
+    return Written(size, [[*islice(digests, number)] for number in num_pieces])
 
 
 @contextmanager
@@ -153,6 +170,15 @@ def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     sync_folder(path.parent)
 
 
+def create_file(path: Place, content: bytes) -> None:
+    """Writes a small file of a new name; FileExistsError where there is one."""
+    if isinstance(path, RemotePath):
+        path.create(content)
+        return
+    write_file(path, [content])
+    sync_folder(path.parent)
+
+
 def sync_folder(path: Place) -> None:
     """Makes the names in a folder durable."""
     if isinstance(path, RemotePath):
@@ -181,13 +207,14 @@ def remove_file(path: Place) -> None:
         os.unlink(path)
 
 
-def remove_folder(path: Place) -> None:
+def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None:
     """Deletes a folder with all it holds, a manifest before the rest; one that is gone already is
-    no error."""
+    no error. `check` is called before anything goes; what it raises ends it."""
     if isinstance(path, RemotePath):
         with suppress(OSError):
-            path.remove_all(MANIFEST)
+            path.remove_all(MANIFEST, check)
         return
+    check()
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -199,11 +226,13 @@ def is_committed(path: Place) -> bool:
     return path.exists() or path.is_symlink()
 
 
-def delete_checkpoint(path: Place) -> None:
-    """Deletes a committed checkpoint, which from the first moment on is none."""
+def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> None:
+    """Deletes a committed checkpoint, which from the first moment on is none; `check` as of
+    :func:`remove_folder`."""
     if isinstance(path, RemotePath):
-        path.remove_all(MANIFEST)
+        path.remove_all(MANIFEST, check)
         return
+    check()
     trash = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex}")
     rename(path, trash)
     remove_folder(trash)

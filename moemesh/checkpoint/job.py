@@ -8,6 +8,12 @@ would need the same order on all ranks. So the ranks talk through files of the t
 - every rank writes and reads back its file there, then ``report-NNNNN.json``, by a rename;
 - rank 0 commits when it has all reports, by the rename that the others wait for. When something
   fails it removes the folder, waits, and makes that of the next attempt, in which all write again.
+
+In an object store every attempt writes files of its own names into ``step-N``. The manifest,
+created only where there is none, is the commit. No attempt writes over or deletes anything there: a
+run that was thought dead may still be writing, and requests that failed may still arrive.
+
+Rank 0 looks whether the folder is still the run's before it commits and before each deletion.
 """
 
 from __future__ import annotations
@@ -33,11 +39,12 @@ from moemesh.checkpoint.files import (
     replace_file,
 )
 from moemesh.checkpoint.load import Shard
-from moemesh.checkpoint.manifest import MANIFEST_LIMIT, Manifest
+from moemesh.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest
 from moemesh.checkpoint.remote import Place as Folder
 from moemesh.checkpoint.remote import RemotePath
 from moemesh.checkpoint.retention import Standing, prune, remember
-from moemesh.checkpoint.writing import Report, commit, read_back, write_part
+from moemesh.checkpoint.stored import read_manifest
+from moemesh.checkpoint.writing import Report, commit, part_name, read_back, write_part
 
 #: Seconds between the attempts of one save.
 PAUSES = (0.5, 2.0, 5.0, 10.0)
@@ -45,33 +52,41 @@ PAUSES = (0.5, 2.0, 5.0, 10.0)
 _LAST_WAIT = 10.0
 #: Seconds in which the folder that rank 0 makes is seen by all others.
 FOLDER_SECONDS = 60.0
-#: Seconds between two looks at the folder: the first, and the longest.
-_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.25
+#: Seconds between two looks at the folder, or at the other ranks: the first, and the longest.
+FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
 
 
 class Outcome(NamedTuple):
     """How a save ended: `problem` None where it was committed, `seconds` from its start to there,
-    `nonfinite` the tensors with numbers that are not finite."""
+    `nonfinite` the tensors with numbers that are not finite, `is_lost` whether the folder is that
+    of another run now."""
 
     step: int
     problem: str | None
     seconds: float
     nonfinite: Sequence[str] = ()
+    is_lost: bool = False
 
 
 class _Stopped(Exception):
     """This save is not to be finished."""
 
 
+class _Lost(Exception):
+    """The folder is that of another run now."""
+
+
 class Part(NamedTuple):
     """That of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
-    `note` takes what failed and did not end a save."""
+    `note` takes what failed and did not end a save; `lost` says why the folder is no more the
+    run's, or None."""
 
     folder: Folder
     rank: int
     world_size: int
     keep: int
     note: Callable[[str], None]
+    lost: Callable[[], str | None] = lambda: None
 
 
 class Job:
@@ -123,6 +138,7 @@ class Job:
     def run(self) -> None:
         problem: str | None
         nonfinite: Sequence[str] = ()
+        is_lost = False
         try:
             if self._place.rank == 0:
                 problem, nonfinite = self._lead()
@@ -130,10 +146,12 @@ class Job:
                 problem = self._follow()
         except _Stopped:
             problem = "stopped"
+        except _Lost as error:
+            problem, is_lost = str(error), True
         except Exception as error:  # whatever it is: the others must not wait for this rank
             problem = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - self._since
-        self.outcome = Outcome(self._step, problem, seconds, nonfinite)
+        self.outcome = Outcome(self._step, problem, seconds, nonfinite, is_lost)
         self._ended.set()
 
     # --- rank 0 ---
@@ -151,7 +169,7 @@ class Job:
                 self._num_failed = number + 1
             else:
                 found = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
-                self._clean(found)
+                self._clean(found, manifest)
                 return None, manifest.nonfinite or ()
             if pause is None or self._hurry.is_set():
                 break
@@ -164,8 +182,9 @@ class Job:
     def _attempt(self, number: int) -> Manifest:
         temporary = self._temporary(number)
         try:
-            if isinstance(self._final, RemotePath):
-                remove_folder(self._final)  # what a run that died has left
+            self._check_owner()
+            if (manifest := self._committed()) is not None:
+                return manifest
             make_folders(self._place.folder)
             make_folder(temporary)
         except OSError as error:
@@ -175,12 +194,30 @@ class Job:
             for rank in range(1, self._place.world_size):
                 remove_file(temporary / _report_name(rank))
             state = json.loads(self._state)
+            self._check_owner()
             manifest = commit(self._parts(number), self._final, self._step, reports, state)
             if isinstance(temporary, RemotePath):
                 remove_folder(temporary)
             return manifest
         except OSError as error:
             raise explain(error, temporary) from error
+
+    def _check_owner(self) -> None:
+        """Raises where this run may neither commit nor delete here any more."""
+        if (why := self._place.lost()) is not None:
+            raise _Lost(why)
+
+    def _committed(self) -> Manifest | None:
+        """What an earlier attempt committed although a request of it failed; CheckpointError where
+        somebody else did."""
+        if not is_committed(self._final):
+            return None
+        if isinstance(self._final, RemotePath):
+            manifest = read_manifest(self._final)
+            own = {self._part_name(n, r) for n in range(len(PAUSES) + 1) for r in self._all_ranks()}
+            if own.issuperset(manifest.files):
+                return manifest
+        raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
 
     def _collected(self, number: int) -> list[Report]:
         """The reports of the other ranks in an attempt, in their order."""
@@ -203,14 +240,24 @@ class Job:
                 look.wait()
         return [reports[rank] for rank in sorted(reports)]
 
-    def _clean(self, found: Standing) -> None:
+    def _clean(self, found: Standing, manifest: Manifest) -> None:
         """Retention; what fails here costs space, no checkpoint."""
         folder = self._place.folder
         try:
+            if isinstance(self._final, RemotePath):
+                self._remove_strays(self._final, manifest)
+            self._check_owner()
             remember(folder, [found])
-            prune(folder, self._place.keep)
+            prune(folder, self._place.keep, check=self._check_owner)
         except (CheckpointError, OSError) as error:
             self._place.note(f"older checkpoints were not cleaned up: {error}")
+
+    def _remove_strays(self, final: RemotePath, manifest: Manifest) -> None:
+        """Delete what other attempts and runs that died have left beside the committed files."""
+        names = final.names()
+        self._check_owner()
+        for name in sorted({*names} - {MANIFEST, *manifest.files}):
+            (final / name).remove()
 
     # --- the other ranks ---
 
@@ -245,7 +292,7 @@ class Job:
         except (CheckpointError, OSError) as error:
             reply = {"problem": str(error), "report": None}
             with suppress(OSError):  # its space is needed for the report
-                remove_file(self._parts(number) / f"rank-{self._place.rank:05d}.safetensors")
+                remove_file(self._parts(number) / self._part_name(number, self._place.rank))
         try:
             text = json.dumps(reply).encode()
             replace_file(temporary / _report_name(self._place.rank), text)
@@ -256,7 +303,8 @@ class Job:
 
     def _part(self, number: int) -> Report:
         folder = self._parts(number)
-        report = write_part(folder, self._place.rank, self._keyed, self.check)
+        name = self._part_name(number, self._place.rank)
+        report = write_part(folder, name, self._keyed, self.check)
         # Before the commit, not after it: what reads back wrong is written again from memory.
         read_back(folder, report)
         return report
@@ -264,6 +312,14 @@ class Job:
     def _parts(self, number: int) -> Folder:
         """Where the parts of an attempt are written: without renames, under the final name."""
         return self._final if isinstance(self._final, RemotePath) else self._temporary(number)
+
+    def _part_name(self, number: int, rank: int) -> str:
+        """Of a rank's file in an attempt."""
+        is_remote = isinstance(self._final, RemotePath)
+        return part_name(rank, self._id(number) if is_remote else "")
+
+    def _all_ranks(self) -> range:
+        return range(self._place.world_size)
 
     def _is_over(self) -> bool:
         """Whether rank 0 has committed. In an object store it may still take the manifest back,
@@ -274,17 +330,18 @@ class Job:
         return not (is_remote and any(self._temporary(n).is_dir() for n in range(len(PAUSES) + 1)))
 
     def _remove(self, number: int) -> None:
-        """Remove what an attempt has written."""
-        if isinstance(self._final, RemotePath):
-            remove_folder(self._final)
+        """Remove the folder of an attempt."""
         remove_folder(self._temporary(number))
 
     def _temporary(self, number: int) -> Folder:
         """The folder of an attempt; the name of the first is that of any save."""
-        identity = self._identity
-        if number:
-            identity = uuid.uuid5(uuid.UUID(identity), str(number)).hex
-        return self._final.with_name(f"{self._final.name}.tmp-{identity}")
+        return self._final.with_name(f"{self._final.name}.tmp-{self._id(number)}")
+
+    def _id(self, number: int) -> str:
+        """Of an attempt; that of the first is the step's."""
+        if not number:
+            return self._identity
+        return uuid.uuid5(uuid.UUID(self._identity), str(number)).hex
 
     def sweep(self) -> None:
         """Remove what is left of failed attempts, in which other ranks may have written longer than
@@ -323,7 +380,7 @@ class _Looks:
         self._job.check()
         if not threading.main_thread().is_alive() and self.seconds > _LAST_WAIT:
             raise _Stopped
-        time.sleep(min(max(self.seconds / 10, _FIRST_LOOK), _LONGEST_LOOK))
+        time.sleep(min(max(self.seconds / 10, FIRST_LOOK), LONGEST_LOOK))
 
 
 def _report_name(rank: int) -> str:

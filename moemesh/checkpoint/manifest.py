@@ -30,7 +30,10 @@ MANIFEST_LIMIT = 256 << 20
 MAX_ELEMENTS = 1 << 60
 
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
-FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,7}\.safetensors$")]
+#: Files of ranks. In an object store every attempt has names of its own, since nothing there tells
+#: the request of a writer that was thought dead from that of another.
+PART = r"^rank-[0-9]{5,7}(-[0-9a-f]{32})?\.safetensors$"
+FileName = Annotated[str, Field(pattern=PART)]
 Digest = Annotated[str, Field(pattern=r"^(blake2b|xxh3)-128:[0-9a-f]{32}$")]
 #: A digest without the name of its function.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

@@ -93,7 +93,9 @@ class RemotePath:
         return bool(self.names())
 
     def names(self) -> list[str]:
-        """The names below this one, sorted."""
+        """The names below this one, sorted, as the store has them now."""
+        # Some clients keep lists of names whatever the option says.
+        self._call(self._filesystem.invalidate_cache)
         try:
             found = self._call(self._filesystem.ls, self._path, detail=False)
         except FileNotFoundError:
@@ -121,14 +123,37 @@ class RemotePath:
         """Write the object at once: a reader sees the old or the new content, or none."""
         self._call(self._filesystem.pipe_file, self._path, content)
 
+    def create(self, content: bytes) -> None:
+        """Write the object at once where there is none of this name, else FileExistsError. One that
+        is there with this very content is that of a request whose reply was lost.
+
+        Most stores decide that themselves; where one does not, two writers may both succeed, and
+        the object is that of the last.
+        """
+        try:
+            if self.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
+            self._call(self._create, content)
+        except FileExistsError:
+            if self.read(0, len(content) + 1) != content:
+                raise
+
+    def _create(self, content: bytes) -> None:
+        try:
+            self._filesystem.pipe_file(self._path, content, mode="create")
+        except TypeError:  # a client that does not know the argument
+            self._filesystem.pipe_file(self._path, content)
+
     def remove(self) -> None:
         """Delete the object; one that is gone already is no error."""
         with suppress(FileNotFoundError):
             self._call(self._filesystem.rm_file, self._path)
 
-    def remove_all(self, first: str) -> None:
-        """Delete all below this name: the object `first` before all others."""
+    def remove_all(self, first: str, check: Callable[[], None] = lambda: None) -> None:
+        """Delete all that is below this name now: the object `first` before all others. `check` is
+        called between the look and the deletion; what it raises ends it."""
         names = self.names()
+        check()
         for name in sorted(names, key=lambda name: name != first):
             (self / name).remove()
         with suppress(OSError):  # of file systems that have folders, the empty one

@@ -8,7 +8,7 @@ the file is gone or an older version wrote it, is read back when the question co
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import (
@@ -140,19 +140,31 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     )
 
 
-def prune(folder: Place, keep: int, *, with_leftovers: bool = True) -> list[int]:
+def prune(
+    folder: Place,
+    keep: int,
+    *,
+    with_leftovers: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> list[int]:
     """Deletes as :func:`plan_pruning` says; returns the deleted steps.
 
     `with_leftovers`: also removes what dead runs left half written or half deleted, so it must be
-    called by one process that holds the run folder's lock, with no save under way.
+    called by one process that holds the run folder's lock, with no save under way. `check` is
+    called before each deletion; what it raises ends the pruning.
     """
     plan = plan_pruning(folder, keep, with_leftovers=with_leftovers)
     for name in plan.leftovers:
-        (remove_file if name.endswith(".json") else remove_folder)(folder / name)
+        if name.endswith(".json"):
+            check()
+            remove_file(folder / name)
+        else:
+            remove_folder(folder / name, check)
+    check()
     # Before anything goes: a crash in between must not leave a list that misses what stayed.
     remember(folder, plan.kept, only=True)
     for step in plan.doomed:
-        delete_checkpoint(folder / f"step-{step}")
+        delete_checkpoint(folder / f"step-{step}", check)
     return plan.doomed
 
 

@@ -15,14 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.job import Job, Outcome, Part
+from moemesh.checkpoint.job import FIRST_LOOK, LONGEST_LOOK, Job, Outcome, Part
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.staging import Staging
 from moemesh.checkpoint.writing import check_shards, check_step
-
-#: Seconds between two looks at the other ranks, while a save is waited for: first, and longest.
-_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.25
 
 Gather = Callable[[object], list[Any]]
 
@@ -40,12 +37,14 @@ class Saver:
         keep: int,
         in_background: bool,
         ranks_on_machine: int = 1,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`gather` takes JSON of this rank to the JSON of all. `keep`: as of
-        :func:`moemesh.checkpoint.retention.prune`."""
+        :func:`moemesh.checkpoint.retention.prune`. `lost`: why the folder is no more the run's, or
+        None; rank 0 asks before it commits or deletes."""
         self.folder, self.keep = folder, keep
         self.rank, self.world_size = rank, world_size
-        self._gather = gather
+        self._gather, self._lost = gather, lost
         self._in_background = in_background
         self._staging = Staging(ranks_on_machine)
         self._job: Job | None = None
@@ -85,7 +84,9 @@ class Saver:
         content = json.dumps(state) if self.rank == 0 else "{}"
         if stages:
             keyed = self._staging.copy(keyed)
-        part = Part(self.folder, self.rank, self.world_size, self.keep, self._news.append)
+        part = Part(
+            self.folder, self.rank, self.world_size, self.keep, self._news.append, self._lost
+        )
         self._job = Job(part, step, replies[0]["identity"], keyed, content, since)
         self._job.start()
         if not stages:
@@ -111,7 +112,7 @@ class Saver:
 
     def _settle(self, job: Job) -> Outcome:
         """Wait until the save has ended on all ranks. Every rank asks all others as often."""
-        pause = _FIRST_LOOK
+        pause = FIRST_LOOK
         while True:
             own = {"outcome": job.outcome and job.outcome._asdict(), "untold": job.untold}
             replies = self._gather(own)
@@ -124,7 +125,7 @@ class Saver:
                     attempt, problem = reply["untold"]
                     job.tell(attempt, f"rank {rank}: {problem}")
             job.wait(pause)
-            pause = min(2 * pause, _LONGEST_LOOK)
+            pause = min(2 * pause, LONGEST_LOOK)
 
     def news(self) -> list[str]:
         """On rank 0: what failed since the last call, and did not end the save."""

@@ -25,7 +25,7 @@ from moemesh.checkpoint.files import CheckpointError, make_folder, make_folders,
 from moemesh.checkpoint.load import Checkpoint, Shard, latest, open_checkpoint
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.stored import candidates
-from moemesh.checkpoint.writing import check_shards, check_step, commit, write_part
+from moemesh.checkpoint.writing import check_shards, check_step, commit, part_name, write_part
 
 __all__ = [
     "Checkpoint",
@@ -68,7 +68,7 @@ def save(
         if {reply["step"] for reply in replies} != {step}:
             raise CheckpointError(f"ranks save different steps: {[r['step'] for r in replies]}")
         temporary = folder / f"{final.name}.tmp-{replies[0]['identity']}"
-        written, problem = _attempt(lambda: write_part(temporary, rank, plans))
+        written, problem = _attempt(lambda: write_part(temporary, part_name(rank), plans))
         reports = _agree(gather, world_size, problem, written)
         problem = None
         if rank == 0:

@@ -10,12 +10,12 @@ from moemesh.checkpoint.files import (
     CHUNK_BYTES,
     COMMITTED,
     CheckpointError,
+    create_file,
     explain,
     is_committed,
-    list_names,
     read_whole,
+    remove_file,
     rename,
-    replace_file,
     sync_folder,
     write_file,
 )
@@ -33,7 +33,7 @@ from moemesh.checkpoint.manifest import (
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
-from moemesh.checkpoint.stored import Stored
+from moemesh.checkpoint.stored import Stored, read_manifest
 from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
 
 #: What a rank says of its part: JSON.
@@ -67,20 +67,24 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{final} exists; a checkpoint is never overwritten")
 
 
+def part_name(rank: int, attempt: str = "") -> str:
+    """The name of a rank's file; `attempt`: 32 hexadecimal digits where names tell attempts."""
+    return f"rank-{rank:05d}{'-' if attempt else ''}{attempt}.safetensors"
+
+
 def write_part(
     temporary: Place,
-    rank: int,
+    name: str,
     keyed: Mapping[str, Shard],
     before_tensor: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Writes this rank's file, if it holds anything, and says what is in it.
+    """Writes the file `name` of this rank, if it holds anything, and says what is in it.
 
     `before_tensor` is called before each tensor; what it raises ends the write. CheckpointError
     with the path, and where the disk is full the bytes needed and free.
     """
     filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
     tensors = {key: shard.deferred() for key, shard in filled.items()}
-    name = f"rank-{rank:05d}.safetensors"
     order, nonfinite, header = in_order(tensors), set[str](), ""
 
     def parts() -> Iterator[bytes | memoryview]:
@@ -89,16 +93,16 @@ def write_part(
             before_tensor()
             if place == 0:
                 header = hash_bytes(part)
-            else:
-                shard = filled[order[place - 1]]
-                if num_nonfinite(part, dtype_of(shard)):
-                    nonfinite.add(shard.name)
             yield part
+
+    def look(place: int, piece: memoryview) -> None:
+        if place and num_nonfinite(piece, dtype_of(shard := filled[order[place - 1]])):
+            nonfinite.add(shard.name)
 
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            written = write_file(temporary / name, parts())
+            written = write_file(temporary / name, parts(), look)
             sync_folder(temporary)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
@@ -132,17 +136,11 @@ def commit(
     manifest = _manifest(step, reports, state)
     manifest.check()
     content = encode(manifest)
-    if isinstance(temporary, RemotePath) and (
-        extra := sorted({*list_names(temporary)} - {*manifest.files})
-    ):
-        raise CheckpointError(f"{temporary / extra[0]}: does not belong to this checkpoint")
     try:
-        if isinstance(temporary, RemotePath):
-            replace_file(temporary / MANIFEST, content)
-        else:
-            write_file(temporary / MANIFEST, [content])
-            sync_folder(temporary)
+        create_file(temporary / MANIFEST, content)
         if read_whole(temporary / MANIFEST) != content:
+            if isinstance(temporary, RemotePath):
+                _take_back(temporary)
             raise CheckpointError(f"{temporary / MANIFEST}: reads back otherwise than written")
         if isinstance(temporary, RemotePath) or isinstance(final, RemotePath):
             return manifest
@@ -155,6 +153,15 @@ def commit(
     except OSError as error:
         raise explain(error, temporary / MANIFEST, len(content)) from error
     return manifest
+
+
+def _take_back(folder: RemotePath) -> None:
+    """Delete a manifest that was damaged on its way, so that it can be written again; one that
+    reads well is of another writer."""
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        remove_file(folder / MANIFEST)
 
 
 def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:

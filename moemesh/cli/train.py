@@ -58,7 +58,10 @@ def train(
     ] = None,
     takeover: Annotated[
         bool,
-        typer.Option("--takeover", help="Take the folder from a run that is at work in it."),
+        typer.Option(
+            "--takeover",
+            help="Take run folder and train.checkpoint_folder from a run at work there.",
+        ),
     ] = False,
     profile: Annotated[
         int | None,

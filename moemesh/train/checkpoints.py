@@ -12,6 +12,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
 from moemesh.train.folder import RunFolder
+from moemesh.train.lease import LeaseLost
 from moemesh.train.optimizer import Optimizer
 
 #: Waiting longer than this for the last checkpoint before the next is worth an event.
@@ -45,6 +46,7 @@ class Checkpoints:
             keep=config.checkpoints_kept,
             in_background=config.checkpoint_async,
             ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
+            lost=folder.lost,
         )
         self._has_said_why = False
 
@@ -74,11 +76,16 @@ class Checkpoints:
 
     def finish(self, *, hurry: bool = False, raises: bool = False) -> Outcome | None:
         """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
-        `raises` CheckpointError. `hurry`: nothing that fails now is tried again."""
+        `raises` CheckpointError. `hurry`: nothing that fails now is tried again. Raises LeaseLost
+        on every rank where the checkpoints are another run's now."""
         outcome = self._saver.finish(hurry=hurry)
         self.look()
         if outcome is None:
             return None
+        if outcome.is_lost:
+            raise LeaseLost(
+                f"checkpoint of step {outcome.step} not saved: {outcome.problem}: this run stops"
+            )
         if outcome.problem is not None:
             if raises:
                 advice = (

@@ -176,7 +176,7 @@ def _open_folder(
 ) -> RunFolder:
     """Open and lock the run folder; refuse to go on with another model or other data in it."""
     folder = RunFolder.open(path, config.train.resume, config.train.checkpoint_folder)
-    folder.lock(takeover=takeover)
+    folder.lock(takeover=takeover, say=lambda text: print(text, flush=True))
     changes = folder.changes(resolved_toml(config), allowed_changes)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
@@ -232,6 +232,7 @@ def _rank(
         # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
         barrier(mesh.control)
         launch.stop(code)
+        folder.release()  # of a rank of torchrun; ours have it from their launcher
         return code
     except _Refused:
         raise

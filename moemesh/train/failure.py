@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ FILE, EARLIER = "failure.json", "failures"
 #: Of the layout of the file.
 SCHEMA = 1
 _FRAMES = 8
+#: Seconds in which the place of the checkpoints must say which is the newest, for a message.
+_ASK_SECONDS = 2.0
 #: Kinds of failures that no exception named.
 _KINDS = {
     "killed": "Killed",
@@ -179,11 +182,33 @@ def kind_of(verdict: Verdict) -> str:
     return _KINDS[verdict.kind]
 
 
-def newest_step(folder: Path) -> int | None:
-    """The step of the newest committed checkpoint; None where there is none."""
-    with suppress(OSError, UserError):  # a store that does not answer, too
-        return next(iter(candidates(checkpoints_of(folder))), None)
+def newest_step(folder: Path, *, seconds: float = _ASK_SECONDS) -> int | None:
+    """The step of the newest committed checkpoint; None where there is none, or where the place of
+    the checkpoints does not answer within `seconds`."""
+    with suppress(OSError, UserError):
+        return _ask_newest(folder, seconds)
     return None
+
+
+def _ask_newest(folder: Path, seconds: float) -> int | None:
+    """As :func:`newest_step`; raises OSError or a UserError where the place does not answer."""
+    found: list[int | Exception | None] = []
+
+    def ask() -> None:
+        try:
+            found.append(next(iter(candidates(checkpoints_of(folder))), None))
+        except (OSError, UserError) as error:
+            found.append(error)
+
+    # A disk of a network or a store may take forever, and ranks wait for the end of the question.
+    thread = threading.Thread(target=ask, name="newest-step", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError(f"no answer in {seconds:g} s")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def advice_on(
@@ -206,7 +231,11 @@ def advice_on(
 
 def go_on(folder: Path, command: Sequence[str]) -> str:
     """How the run goes on, in one line that ends with the command."""
-    shown, step = shlex.join(command), newest_step(folder)
+    shown = shlex.join(command)
+    try:
+        step = _ask_newest(folder, _ASK_SECONDS)
+    except (OSError, UserError):
+        return f"the same command goes on from the newest checkpoint, if there is one: {shown}"
     if step is None:
         return f"no checkpoint was written yet; the same command starts again: {shown}"
     return f"checkpoints are untouched; the same command goes on from step {step}: {shown}"

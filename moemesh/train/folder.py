@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Literal
 
 from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, sync_folder
+from moemesh.checkpoint.ownership import Claim, Ownership
 from moemesh.checkpoint.remote import Place, place_of
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.train.lease import FILE as LEASE
-from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_epoch
+from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 from moemesh.train.row_log import Cut, RowLog, cut_after
 
 CHECKPOINTS, LOGS, CONFIG = "checkpoints", "logs", "config.toml"
@@ -45,6 +46,9 @@ class RunFolder:
         #: Where the checkpoint store keeps its steps.
         self.checkpoints = checkpoints or path / CHECKPOINTS
         self._lease: Lease | None = None
+        self._ownership: Ownership | None = None
+        #: To checkpoints that are not in the run folder.
+        self._claim: Claim | None = None
         #: Of the start of the run that may write here now; None where that is not known.
         self.epoch: int | None = None
 
@@ -126,9 +130,12 @@ class RunFolder:
         refuse_changes(found, frozenset(allowed))
         return found
 
-    def lock(self, *, takeover: bool = False) -> None:
-        """Takes the lease, or raises RunFolderError saying who holds it; `takeover` as of
-        :meth:`Lease.take`.
+    def lock(
+        self, *, takeover: bool = False, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError or
+        OwnedError saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
+        :meth:`Ownership.take`.
 
         The lock dies with the process (and with children forked while it is held), so a crashed run
         never blocks the next one.
@@ -136,10 +143,23 @@ class RunFolder:
         assert self._lease is None, "locked already"
         self._lease = Lease.take(self.path, takeover=takeover)
         self.epoch = self._lease.epoch
+        if self.checkpoints == self.path / CHECKPOINTS:
+            return
+        try:
+            run = self._lease.run
+            self._ownership = Ownership.take(self.checkpoints, run, takeover=takeover, say=say)
+            self._claim = self._ownership.claim
+            self._lease.note_claim(self._claim.number)
+        except BaseException:
+            self.release()
+            raise
 
     def join(self) -> None:
         """Write under the lease of another process of this run, which holds it now."""
         self.epoch = read_epoch(self.path)
+        if self.checkpoints != self.path / CHECKPOINTS and (found := read_claim(self.path)):
+            run, number = found
+            self._claim = Claim(folder=self.checkpoints, run=run, number=number)
 
     def raise_epoch(self) -> None:
         """The same run starts its ranks anew."""
@@ -154,12 +174,23 @@ class RunFolder:
     def check_lease(self) -> None:
         """Raises LeaseLost where another run has taken the folder over."""
         if not self.is_ours():
-            raise LeaseLost(
-                f"another run has taken over {self.path}: this one stops and writes nothing more"
-            )
+            raise LeaseLost(self._taken_over())
+
+    def lost(self) -> str | None:
+        """Why this run may not change its checkpoints any more; None where it may. Raises OSError
+        or CheckpointError where a folder elsewhere does not answer."""
+        if not self.is_ours():
+            return self._taken_over()
+        return None if self._claim is None else self._claim.lost()
+
+    def _taken_over(self) -> str:
+        return f"another run has taken over {self.path}: this one stops and writes nothing more"
 
     def release(self) -> None:
-        """Gives the lease back; nothing happens when it is not held."""
+        """Gives lease and claim back; nothing happens when they are not held."""
+        if self._ownership is not None:
+            self._ownership.release()
+            self._ownership = None
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -16,10 +16,12 @@ import os
 import socket
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from moemesh.checkpoint.ownership import describe_holder
 from moemesh.config.errors import UserError
 
 FILE = "lease"
@@ -37,7 +39,13 @@ class RunFolderError(UserError):
 
 
 class LeaseLost(RunFolderError):
-    """Another run has taken over the folder; nothing more may be written there."""
+    """Another run has taken over the folder; nothing more may be written there. `facts`: keys of
+    failure.json."""
+
+    facts: ClassVar[dict[str, str]] = {
+        "advice": "the other run goes on from the newest checkpoint; to train beside it, choose "
+        "folders of its own for this one (--out, train.checkpoint_folder)"
+    }
 
 
 class Lease:
@@ -47,6 +55,9 @@ class Lease:
         """Use :meth:`take`."""
         self.file, self.epoch = file, epoch
         self._handle, self._beats = handle, 0
+        #: The identity of the run, the same for all its starts.
+        self.run = _text(_read(handle), "run") or uuid.uuid4().hex
+        self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._write(held=True)
@@ -110,10 +121,18 @@ class Lease:
                 return Lease(handle, file, epoch + 1)
             os.close(handle)
             time.sleep(0.2)
+        body = file.read_bytes()
         file.unlink()
         handle = _open(file)
         _lock(handle, file)
+        os.pwrite(handle, body, 0)  # the identity of the run
         return Lease(handle, file, epoch + 1)
+
+    def note_claim(self, number: int) -> None:
+        """Tell the ranks of this run its claim to a folder of checkpoints elsewhere."""
+        with self._lock:
+            self._claim = number
+            self._write(held=True)
 
     def raise_epoch(self) -> None:
         """A new start of the same run: ranks of the one before may write nothing any more."""
@@ -151,7 +170,10 @@ class Lease:
             "started": self._started,
             "counter": self._beats,
             "held": held,
+            "run": self.run,
         }
+        if self._claim is not None:
+            body["claim"] = self._claim
         os.pwrite(self._handle, json.dumps(body).encode().ljust(_BYTES), 0)
 
 
@@ -163,12 +185,14 @@ def read_epoch(folder: Path) -> int | None:
         return None
 
 
-def describe_holder(body: dict[str, Any]) -> str:
-    """Who holds a lease, in words."""
+def read_claim(folder: Path) -> tuple[str, int] | None:
+    """The identity of the run in `folder`, and its claim to a folder of checkpoints elsewhere; None
+    where it has none."""
     try:
-        return f"pid {body['pid']} on {body['host']}, since {body['started']}"
-    except KeyError:
-        return "its lease does not say whose"
+        body = json.loads((folder / FILE).read_bytes())
+        return str(body["run"]), int(body["claim"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _in_use(folder: Path, holder: str) -> RunFolderError:
@@ -209,6 +233,11 @@ def _read(handle: int) -> dict[str, Any]:
 def _number(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     return value if isinstance(value, int) else 0
+
+
+def _text(body: dict[str, Any], key: str) -> str:
+    value = body.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _is_foreign(body: dict[str, Any]) -> bool:

@@ -28,6 +28,8 @@ from moemesh.train.folder import LOGS, RunFolder
 
 #: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
 _CUDA_FLOOR_SECONDS = 180.0
+#: The ranks have ended: the question where to go on may take its time, but not forever.
+_STORE_SECONDS = 60.0
 
 CAME_TWICE = "it came twice at the same place"
 
@@ -93,7 +95,7 @@ def train_supervised(
         verdict = ended.verdict
         if verdict is None:
             return ended.code
-        step, is_ours = newest_step(path), folder.is_ours()
+        step, is_ours = newest_step(path, seconds=_STORE_SECONDS), folder.is_ours()
         refused = budget.refuses(verdict, step)
         goes_on = is_ours and refused is None
         _say(describe(ended, logs, kept=kept_in(path, folder.epoch) if goes_on else logs))

@@ -26,6 +26,7 @@ from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.folder import RunFolder
+from moemesh.train.lease import LeaseLost
 from moemesh.train.optimizer import Optimizer
 
 
@@ -81,6 +82,8 @@ def newest(
         )
     for number, why in skipped if mesh.rank == 0 else ():
         on_skip(number, why)
+        if (reason := folder.lost()) is not None:
+            raise LeaseLost(reason)
         # Out of the way, not away: the run will write this step again.
         put_aside(folder.checkpoints / f"step-{number}")
     return found

@@ -18,9 +18,9 @@ import torch
 from moemesh.checkpoint import files
 from moemesh.checkpoint.store import CheckpointError, candidates, latest, open_checkpoint
 from moemesh.checkpoint.stored import examine
+from tests.checkpoint.savers import TENSOR, count, one_rank, prepared, save_third, shards
 from tests.checkpoint.simulate import cut, save_as_ranks, whole
 from tests.checkpoint.test_faults import FaultyOs, never
-from tests.checkpoint.test_saver import TENSOR, count, one_rank, prepared, save_third, shards
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +187,7 @@ from pathlib import Path
 from moemesh.checkpoint import job
 from moemesh.checkpoint.store import latest
 from tests.checkpoint.simulate import whole
-from tests.checkpoint.test_saver import one_rank
+from tests.checkpoint.savers import one_rank
 job.PAUSES = ()
 folder, size = Path(sys.argv[1]), 100_000
 tensor = torch.arange(size / 4)

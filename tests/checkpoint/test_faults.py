@@ -131,10 +131,10 @@ def test_error_at_each_operation_leaves_nothing(
 def test_disk_full_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = writing.write_file
 
-    def write(path: Path, parts: Any) -> files.Written:
+    def write(path: Path, parts: Any, *look: Any) -> files.Written:
         if path.name == "rank-00002.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, parts)
+        return real(path, parts, *look)
 
     monkeypatch.setattr(writing, "write_file", write)
     for result in save_as_ranks(tmp_path, 1, [[s] for s in cut("w", torch.ones(7, 3), [4, 1])]):

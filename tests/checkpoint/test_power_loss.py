@@ -12,9 +12,9 @@ import torch
 from moemesh.checkpoint import files
 from moemesh.checkpoint.store import candidates, latest
 from tests.checkpoint.power import RecordingOs, after_power_loss, survivors
+from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
 from tests.checkpoint.simulate import save_as_ranks
 from tests.checkpoint.test_faults import never
-from tests.checkpoint.test_saver import TENSOR, on_ranks, one_rank, shards
 
 
 def recorded_save(

@@ -20,9 +20,9 @@ from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import Shard, candidates, latest
 from moemesh.checkpoint.stored import examine, unfinished
 from moemesh.train.failure import newest_step
+from tests.checkpoint.savers import TENSOR, on_ranks, one_rank, shards
 from tests.checkpoint.simulate import cut, whole
 from tests.checkpoint.test_faults import Killed, never
-from tests.checkpoint.test_saver import TENSOR, on_ranks, one_rank, shards
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePat
 
 
 def save(folder: RemotePath, step: int, keep: int = 2) -> Any:
-    own = one_rank(folder, keep=keep)  # type: ignore[arg-type]
+    own = one_rank(folder, keep=keep)
     own.start(step, shards(step), {"step": step})
     return own.finish()
 
@@ -83,7 +83,7 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
             outcomes.append(own.finish().problem)
         return outcomes
 
-    assert on_ranks(size, folder, work) == [[None] * 3] * size  # type: ignore[arg-type]
+    assert on_ranks(size, folder, work) == [[None] * 3] * size
     assert candidates(folder) == [3, 2] and unfinished(folder) == []
     found = latest(folder, never)
     assert found is not None and found.state == {"step": 3}
@@ -113,13 +113,14 @@ def test_without_a_manifest_it_is_none(folder: RemotePath) -> None:
 
 def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
     save(folder, 1), save(folder, 2)
-    part = folder / "step-2" / "rank-00000.safetensors"
+    (name,) = set((folder / "step-2").names()) - {"manifest.json"}
+    part = folder / "step-2" / name
     content = bytearray(part.read(0, part.num_bytes()))
     content[-3] ^= 16
     with part.writing() as write:
         write(content)
     (damage,) = examine(folder, 2)
-    assert (damage.file, damage.tensor) == ("rank-00000.safetensors", "w")
+    assert (damage.file, damage.tensor) == (name, "w")
     skipped: list[int] = []
     found = latest(folder, lambda step, _: skipped.append(step))
     assert found is not None and (found.step, skipped) == (1, [2])
@@ -182,7 +183,7 @@ def test_killed_at_every_call_something_verified_is_left(
         fail_at += 1
         with monkeypatch.context() as patch:
             patch.setattr(RemotePath, "_call", fault := faulty(fail_at, Killed))
-            own = one_rank(folder, keep=1)  # type: ignore[arg-type]
+            own = one_rank(folder, keep=1)
             try:
                 own.start(newest + 1, shards(newest + 1), {})
                 assert own._job is not None
@@ -239,3 +240,33 @@ def test_addresses_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(RemoteError, match=r'pip install "moemesh\[remote\]"'):
         remote.place_of("s3://bucket/run")
+
+
+class Remembering(MemoryFileSystem):
+    """A client that answers from lists of names that it has seen, as those of object stores may."""
+
+    protocol = "remembering"
+    cachable = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: dict[str, Any] = {}
+
+    def ls(self, path: str, detail: bool = True, **keys: Any) -> Any:
+        key = f"{self._strip_protocol(path)} {detail}"
+        if key not in self.seen:
+            self.seen[key] = super().ls(path, detail=detail, **keys)
+        return self.seen[key]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.seen.clear()
+
+
+def test_lists_of_names_are_those_of_now() -> None:
+    """Whatever a client remembers; the objects of one memory are seen through two clients."""
+    MemoryFileSystem.store.clear()
+    one, other = (RemotePath(Remembering(), "/bucket/run") for _ in range(2))
+    for step in (1, 2, 3):
+        assert save(one, step, keep=1).problem is None
+        assert candidates(other) == [step] == candidates(one)
+        assert not unfinished(other)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.checkpoint import ownership
+from moemesh.checkpoint.ownership import OwnedError
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
@@ -118,11 +120,37 @@ def test_a_second_run_is_refused_until_the_first_dies(tmp_path: Path) -> None:
     RunFolder.open(tmp_path).lock()
 
 
+def test_two_runs_with_one_folder_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.05)
+    shared = str(tmp_path / "shared")
+    one, two = (RunFolder.open(tmp_path / name, checkpoint_folder=shared) for name in "ab")
+    one.lock()
+    rank = RunFolder.open(tmp_path / "a", checkpoint_folder=shared)
+    rank.join()
+    with pytest.raises(OwnedError, match=rf"in use by .*pid {os.getpid()} on .*, since 20"):
+        two.lock()
+    assert one.lost() is None and rank.lost() is None
+    two.lock(takeover=True)  # the lease of its own run folder was given back
+    for lost in (one, rank):
+        assert lost.is_ours() and "was taken over by another run" in str(lost.lost())
+    assert two.lost() is None
+    one.release()
+    two.release()
+    one.lock(), one.release()
+    again = RunFolder.open(tmp_path / "a", checkpoint_folder=shared)
+    again.lock()
+    assert again.lost() is None and one.lost() is not None
+    again.release()
+
+
 def test_a_lease_without_a_body(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path)
     run.lock()
     (tmp_path / "lease").write_text("")
-    with pytest.raises(RunFolderError, match="does not say whose"):
+    with pytest.raises(RunFolderError, match="does not say who"):
         RunFolder.open(tmp_path).lock()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from moemesh.comm.supervisor import Ended
 from moemesh.comm.verdict import Kind, Verdict
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.train import failure
 from moemesh.train.folder import RunFolder
 from moemesh.train.restarts import CAME_TWICE, Budget, train_supervised
 from tests.comm.test_verdict import word
@@ -131,3 +133,21 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
     kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
     names = ("failure.json", "rank-1.err", "rank-1.stacks")
     assert kept == [f"failures/{epoch}/{name}" for epoch in (1, 2, 3) for name in names]
+
+
+def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def candidates(folder: Path) -> list[int]:
+        answers.wait(30)
+        return [7]
+
+    monkeypatch.setattr(failure, "candidates", candidates)
+    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.05)
+    assert failure.newest_step(tmp_path, seconds=0.05) is None
+    text = failure.go_on(tmp_path, ["moemesh", "train"])
+    assert text.endswith("from the newest checkpoint, if there is one: moemesh train")
+    answers.set()
+    assert failure.newest_step(tmp_path) == 7

@@ -1,0 +1,202 @@
+"""The owner of a folder of checkpoints outside of a run folder: who may commit and delete there.
+
+An object store has no locks. So every start of a run claims the folder by an object of a new name,
+``owner-N.json``, N above all that are there: the highest number is the owner. The object is created
+only where it does not exist yet, which a store decides where it offers that; elsewhere the last of
+two writers has it. The owner looks before every commit and every deletion, and stops where there is
+a higher number than its own: it cannot be stopped from outside.
+
+A run whose process died leaves its object. Another run of the same identity, which the run folder
+keeps, goes on at once. A run of another identity watches a counter that the owner raises: one that
+stands still for a while is dead. Two clocks are never compared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from moemesh.checkpoint.files import (
+    CheckpointError,
+    create_file,
+    list_names,
+    make_folders,
+    read_start,
+    remove_file,
+    replace_file,
+)
+from moemesh.checkpoint.remote import Place
+from moemesh.config.errors import UserError
+
+_NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
+_HEARTBEAT_SECONDS = 10.0
+#: A counter that stands still for so long is that of a dead owner; stores may take seconds.
+_OBSERVE_SECONDS = 35.0
+_LOOK_SECONDS = 1.0
+_LIMIT = 4096
+
+
+class OwnedError(UserError):
+    """Another run keeps its checkpoints in this folder; the message says which, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The claim `number` of the run `run` to `folder`, for any process of this run."""
+
+    folder: Place
+    run: str
+    number: int
+
+    def lost(self) -> str | None:
+        """Why this run may neither commit nor delete any more; None while it is the owner. Raises
+        OSError or CheckpointError where the folder does not answer."""
+        number, body = _highest(self.folder)
+        if number > self.number or (
+            number == self.number and body.get("run", self.run) != self.run
+        ):
+            who = describe_holder(body)
+            return f"{self.folder} was taken over by another run or another start of this ({who})"
+        return None
+
+
+class Ownership:
+    """A claim that this process keeps alive, until :meth:`release` or its end."""
+
+    def __init__(self, claim: Claim, body: dict[str, Any]) -> None:
+        """Use :meth:`take`."""
+        self.claim, self._body = claim, body
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def take(
+        folder: Place,
+        run: str,
+        *,
+        takeover: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Ownership:
+        """Claim `folder` for the run of the identity `run`.
+
+        Raises OwnedError where a run of another identity is alive that keeps its checkpoints there,
+        unless `takeover`. `say` gets a line before anything that takes long.
+        """
+        try:
+            make_folders(folder)
+            number, body = _highest(folder)
+            if body.get("held") and body.get("run") != run and not takeover:
+                _refuse_living(folder, number, body, say)
+            claim = Claim(folder=folder, run=run, number=number + 1)
+            own = _new_body(run)
+            with suppress(FileExistsError):  # another was faster, which the next look tells
+                create_file(_file(folder, claim.number), _encode(own))
+            number, body = _highest(folder)
+            if (number, body) != (claim.number, own):
+                raise _owned(folder, body)
+            _remove_older(claim)
+        except (CheckpointError, OSError) as error:
+            raise OwnedError(f"{folder}: its owner cannot be told ({error})") from error
+        return Ownership(claim, own)
+
+    def release(self) -> None:
+        """Give the folder back; nothing happens when that was done already."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        self._write(held=False)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_HEARTBEAT_SECONDS):
+            self._body["counter"] += 1
+            self._write(held=True)
+
+    def _write(self, *, held: bool) -> None:
+        with suppress(CheckpointError, OSError):  # the next beat may succeed
+            if self.claim.lost() is None:
+                body = {**self._body, "held": held}
+                replace_file(_file(self.claim.folder, self.claim.number), _encode(body))
+
+
+def describe_holder(body: dict[str, Any]) -> str:
+    """Who holds a folder, in words."""
+    try:
+        return f"pid {body['pid']} on {body['host']}, since {body['started']}"
+    except KeyError:
+        return "it does not say who"
+
+
+def _refuse_living(
+    folder: Place, number: int, body: dict[str, Any], say: Callable[[str], None]
+) -> None:
+    """Raises OwnedError where the owner gives a sign of life."""
+    say(
+        f"{folder} is that of another run ({describe_holder(body)}): waiting "
+        f"{_OBSERVE_SECONDS:g} s for a sign of its life"
+    )
+    end = time.monotonic() + _OBSERVE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        found = _highest(folder)
+        if not found[1].get("held"):
+            return
+        if found != (number, body):
+            raise _owned(folder, found[1])
+
+
+def _owned(folder: Place, body: dict[str, Any]) -> OwnedError:
+    return OwnedError(
+        f"{folder} is in use by another run ({describe_holder(body)}): choose another folder "
+        "(train.checkpoint_folder), or take this one from it with --takeover"
+    )
+
+
+def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
+    """The highest claim, and what it says; 0 where there is none. One that cannot be read is that
+    of a run that died while it wrote it."""
+    highest = 0
+    for _ in range(2):  # the object may be gone between the two requests, for a higher one
+        numbers = [int(match[1]) for name in list_names(folder) if (match := _NAME.fullmatch(name))]
+        if not numbers:
+            return 0, {}
+        highest = max(numbers)
+        with suppress(CheckpointError, ValueError):
+            body = json.loads(read_start(_file(folder, highest), _LIMIT))
+            return highest, body if isinstance(body, dict) else {}
+    return highest, {}
+
+
+def _remove_older(claim: Claim) -> None:
+    for name in list_names(claim.folder):
+        if (match := _NAME.fullmatch(name)) and int(match[1]) < claim.number:
+            remove_file(claim.folder / name)
+
+
+def _new_body(run: str) -> dict[str, Any]:
+    return {
+        "run": run,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "counter": 0,
+        "held": True,
+    }
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+def _file(folder: Place, number: int) -> Place:
+    return folder / f"owner-{number}.json"

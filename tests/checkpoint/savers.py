@@ -1,0 +1,98 @@
+"""Savers in one process: of one rank, and of several on threads, over small shards."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.checkpoint import files
+from moemesh.checkpoint.remote import Place
+from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.store import Shard
+from tests.checkpoint.simulate import Ranks, cut, save_as_ranks
+from tests.checkpoint.test_faults import FaultyOs, Killed
+
+TENSOR = torch.arange(60.0).reshape(20, 3)
+
+
+def one_rank(folder: Place, *, keep: int = 2, in_background: bool = True) -> Saver:
+    return Saver(
+        folder,
+        rank=0,
+        world_size=1,
+        gather=lambda value: [value],
+        keep=keep,
+        in_background=in_background,
+    )
+
+
+def on_ranks(
+    size: int, folder: Place, work: Callable[[int, Saver], Any], *, in_background: bool = True
+) -> list[Any]:
+    """`work` with the saver of each of `size` ranks, on a thread a rank."""
+    ranks, results = Ranks(size), list[Any]([None] * size)
+
+    def run(rank: int) -> None:
+        own = Saver(
+            folder,
+            rank=rank,
+            world_size=size,
+            gather=ranks.gather(rank),
+            keep=2,
+            in_background=in_background,
+        )
+        try:
+            results[rank] = work(rank, own)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def shards(value: float = 0.0) -> list[Shard]:
+    return cut("w", TENSOR + value, [4, 1])
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "verified.json"
+    }
+
+
+def count(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Path], Any]) -> int:
+    with monkeypatch.context() as patch:
+        faulty = FaultyOs(-1, Killed)
+        patch.setattr(files, "os", faulty)
+        work(folder)
+        return faulty.count
+
+
+def save_third(folder: Path) -> Outcome | None:
+    """A save with retention, over two older checkpoints."""
+    own = one_rank(folder, keep=1)
+    own.start(3, shards(3), {})
+    return own.finish()
+
+
+def prepared(folder: Path) -> Path:
+    """Two older checkpoints, those of a folder beside it where there is one."""
+    template = folder.parent / "template"
+    if not template.exists():
+        for step in (1, 2):
+            save_as_ranks(template, step, [shards(step)])
+    shutil.copytree(template, folder)
+    return folder

@@ -1,0 +1,254 @@
+"""Folders of checkpoints with an owner: one run at a time, whatever the requests of others do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from moemesh.checkpoint import job, ownership
+from moemesh.checkpoint.files import list_names, read_start
+from moemesh.checkpoint.ownership import Claim, OwnedError, Ownership
+from moemesh.checkpoint.remote import Place, RemotePath, place_of
+from moemesh.checkpoint.retention import prune
+from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.store import candidates, latest
+from moemesh.checkpoint.stored import examine
+from tests.checkpoint.savers import TENSOR, one_rank, shards
+from tests.checkpoint.test_faults import never
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.2)
+    monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """An empty folder that two runs have in common: a prefix of a store, and one of a disk."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield place_of("memory://bucket/run" if request.param == "memory" else tmp_path / "run")
+
+
+@pytest.fixture
+def held() -> Iterator[Callable[..., Ownership]]:
+    """As Ownership.take; what was taken is given back behind the test."""
+    taken: list[Ownership] = []
+
+    def take(folder: Place, run: str, **keys: Any) -> Ownership:
+        taken.append(Ownership.take(folder, run, **keys))
+        return taken[-1]
+
+    yield take
+    for one in taken:
+        one.release()
+
+
+def saver(folder: Place, claim: Claim, keep: int = 1) -> Saver:
+    own = one_rank(folder, keep=keep)
+    own._lost = claim.lost
+    return own
+
+
+def save(own: Saver, step: int) -> Outcome:
+    own.start(step, shards(step), {"step": step})
+    outcome = own.finish()
+    assert outcome is not None
+    return outcome
+
+
+def stop_beating(one: Ownership) -> None:
+    """As its process dies."""
+    one._ended.set()
+    one._thread.join()
+
+
+def test_a_second_run_is_refused_while_the_first_lives(
+    folder: Place, held: Callable[..., Ownership]
+) -> None:
+    first = held(folder, "a")
+    lines: list[str] = []
+    with pytest.raises(OwnedError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"):
+        held(folder, "b", say=lines.append)
+    assert first.claim.lost() is None and "a sign of its life" in lines[0]
+    first.release()
+    lines.clear()
+    second = held(folder, "b", say=lines.append)
+    assert not lines and first.claim.lost() and second.claim.lost() is None
+    assert list_names(folder) == ["owner-2.json"]
+
+
+def test_a_run_that_died_keeps_nobody_away(folder: Place, held: Callable[..., Ownership]) -> None:
+    stop_beating(held(folder, "a"))
+    again = held(folder, "a", say=lambda text: pytest.fail(text))  # the same run: at once
+    stop_beating(again)
+    since = time.monotonic()
+    other = held(folder, "b")
+    assert time.monotonic() - since > 0.2
+    assert again.claim.lost() and other.claim.lost() is None
+
+
+def test_what_a_dying_run_left_of_its_claim_is_nobodys(
+    folder: Place, held: Callable[..., Ownership]
+) -> None:
+    held(folder, "a").release()
+    ownership.create_file(folder / "owner-2.json", b"")
+    assert held(folder, "b").claim.number == 3
+
+
+def test_of_many_that_start_at_once_one_goes_on(folder: Place) -> None:
+    start, taken = threading.Barrier(8), list[Ownership]()
+
+    def run(name: str) -> None:
+        start.wait()
+        with suppress(OwnedError):
+            taken.append(Ownership.take(folder, name))
+
+    threads = [threading.Thread(target=run, args=(f"run{n}",)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([one for one in taken if one.claim.lost() is None]) == 1
+    for one in taken:
+        one.release()
+
+
+def test_a_run_that_was_taken_over_stops_before_its_next_commit(
+    folder: Place, held: Callable[..., Ownership]
+) -> None:
+    first = held(folder, "a")
+    own = saver(folder, first.claim)
+    assert save(own, 1).problem is None
+    second = held(folder, "b", takeover=True)
+    outcome = save(own, 2)
+    assert outcome.is_lost and "taken over" in str(outcome.problem) and own.news() == []
+    assert candidates(folder) == [1]
+    assert save(saver(folder, second.claim), 2).problem is None
+
+
+@pytest.mark.parametrize("look", [1, 2, 3, 4, 5])
+def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
+    folder: Place, held: Callable[..., Ownership], look: int
+) -> None:
+    """The newer run saves the same step while the older one saves it: before its look `look`."""
+    first = held(folder, "a")
+    assert save(saver(folder, first.claim), 1).problem is None
+    looks = itertools.count(1)
+
+    def lost() -> str | None:
+        if next(looks) == look:
+            newer = saver(folder, held(folder, "b", takeover=True).claim)
+            assert save(newer, 2).problem is None
+        return first.claim.lost()
+
+    older = saver(folder, first.claim)
+    older._lost = lost
+    older.start(2, [*shards(9)], {"step": 2, "of": "older"})
+    outcome = older.finish()
+    found = latest(folder, never)
+    assert found is not None and outcome is not None and found.step == 2
+    if outcome.problem is None:  # it had committed before
+        assert look > 2
+    else:
+        assert outcome.is_lost
+        assert torch.equal(found.read("w"), TENSOR + 2)
+    assert examine(folder, 2) == []
+
+
+def test_a_pruning_ends_where_the_folder_is_lost(folder: Place) -> None:
+    own = one_rank(folder, keep=9)
+    for step in (1, 2, 3):
+        assert save(own, step).problem is None
+    looks = itertools.count()
+
+    class Lost(Exception):
+        pass
+
+    def check() -> None:
+        if next(looks) == 2:  # before the list, the first deletion, the second
+            raise Lost
+
+    with pytest.raises(Lost):
+        prune(folder, 1, check=check)
+    assert candidates(folder) == [3, 1]
+
+
+class Late:
+    """A store whose n-th call fails, and has its effect `delay` calls later."""
+
+    def __init__(self, real: Any, late_at: int, delay: int) -> None:
+        self.real, self.late_at, self.delay = real, late_at, delay
+        self.count, self.due = 0, None
+
+    def __get__(self, path: RemotePath, kind: object = None) -> Any:
+        def call(work: Any, *args: Any, **keys: Any) -> Any:
+            self.count += 1
+            if self.count == self.late_at:
+                self.due = lambda: self.real(path, work, *args, **keys)
+                raise OSError(5, "no reply")
+            found = self.real(path, work, *args, **keys)
+            if self.count >= self.late_at + self.delay:
+                self.flush()
+            return found
+
+        return call
+
+    def flush(self) -> None:
+        due, self.due = self.due, None
+        try:
+            if due is not None:
+                due()
+        except OSError:
+            pass
+
+
+@pytest.mark.parametrize("delay", [1, 12, 1000])
+def test_requests_that_arrive_late_cost_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
+    MemoryFileSystem.store.clear()
+    folder = place_of("memory://bucket/late")
+    own = one_rank(folder, keep=1)
+    assert save(own, 1).problem is None
+    for number in itertools.count(1):
+        step = number + 1
+        prune(folder, 1)  # what a failed clean-up has left would add calls
+        with monkeypatch.context() as patch:
+            late = Late(RemotePath._call, number, delay)
+            patch.setattr(RemotePath, "_call", late)
+            try:
+                assert save(own, step).problem is None, number
+            except job.CheckpointError:  # before anything was written
+                assert number <= 2
+            late.flush()  # at the latest now
+        if number > 2:
+            assert candidates(folder)[0] == step and examine(folder, step) == [], number
+        assert latest(folder, never) is not None
+        if late.count < number:
+            break
+    assert number > 20
+
+
+def test_a_request_whose_reply_was_lost_is_no_other_writer() -> None:
+    MemoryFileSystem.store.clear()
+    path = place_of("memory://bucket/run/object")
+    assert isinstance(path, RemotePath)
+    path.create(b"mine")
+    path.create(b"mine")
+    for content in (b"other", b"mine too", b""):
+        with pytest.raises(FileExistsError):
+            path.create(content)
+    assert read_start(path, 10) == b"mine"

@@ -1,0 +1,191 @@
+"""Saves whose disk fails: tried again, told by all ranks alike, and without a loss in any case."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moemesh.checkpoint import files, job, writing
+from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.store import latest, open_checkpoint
+from tests.checkpoint.savers import (
+    TENSOR,
+    count,
+    on_ranks,
+    one_rank,
+    prepared,
+    save_third,
+    shards,
+)
+from tests.checkpoint.test_faults import FaultyOs, Killed, never
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PAUSES", (0.01, 0.01))
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1, 2])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_full_disk_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int, times: int
+) -> None:
+    failures, real = [times], writing.write_file
+
+    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+        if path.name == f"rank-{bad_rank:05d}.safetensors" and failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, parts, *look)
+
+    def work(rank: int, own: Saver) -> tuple[Outcome | None, list[str]]:
+        own.start(1, shards()[rank::3], {})
+        return own.finish(), own.news()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_file", write)
+        results = on_ranks(3, tmp_path, work)
+    outcome, news = results[0]
+    assert [result[0] for result in results] == [outcome] * 3
+    assert all(text.endswith("trying again in 0.01 s") for text in news)
+    needed = 60 if bad_rank else 120  # bytes; rank 0 holds two of the four slices
+    if times < 3:
+        assert outcome.problem is None and len(news) == times
+        assert torch.equal(open_checkpoint(tmp_path, 1).read("w"), TENSOR)
+    else:
+        assert f": {needed} bytes needed, " in outcome.problem and " free" in outcome.problem
+        assert f"rank-{bad_rank:05d}.safetensors" in outcome.problem
+        assert list(tmp_path.iterdir()) == []
+        assert on_ranks(3, tmp_path, work)[0][0].problem is None
+
+
+def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_part, real_report = writing.write_file, job.replace_file
+    broken = [True]
+
+    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+        if "rank-00001" in path.name and broken[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        return real_part(path, parts, *look)
+
+    def report(path: Path, content: bytes) -> None:
+        if path.name == "report-00001.json" and broken[0]:
+            broken[0] = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real_report(path, content)
+
+    monkeypatch.setattr(writing, "write_file", write)
+    monkeypatch.setattr(job, "replace_file", report)
+
+    def work(rank: int, own: Saver) -> tuple[Outcome | None, list[str]]:
+        own.start(1, shards()[rank::2], {})
+        return own.finish(), own.news()
+
+    results = on_ranks(2, tmp_path, work)
+    assert results[0][0].problem is None and results[1][0].problem is None
+    assert len(results[0][1]) == 1 and "Input/output error" in results[0][1][0]
+
+
+def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "FOLDER_SECONDS", 0.2)
+
+    def work(rank: int, own: Saver) -> Outcome | None:
+        own.folder = tmp_path / str(rank)
+        own.folder.mkdir()
+        own.start(1, shards()[rank::2], {})
+        return own.finish()
+
+    for outcome in on_ranks(2, tmp_path, work):
+        assert "is it on a file system that all ranks share?" in outcome.problem
+
+
+def test_what_reads_back_wrong_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, bad = writing.write_file, [True]
+
+    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+        written = real(path, parts, *look)
+        if bad[0] and path.suffix == ".safetensors":
+            bad[0] = False
+            with path.open("r+b") as file:
+                file.seek(-3, os.SEEK_END)
+                file.write(b"\xff")
+        return written
+
+    monkeypatch.setattr(writing, "write_file", write)
+    own = one_rank(tmp_path)
+    own.start(1, shards(), {})
+    outcome = own.finish()
+    assert outcome is not None and outcome.problem is None
+    (text,) = own.news()
+    assert "w, slice at [5, 0], chunk 0: digest" in text
+    assert open_checkpoint(tmp_path, 1).step == 1
+
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.ESTALE, errno.EFBIG)
+
+
+@pytest.mark.representative("ENOSPC")
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+def test_an_error_at_every_call_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    calls = count(prepared(tmp_path / "count"), monkeypatch, save_third)
+    assert calls > 30
+    for fail_at in range(1, calls + 1):
+        folder = prepared(tmp_path / str(fail_at))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", FaultyOs(fail_at, lambda: OSError(code, os.strerror(code))))
+            outcome = save_third(folder)
+        # an error is tried again, one in the clean-up is noted: the checkpoint is there in any case
+        assert outcome is not None and outcome.problem is None, outcome
+        found = latest(folder, never)
+        assert found is not None and found.step == 3
+        assert torch.equal(found.read("w"), TENSOR + 3)
+        assert not list(folder.glob("*.tmp-*"))
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ShortWrites(FaultyOs):
+        def __getattr__(self, name: str) -> Any:
+            if name == "write":
+                return lambda handle, data: os.write(handle, data[: max(1, len(data) // 3)])
+            return super().__getattr__(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "os", ShortWrites(-1, Killed))
+        outcome = save_third(prepared(tmp_path / "run"))
+    assert outcome is not None and outcome.problem is None
+    assert torch.equal(open_checkpoint(tmp_path / "run", 3).read("w"), TENSOR + 3)
+
+
+def test_killed_at_every_call_something_verified_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a death: nothing is caught, nothing cleaned up; the next process goes on."""
+    calls, seen = count(prepared(tmp_path / "count"), monkeypatch, save_third), set[int]()
+    for fail_at in range(1, calls + 1):
+        folder = prepared(tmp_path / str(fail_at))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", FaultyOs(fail_at, Killed))
+            patch.setattr(threading, "excepthook", lambda _: None)
+            own = one_rank(folder, keep=1)
+            own.start(3, shards(3), {})
+            assert own._job is not None
+            own._job.join()
+        found = latest(folder, never)
+        assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
+        seen.add(found.step)
+        if found.step == 2:
+            outcome = save_third(folder)
+            assert outcome is not None and outcome.problem is None
+        files_left = {path.name for path in folder.iterdir() if path.name.startswith("step-3")}
+        assert files_left >= {"step-3"}
+    assert seen == {2, 3}
