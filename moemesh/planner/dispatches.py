@@ -26,6 +26,8 @@ ROUTINGS = "routings"
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
 #: Dtypes of rows.
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
+#: Choices of all tokens of all ranks that are drawn, and experts: seconds of one core.
+MOST_DRAWN = 1_000_000
 _KEYS = {"about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts"}
 
 
@@ -134,6 +136,19 @@ def random_example(
         message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
         fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
         found = _problem("out-of-range", "experts_per_token", experts_per_token, message, fix)
+        raise ConfigError([found])
+    if num_experts > MOST_DRAWN:
+        message = f"{num_experts} experts are more than {MOST_DRAWN}"
+        fix = f"--experts {MOST_DRAWN}"
+        raise ConfigError([_problem("out-of-range", "num_experts", num_experts, message, fix)])
+    each = experts_per_token * read.world_size
+    if tokens * each > MOST_DRAWN:
+        most = max(1, MOST_DRAWN // each)
+        message = (
+            f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
+            f"are {tokens * each} choices, more than {MOST_DRAWN}"
+        )
+        found = _problem("out-of-range", "tokens", tokens, message, f"--tokens {most}")
         raise ConfigError([found])
     draw = random.Random(seed)
     choices = [

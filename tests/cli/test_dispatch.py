@@ -53,6 +53,8 @@ def test_many_ranks_have_no_matrices(capsys: Capture, monkeypatch: Patch) -> Non
         (["--plan", "dp=4"], "nothing to show"),
         (["--plan", "pp=2,dp=2,ep=2"], "one pipeline stage"),
         (["--experts", "2", "--experts-per-token", "3"], "1 to 2 experts"),
+        (["--tokens", "99999999999"], "fix: --tokens 125000"),
+        (["--experts", "2000000000"], "more than 1000000"),
         (["--dispatcher", "all_to_al"], "all_to_all"),
         (["--dtype", "int8"], "dtype is one of"),
     ],
