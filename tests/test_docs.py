@@ -161,10 +161,12 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
     runs = list((readme_folder / "runs").iterdir())
     found = {path.name for run in runs for path in run.iterdir()}
     said = {name.split("/")[0] for name in listed("Run folder")}
-    # Written by a run that failed, by ampnet, in a git repository with changes, and for sinks.
+    # Written by a run that failed, by ampnet, in a git repository with changes, for sinks, and in
+    # train.checkpoint_folder.
     rare = {
         "failure.json",
         "failures",
+        "owner-N.json",
         "profile",
         "profile.json",
         "schedule-A-B.txt",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import socket
 import threading
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from os import getpid
 from typing import Any
 
 from moemesh.checkpoint.files import (
@@ -187,7 +187,7 @@ def _new_body(run: str) -> dict[str, Any]:
     return {
         "run": run,
         "host": socket.gethostname(),
-        "pid": os.getpid(),
+        "pid": getpid(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "counter": 0,
         "held": True,
