@@ -200,7 +200,13 @@ class TestBadInput:
             ({"name": "gpipe", "ranks": 4}, ["gpipe needs --microbatches"]),
             (
                 {"name": "dualpipe", "ranks": 3, "microbatches": 5, "forward": "x", "comm": "-1"},
-                ["--forward 'x'", "--comm '-1'", "ranks % 2", "microbatches % 2", "5 < 6"],
+                [
+                    "--forward 'x'",
+                    "--comm '-1'",
+                    "even number of ranks",
+                    "even number of microbatches",
+                    "5 < 6",
+                ],
             ),
             (
                 {"name": "gpipe", "ranks": 4, "microbatches": 4, "dgrad": "1,2"},

@@ -165,7 +165,7 @@ def test_an_evaluation_takes_the_length_of_the_run(here: Path) -> None:
     (here / "run/config.toml").write_text(resolved_toml(config))
     assert _length_of_run(here / "run", []) == 48
     (here / "run/config.json").write_text(json.dumps(MODEL))
-    with pytest.raises(UserError, match="give --seq-len"):
+    with pytest.raises(UserError, match="such as --seq-len 128"):
         _length_of_run(here / "run", [])
 
 
