@@ -17,7 +17,7 @@ from moemesh.trace import progress_words
 from moemesh.trace.word_file import RANK_BYTES, Collective, Word, read_word
 from moemesh.train.failure import write_verdict
 from tests import commands
-from tests.comm.test_verdict import RESET, Clock, collective, seen, told, word
+from tests.comm.looks import RESET, Clock, collective, seen, told, word
 
 
 def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str = "0-3"):

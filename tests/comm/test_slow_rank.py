@@ -8,7 +8,7 @@ import pytest
 
 from moemesh.comm.slow_rank import SlowRank, SlowRanks
 from moemesh.trace.word_file import Word
-from tests.comm.test_verdict import word
+from tests.comm.looks import word
 
 
 def simulated(

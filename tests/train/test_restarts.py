@@ -19,7 +19,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.train import failure
 from moemesh.train.folder import RunFolder
 from moemesh.train.restarts import CAME_TWICE, Budget, train_supervised
-from tests.comm.test_verdict import word
+from tests.comm.looks import word
 from tests.train.runs import arguments, metrics, start
 
 

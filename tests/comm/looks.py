@@ -1,0 +1,93 @@
+"""Ranks as a supervisor sees them, and a judge who looks at them with a clock of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moemesh.comm.signs import Seen, Told
+from moemesh.comm.verdict import Judge, Limits, Verdict
+from moemesh.trace.word_file import Collective, Word, members_of
+
+GROUP = "0-3"
+
+
+def collective(number: int, group: str = GROUP, op: str = "all_reduce") -> Collective:
+    members = members_of(group)
+    return Collective(
+        op=op,
+        axis="dp",
+        group=group,
+        members=members,
+        number=number,
+        caller="gradients",
+        num_bytes=8,
+    )
+
+
+def word(rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **more: Any) -> Word:
+    """In user code, or `at` a collective; `counts` default to what that says."""
+    counts = more.pop("counts", {at.group: at.number} if at is not None else {GROUP: 6})
+    values: dict[str, Any] = {
+        "rank": rank,
+        "changes": 100,
+        "pid": 1000 + rank,
+        "step": step,
+        "phase": phase,
+        "microbatch": 0,
+        "layer": 1,
+        "stage": 0,
+        "number": 50,
+        "inside": at is not None,
+        "done": False,
+        "failed": False,
+        "code": 0,
+        "collective": at,
+        "moved": 0.0,
+        "waited": 0.0,
+        "worked": 0.0,
+        "counts": counts,
+    }
+    return Word(**values | more)
+
+
+def seen(rank: int, state: str = "S", **more: Any) -> Seen:
+    return Seen(rank=rank, state=state, **{"word": word(rank), **more})
+
+
+class Clock:
+    """Looks again and again, every 0.03 s."""
+
+    def __init__(self, patience: float = 600.0) -> None:
+        self.judge, self.now = Judge(Limits(patience=patience)), 100.0
+        self.changes = 100
+
+    def look(self, ranks: list[Seen], seconds: float = 0.03) -> Verdict | None:
+        """Look for `seconds`; the verdict if one comes."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.03
+            if (found := self.judge.look(self.now, ranks)) is not None:
+                return found
+        return None
+
+    def train(self, steps: int, seconds: float = 0.1, ranks: int = 4) -> None:
+        """Steps that go well."""
+        for step in range(1, steps + 1):
+            for _ in range(4):
+                self.changes += 1
+                self.now += seconds / 4
+                moving = [
+                    seen(r, word=word(r, step=step, changes=self.changes)) for r in range(ranks)
+                ]
+                assert self.judge.look(self.now, moving) is None
+
+
+def waiting(rank: int, number: int = 7, **more: Any) -> Seen:
+    return seen(rank, word=word(rank, at=collective(number), **more))
+
+
+def told(kind: str, message: str, at: float, **more: Any) -> Told:
+    return Told(kind=kind, message=message, at=at, **more)
+
+
+RESET = "Connection reset by peer"
