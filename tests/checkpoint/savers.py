@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from moemesh.checkpoint import files
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.saver import Outcome, Saver
 from moemesh.checkpoint.store import Shard
-from tests.checkpoint.simulate import Ranks, cut, save_as_ranks
+from tests.checkpoint.simulate import Ranks, cut, on_threads, save_as_ranks
 from tests.checkpoint.test_faults import FaultyOs, Killed
 
 TENSOR = torch.arange(60.0).reshape(20, 3)
@@ -36,9 +35,9 @@ def on_ranks(
     size: int, folder: Place, work: Callable[[int, Saver], Any], *, in_background: bool = True
 ) -> list[Any]:
     """`work` with the saver of each of `size` ranks, on a thread a rank."""
-    ranks, results = Ranks(size), list[Any]([None] * size)
+    ranks = Ranks(size)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         own = Saver(
             folder,
             rank=rank,
@@ -47,18 +46,9 @@ def on_ranks(
             keep=2,
             in_background=in_background,
         )
-        try:
-            results[rank] = work(rank, own)
-        except BaseException as error:
-            results[rank] = error
+        return work(rank, own)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+    return on_threads(size, run)
 
 
 def shards(value: float = 0.0) -> list[Shard]:

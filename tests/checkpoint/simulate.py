@@ -45,26 +45,34 @@ def save_as_ranks(
     state: dict[str, Any] | None = None,
 ) -> list[Path | BaseException]:
     """Runs save on one thread a rank; gives each rank's result or exception."""
-    size = len(per_rank)
-    ranks = Ranks(size)
+    ranks = Ranks(len(per_rank))
+
+    def work(rank: int) -> Path:
+        return save(
+            folder,
+            step,
+            per_rank[rank],
+            state if state is not None else {"step": step},
+            rank=rank,
+            world_size=len(per_rank),
+            gather=ranks.gather(rank),
+            barrier=ranks.barrier,
+        )
+
+    return on_threads(len(per_rank), work)
+
+
+def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work` of each rank on a thread of its own; gives each one's result or exception."""
     results: list[Any] = [None] * size
 
-    def work(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
-            results[rank] = save(
-                folder,
-                step,
-                per_rank[rank],
-                state if state is not None else {"step": step},
-                rank=rank,
-                world_size=size,
-                gather=ranks.gather(rank),
-                barrier=ranks.barrier,
-            )
+            results[rank] = work(rank)
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
