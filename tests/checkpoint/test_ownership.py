@@ -168,6 +168,21 @@ def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
     assert examine(folder, 2) == []
 
 
+def test_a_save_that_loses_the_folder_behind_its_commit_deletes_nothing(
+    folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = one_rank(folder, keep=9)
+    for step in (1, 2):
+        assert save(own, step).problem is None
+    lost: list[str] = []
+    remember = job.remember
+    monkeypatch.setattr(job, "remember", lambda *given: (remember(*given), lost.append("taken")))
+    own = one_rank(folder, keep=1)
+    own._lost = lambda: lost[0] if lost else None
+    save(own, 3)
+    assert lost and sorted(candidates(folder)) == [1, 2, 3]
+
+
 def test_a_pruning_ends_where_the_folder_is_lost(folder: Place) -> None:
     own = one_rank(folder, keep=9)
     for step in (1, 2, 3):
