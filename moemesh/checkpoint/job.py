@@ -52,6 +52,9 @@ PAUSES = (0.5, 2.0, 5.0, 10.0)
 _LAST_WAIT = 10.0
 #: Seconds in which the folder that rank 0 makes is seen by all others.
 FOLDER_SECONDS = 60.0
+#: Seconds in which a report that is being written becomes one that can be read: file systems that
+#: are no object stores may show the half of it.
+REPORT_SECONDS = 10.0
 #: Seconds between two looks at the folder, or at the other ranks: the first, and the longest.
 FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
 
@@ -227,7 +230,12 @@ class Job:
         while waiting:
             names = set(list_names(temporary))
             for rank in sorted(rank for rank in waiting if _report_name(rank) in names):
-                reply = _read_report(temporary / _report_name(rank))
+                try:
+                    reply = _read_report(temporary / _report_name(rank))
+                except CheckpointError:
+                    if look.seconds > REPORT_SECONDS:
+                        raise
+                    continue
                 if reply["problem"]:
                     raise CheckpointError(f"rank {rank}: {reply['problem']}")
                 reports[rank] = reply["report"]

@@ -42,6 +42,9 @@ _HEARTBEAT_SECONDS = 10.0
 #: A counter that stands still for so long is that of a dead owner; stores may take seconds.
 _OBSERVE_SECONDS = 35.0
 _LOOK_SECONDS = 1.0
+#: Pauses between reads of a claim that says nothing: it may be half written on a file system that
+#: is no object store, or gone, for a higher one.
+_PAUSES = (0.0, 0.1, 0.3, 0.6)
 _LIMIT = 4096
 
 
@@ -166,7 +169,7 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
     """The highest claim, and what it says; 0 where there is none. One that cannot be read is that
     of a run that died while it wrote it."""
     highest = 0
-    for _ in range(2):  # the object may be gone between the two requests, for a higher one
+    for pause in (*_PAUSES, None):
         numbers = [int(match[1]) for name in list_names(folder) if (match := _NAME.fullmatch(name))]
         if not numbers:
             return 0, {}
@@ -174,6 +177,8 @@ def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
         with suppress(CheckpointError, ValueError):
             body = json.loads(read_start(_file(folder, highest), _LIMIT))
             return highest, body if isinstance(body, dict) else {}
+        if pause is not None:
+            time.sleep(pause)
     return highest, {}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -19,6 +19,8 @@ from moemesh.config.errors import UserError
 
 #: ``s3://bucket/prefix``; pathlib makes one slash of two.
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):(/{1,2}.*)", re.ASCII)
+#: Schemes behind which a file is seen while it is written, and a rename replaces another at once.
+_DISKS = frozenset(("file", "local", "sftp", "ssh"))
 _T = TypeVar("_T")
 
 
@@ -121,7 +123,12 @@ class RemotePath:
 
     def put(self, content: bytes) -> None:
         """Write the object at once: a reader sees the old or the new content, or none."""
-        self._call(self._filesystem.pipe_file, self._path, content)
+        if _DISKS.isdisjoint(_schemes(self._filesystem)):
+            self._call(self._filesystem.pipe_file, self._path, content)
+            return
+        beside = self.with_name(f".{self.name}.tmp")
+        self._call(self._filesystem.pipe_file, beside._path, content)
+        self._call(self._filesystem.mv, beside._path, self._path)
 
     def create(self, content: bytes) -> None:
         """Write the object at once where there is none of this name, else FileExistsError. One that
@@ -191,6 +198,11 @@ class RemotePath:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise OSError(errno.EIO, reason, str(self)) from error
+
+
+def _schemes(filesystem: Any) -> Sequence[str]:
+    names = filesystem.protocol
+    return (names,) if isinstance(names, str) else names
 
 
 class _Calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,65 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
     found.load_into([Shard(name="scale", shape=(), offset=(), tensor=into)])
     assert into.item() == 2.5
     assert folder.names() == ["step-2", "step-3", "verified.json"]
+
+
+def test_a_report_that_is_being_written_is_waited_for(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is no object store shows the half of a file."""
+    real, halves = job.replace_file, [b"", b'{"problem": n']
+
+    def in_parts(path: RemotePath, content: bytes) -> None:
+        for half in halves:
+            real(path, half)
+            time.sleep(0.05)
+        real(path, content)
+
+    monkeypatch.setattr(job, "replace_file", in_parts)
+
+    def work(rank: int, own: Any) -> Any:
+        own.start(1, shards(1)[rank::2], {"step": 1})
+        return own.finish().problem
+
+    assert on_ranks(2, folder, work) == [None, None]
+    assert candidates(folder) == [1]
+
+
+def test_a_report_that_stays_broken_is_a_failed_attempt(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "REPORT_SECONDS", 0.1)
+    real = job.replace_file
+    monkeypatch.setattr(job, "replace_file", lambda path, content: real(path, content[:-1]))
+
+    def work(rank: int, own: Any) -> Any:
+        own.start(1, shards(1)[rank::2], {"step": 1})
+        return own.finish().problem
+
+    problems = on_ranks(2, folder, work)
+    assert all("report-00001.json: cannot be read" in problem for problem in problems), problems
+    assert candidates(folder) == []
+
+
+def test_an_object_of_a_disk_is_replaced_at_once(tmp_path: Path) -> None:
+    """Nobody reads an empty claim of an owner because the owner is just writing it anew."""
+    found = place_of(f"file://{tmp_path}/claim.json")
+    assert isinstance(found, RemotePath)
+    contents = {bytes([letter]) * 40_000 for letter in b"abcdef"}
+    found.put(b"a" * 40_000)
+    stop, seen = threading.Event(), set[bytes]()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(found.read(0, 50_000))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for content in [*contents] * 50:
+        found.put(content)
+    stop.set()
+    reader.join()
+    assert seen <= contents and found.parent.names() == ["claim.json"]
 
 
 def test_without_a_manifest_it_is_none(folder: RemotePath) -> None:
