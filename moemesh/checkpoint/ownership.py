@@ -49,7 +49,12 @@ _LIMIT = 4096
 
 
 class OwnedError(UserError):
-    """Another run keeps its checkpoints in this folder; the message says which, and what to do."""
+    """Another run keeps its checkpoints in this folder; the message says which, and what to do.
+    `holder`: that run, in words, where one is known."""
+
+    def __init__(self, message: str, holder: str = "") -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +164,17 @@ def _refuse_living(
 
 
 def _owned(folder: Place, body: dict[str, Any]) -> OwnedError:
+    holder = describe_holder(body)
     return OwnedError(
-        f"{folder} is in use by another run ({describe_holder(body)}): choose another folder "
-        "(train.checkpoint_folder), or take this one from it with --takeover"
+        f"{folder} is in use by another run ({holder}): choose another folder "
+        "(train.checkpoint_folder), or take this one from it with --takeover",
+        holder,
     )
+
+
+def has_owner(folder: Place) -> bool:
+    """Whether a run has ever claimed `folder`."""
+    return any(map(_NAME.fullmatch, list_names(folder)))
 
 
 def _highest(folder: Place) -> tuple[int, dict[str, Any]]:

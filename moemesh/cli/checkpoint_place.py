@@ -1,7 +1,12 @@
 """The checkpoints that a path or an address on the command line means."""
 
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import typer
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
@@ -34,6 +39,48 @@ def find(text: str) -> Found:
         if steps := candidates(folder):
             return Found(folder, steps)
     raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
+
+
+@contextmanager
+def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
+    """Hold `folder`, the checkpoints of the run in the folder `run` where that is known, so that no
+    run writes there; yields what raises CheckpointError where a run has taken it over since.
+    CheckpointError where one is at work there."""
+    from moemesh.checkpoint.files import CheckpointError
+    from moemesh.checkpoint.ownership import OwnedError, Ownership, has_owner
+    from moemesh.train.folder import LEASE, RunFolder
+    from moemesh.train.lease import RunFolderError
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    holding: RunFolder | Ownership | None = None
+    lost: Callable[[], str | None] | None = None
+    try:
+        if run is not None and (run / LEASE).exists():
+            holding = RunFolder(run, has_run=True, checkpoints=folder)
+            holding.lock(say=say)
+            lost = holding.lost
+        elif has_owner(folder):
+            holding = Ownership.take(folder, uuid.uuid4().hex, say=say)
+            lost = holding.claim.lost
+    except (RunFolderError, OwnedError) as error:
+        if not error.holder:
+            raise
+        raise CheckpointError(
+            f"{folder} is in use by a run ({error.holder}), which deletes old checkpoints by "
+            "itself, as train.checkpoints_kept says: prune when it has ended, or stop it first"
+        ) from error
+
+    def check() -> None:
+        if lost is not None and (why := lost()) is not None:
+            raise CheckpointError(f"{why}; nothing more was deleted")
+
+    try:
+        yield check
+    finally:
+        if holding is not None:
+            holding.release()
 
 
 def _folders(place: "Folder") -> "list[Folder]":

@@ -4,14 +4,14 @@
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
-from moemesh.cli.checkpoint_place import find
+from moemesh.cli.checkpoint_place import find, held
 from moemesh.cli.table import table
 
 if TYPE_CHECKING:
@@ -205,13 +205,12 @@ def prune(
     from moemesh.checkpoint import retention
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.remote import place_of
-    from moemesh.train.folder import LEASE, RunFolder
 
     found = find(place)
     if len(found.steps) == 1 and place.rstrip("/").endswith(f"/step-{found.steps[0]}"):
         raise CheckpointError(f"{place}: is one checkpoint; give the run")
     named = place_of(place)
-    # Of an address alone it is not known who writes there: what is being written stays.
+    # Of an address alone it is not known who else writes there: what is being written stays.
     run = None
     if isinstance(named, Path):
         run = named if found.folder != named else named.parent
@@ -219,15 +218,11 @@ def prune(
         raise CheckpointError(f"{place}: give the run, or --keep: how many stay is not known here")
     keep = _kept(run) if keep is None and run is not None else keep
     assert keep is not None
-    folder = RunFolder(run or Path(), has_run=True, checkpoints=found.folder)
-    if run is not None and (run / LEASE).exists() and not dry_run:
-        folder.lock()
-    try:
-        plan = retention.plan_pruning(found.folder, keep, with_leftovers=run is not None)
+    is_on_disk = run is not None
+    with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
+        plan = retention.plan_pruning(found.folder, keep, with_leftovers=is_on_disk)
         if not dry_run:
-            retention.prune(found.folder, keep, with_leftovers=run is not None)
-    finally:
-        folder.release()
+            retention.prune(found.folder, keep, with_leftovers=is_on_disk, check=check)
     if as_json:
         kept = [one._asdict() for one in plan.kept]
         content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}

@@ -35,7 +35,12 @@ _BYTES = 512
 
 
 class RunFolderError(UserError):
-    """The folder cannot be used as asked; the message says why and what to do."""
+    """The folder cannot be used as asked; the message says why and what to do. `holder`: the run
+    that is at work in it, in words, where that is why."""
+
+    def __init__(self, message: str, holder: str = "") -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 class LeaseLost(RunFolderError):
@@ -83,9 +88,11 @@ class Lease:
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
             if not takeover and _is_foreign(body) and _is_beating(handle):
+                holder = describe_holder(body)
                 raise RunFolderError(
-                    f"{folder} is in use by another run ({describe_holder(body)}), whose counter "
-                    "moves: stop it, choose another folder, or take this one with --takeover"
+                    f"{folder} is in use by another run ({holder}), whose counter moves: stop it, "
+                    "choose another folder, or take this one with --takeover",
+                    holder,
                 )
         except BaseException:
             with suppress(OSError):
@@ -198,7 +205,8 @@ def read_claim(folder: Path) -> tuple[str, int] | None:
 def _in_use(folder: Path, holder: str) -> RunFolderError:
     return RunFolderError(
         f"{folder} is in use by another run ({holder}): wait for it, stop it, choose another "
-        "folder, or take this one from it with --takeover"
+        "folder, or take this one from it with --takeover",
+        holder,
     )
 
 

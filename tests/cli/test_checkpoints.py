@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from moemesh.checkpoint import ownership, retention
+from moemesh.checkpoint.ownership import Ownership
+from moemesh.checkpoint.remote import place_of
 from moemesh.checkpoint.stored import Damage
 from moemesh.cli.checkpoints import by_file
 from moemesh.train.folder import RunFolder
@@ -143,7 +146,7 @@ def test_prune(made: Path, call: Any) -> None:
     holder = RunFolder(made, has_run=True)
     holder.lock()
     code, _, err = call("prune", made)
-    assert code == 2 and "is in use by another run" in err
+    assert code == 2 and "is in use by a run (pid " in err and "prune when it has ended" in err
     holder.release()
     (made / "config.toml").write_text("[train]\ncheckpoints_kept = 1\n")
     content = json.loads(call("prune", made, "--json")[1])
@@ -180,10 +183,50 @@ def test_an_address_and_a_run_that_keeps_its_checkpoints_there(
     assert code == 2 and "give the run, or --keep" in err
     (tmp_path / "kept/step-9.tmp-0123456789abcdef0123456789abcdef").mkdir()
     assert "step 1: deleted" in call("prune", address, "--keep", 1)[1]
-    # of an address alone it is not known whether somebody writes there
+    # of an address alone it is not known who else writes there
     assert len(list((tmp_path / "kept").glob("*.tmp-*"))) == 1
     content = json.loads(call("prune", run_folder, "--json")[1])
     assert (content["deleted"], len(content["leftovers"])) == ([], 1)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_prune_of_a_folder_that_a_run_owns_is_refused(
+    made: Path, call: Any, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
+    place = f"{scheme}{made.rename(made.with_name('kept'))}/checkpoints"
+    owner = Ownership.take(place_of(place), "a run elsewhere")
+    code, _, err = call("prune", place, "--keep", 1)
+    assert code == 2 and "is in use by a run (pid " in err and "prune when it has ended" in err
+    assert owner.claim.lost() is None and "Traceback" not in err
+    assert "step 1: would be deleted" in call("prune", place, "--keep", 1, "--dry-run")[1]
+    # As its process dies: nobody raises the counter any more.
+    owner._ended.set()
+    owner._thread.join()
+    monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.05)
+    code, out, err = call("prune", place, "--keep", 1)
+    assert code == 0 and "step 1: deleted" in out and "sign of its life" in err
+    # One that was only asleep commits nothing more; the next run waits for nobody.
+    assert owner.claim.lost() is not None
+    Ownership.take(place_of(place), "the next", say=pytest.fail).release()
+
+
+def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
+    made: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made / "checkpoints"
+    Ownership.take(place, "a run").release()
+    plan = retention.plan_pruning
+
+    def slowly(*arguments: Any, **keys: Any) -> retention.Pruning:
+        Ownership.take(place, "another", takeover=True).release()
+        return plan(*arguments, **keys)
+
+    monkeypatch.setattr(retention, "plan_pruning", slowly)
+    code, _, err = call("prune", place, "--keep", 1)
+    assert code == 2 and "taken over" in err and "nothing more was deleted" in err
+    assert (place / "step-1").is_dir()
 
 
 def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
