@@ -231,7 +231,18 @@ def test_mistakes_in_a_loop_are_named() -> None:
     with pytest.raises(UserError, match="shards states over an optimizer"):
         plan = config.plan.model_copy(update={"data": "zero3"})
         mm.parallelize(config.model, plan, mm.Mesh.single("cpu"), **build)
-    model = mm.parallelize(config.model, config.plan, mm.Mesh.single("cpu"), **build)
+    mesh = mm.Mesh.single("cpu")
+    with pytest.raises(mm.ConfigError, match=r"did you mean bfloat16\? \(choices: float32"):
+        mm.parallelize(config.model, config.plan, mesh, dtype="float16", **build)  # type: ignore[arg-type]
+    with pytest.raises(mm.ConfigError, match='seq_len must be an integer, not "8"'):
+        mm.parallelize(config.model, config.plan, mesh, seq_len="8", global_batch=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a ModelConfig, not str: moemesh\.load"):
+        mm.parallelize("tiny", config.plan, mesh, **build)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="needs a process group"):
+        mm.Mesh.create(config.plan.layout, "cpu")
+    with pytest.raises(TypeError, match="an override must be a str, not int"):
+        mm.load(None, [3])  # type: ignore[list-item]
+    model = mm.parallelize(config.model, config.plan, mesh, **build)
     for tokens, words in (
         (torch.full((2, 9), 256), "hold ids from 256 to 256, the vocabulary those from 0 to 255"),
         (torch.ones(2, 9), "must be torch.int64"),
@@ -245,6 +256,15 @@ def test_mistakes_in_a_loop_are_named() -> None:
     for name in ("valid", "loss_mask"):
         with pytest.raises(UserError, match=f"{name} must be torch.bool, not torch.int64"):
             model.step(ids, ids, **{name: ids})
+    with pytest.raises(UserError, match=r"documents must be torch\.int64, not torch\.bool"):
+        model.step(ids, ids, documents=ids.bool())
+    with pytest.raises(TypeError, match="targets must be a Tensor, not list"):
+        model.step(ids, [1, 2])  # type: ignore[arg-type]
+    for limit in (-1.0, float("nan")):
+        with pytest.raises(UserError, match="clip must be a number of at least 0, not"):
+            model.step(ids, ids, clip=limit)
+        with pytest.raises(UserError, match="max_norm must be a number of at least 0, not"):
+            mm.clip_grad_norm_(nn.Linear(2, 2), limit)
     with pytest.raises(TypeError, match=r"must be a RunConfig, not str: moemesh\.train\(moemesh"):
         mm.train("run.toml")  # type: ignore[operator]
 

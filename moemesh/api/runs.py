@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.arguments import check_kind
 from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
@@ -24,6 +25,8 @@ def load(
         overrides = [overrides]
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={format_value(value)}" for key, value in _leaves(overrides)]
+    for override in overrides:
+        check_kind("an override", override, str)
     return load_run([] if path is None else [Path(path)], list(overrides)).config
 
 

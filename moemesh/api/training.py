@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from moemesh.checkpoint.tree import Sharded
 from moemesh.comm.mesh import Mesh
+from moemesh.config.arguments import check_kind, check_limit
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.layout import shard_range
-from moemesh.config.load import Resolved
+from moemesh.config.load import Resolved, S, build_section
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
+from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import Leaf
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel import parallelize as hub
@@ -48,12 +50,14 @@ def parallelize(
     step. Initial weights are functions of `seed`: the same under every plan. Raises ConfigError
     with every rule that model, plan and batch break, ValueError for a mesh of another layout.
     """
-    config = RunConfig(
-        model=model,
-        plan=plan,
-        data=DataConfig(seq_len=seq_len, global_batch=global_batch),
-        train=TrainConfig(seed=seed, dtype=dtype),
-    )
+    check_kind("model", model, ModelConfig, "moemesh.load(...).model")
+    check_kind("plan", plan, Plan, "moemesh.load(...).plan")
+    check_kind("mesh", mesh, Mesh, "moemesh.Mesh.create(plan.layout, device)")
+    data, problems = _section(DataConfig, seq_len=seq_len, global_batch=global_batch)
+    train, others = _section(TrainConfig, seed=seed, dtype=dtype)
+    if problems or others:
+        raise ConfigError([*problems, *others])
+    config = RunConfig(model=model, plan=plan, data=data, train=train)
     problems = config.check() or untrainable(Resolved(config=config, origins={}))
     if problems:
         raise ConfigError(problems)
@@ -62,6 +66,12 @@ def parallelize(
             f"the plan needs {plan.world_size} ranks, the mesh has {mesh.world_size}: "
             "Mesh.create(plan.layout, device)"
         )
+    needed, own = (
+        ", ".join(f"{name} = {getattr(layout, name)}" for name in DEGREES)
+        for layout in (plan.layout, mesh.layout)
+    )
+    if own != needed:
+        raise UserError(f"the plan has {needed}, the mesh {own}: Mesh.create(plan.layout, device)")
     if plan.data != "replicate":
         raise UserError(
             f'plan.data = "{plan.data}" shards states over an optimizer that moemesh steps itself: '
@@ -134,6 +144,7 @@ class ParallelModel:
         tokens, targets = _pair(tokens, targets)
         others = (valid, loss_mask, documents)
         self._check(tokens, targets, *others)
+        check_limit("clip", clip)
         with torch.no_grad():
             for name, own in self.parallel.model.named_parameters():
                 self._masters[name].grad = own.grad = None
@@ -188,17 +199,22 @@ class ParallelModel:
 
     def _check(self, tokens: Tensor, *others: Tensor | None) -> None:
         vocabulary = self.config.model.vocab_size
+        names = ("tokens", "targets", "valid", "loss_mask", "documents")
+        for name, one in zip(names, (tokens, *others), strict=True):
+            if one is not None:
+                check_kind(name, one, Tensor)
         if tokens.ndim != 2 or any(t is not None and t.shape != tokens.shape for t in others):
             shapes = [list(t.shape) for t in (tokens, *others) if t is not None]
             raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
-        targets, *masks, _ = others
+        targets, *masks, documents = others
         for name, mask in zip(("valid", "loss_mask"), masks, strict=True):
             if mask is not None and mask.dtype != torch.bool:
                 raise UserError(f"{name} must be torch.bool, not {mask.dtype}: {name}.bool()")
+        for name, ids in (("tokens", tokens), ("targets", targets), ("documents", documents)):
+            if ids is not None and ids.dtype != torch.int64:
+                raise UserError(f"{name} must be torch.int64, not {ids.dtype}: {name}.long()")
         for name, ids in (("tokens", tokens), ("targets", targets)):
             assert ids is not None
-            if ids.dtype != torch.int64:
-                raise UserError(f"{name} must be torch.int64, not {ids.dtype}: {name}.long()")
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
                 raise UserError(
                     f"{name} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary "
@@ -235,8 +251,20 @@ class ParallelModel:
         return found
 
 
+def _section(kind: type[S], **values: object) -> tuple[S, list[Problem]]:
+    """The section of these arguments of :func:`parallelize`, and what is wrong with them."""
+    return build_section(
+        kind,
+        {
+            f"{kind.section}.{name}": Leaf(value=value, origin=f"{name} of parallelize")
+            for name, value in values.items()
+        },
+    )
+
+
 def _pair(tokens: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Tokens and what each predicts; of [B, S + 1] tokens alone, the next."""
+    check_kind("tokens", tokens, Tensor)
     if targets is not None:
         return tokens, targets
     if tokens.ndim != 2:

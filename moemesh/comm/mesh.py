@@ -20,6 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moemesh.comm.groups import new_group
+from moemesh.config.arguments import check_kind
+from moemesh.config.errors import UserError
 from moemesh.config.layout import AXES, Layout
 from moemesh.trace.ledger import Ledger
 
@@ -121,8 +123,12 @@ class Mesh:
 
         Raises ValueError when the layout's world size is not the number of running ranks.
         """
-        assert dist.is_initialized(), "Mesh.create needs a process group (or use Mesh.single)"
-        assert dist.group.WORLD is not None
+        check_kind("layout", layout, Layout, "plan.layout")
+        if dist.group.WORLD is None:
+            raise UserError(
+                "Mesh.create needs a process group: torch.distributed.init_process_group() first, "
+                "or Mesh.single(device) for one rank"
+            )
         return cls.from_group(dist.group.WORLD, layout, device)
 
     @classmethod

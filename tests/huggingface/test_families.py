@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moemesh.checkpoint import store
-from moemesh.config.huggingface.export import differences
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.export import config_json, differences
+from moemesh.config.huggingface.model import model_values
+from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import from_huggingface, from_model_config
 from moemesh.train.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
@@ -132,10 +135,45 @@ def test_keys_that_are_left_out_mean_what_they_do_in_transformers(
     ).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     written = json.loads(file.read_text())
-    for key in ("rms_norm_eps", "rope_parameters", "attention_multiplier", "logits_scaling"):
-        if key == "rope_parameters" and kind == "gpt_oss":
-            continue  # without any, transformers stretches them by YaRN, which releases write out.
+    for key in (
+        "rms_norm_eps",
+        "rope_parameters",
+        "attention_multiplier",
+        "logits_scaling",
+        "sliding_window",
+        "n_group",
+        "topk_group",
+    ):
         file.write_text(json.dumps({name: one for name, one in written.items() if name != key}))
         ours = config_of(tmp_path)
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
         assert ours == config_of(tmp_path), key
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss"])
+def test_null_is_no_window_where_a_missing_key_is_one(kind: str) -> None:
+    with_window = {**COMMON, **FAMILIES[kind], "model_type": kind, "rms_norm_eps": 1e-5}
+    del with_window["sliding_window"]
+    assert model_values(with_window)["sliding_window"]
+    assert "sliding_window" not in model_values({**with_window, "sliding_window": None})
+
+
+def test_stretched_positions_need_their_factor() -> None:
+    table = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = {**COMMON, "model_type": "llama", "rope_scaling": table}
+    with pytest.raises(ConfigError, match="llama3 needs low_freq_factor and high_freq_factor"):
+        model_values(config)
+    with pytest.raises(ConfigError, match="yarn needs factor"):
+        model_values({**config, "rope_scaling": {"type": "yarn"}})
+
+
+def test_transformers_reads_the_stretched_positions_that_we_write() -> None:
+    """Those of Llama 3.1, whose factors are our defaults."""
+    from transformers import AutoConfig
+
+    table = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}
+    table |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = model_values({**COMMON, "model_type": "llama", "rope_scaling": table})
+    written = config_json(ModelConfig.model_validate(values), "llama")
+    read = AutoConfig.for_model(**written).to_dict()["rope_parameters"]
+    assert {**table, **read} == read

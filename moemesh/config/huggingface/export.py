@@ -11,7 +11,7 @@ from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import known_families
-from moemesh.config.huggingface.model import ROPE_KEYS, model_values, trained_families
+from moemesh.config.huggingface.model import ROPE_KEYS, ROPE_NEEDS, model_values, trained_families
 from moemesh.config.model import ModelConfig
 from moemesh.config.toml import format_value
 
@@ -217,9 +217,10 @@ def _rope(model: ModelConfig, kind: str) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
     defaults = ModelConfig.model_fields
     if model.rope_type != "default":
+        written = {*ROPE_NEEDS[model.rope_type], "beta_fast", "beta_slow"}
         for key, ours in ROPE_KEYS.items():
             value = getattr(model, ours)
-            if value != defaults[ours].default or key in ("factor", "beta_fast", "beta_slow"):
+            if value != defaults[ours].default or key in written:
                 table[key] = value
     values: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_type != "default":

@@ -39,8 +39,14 @@ _SAME = (
     "expert_bias", "router_logit_bias", "router_selection_bias", "router_groups",
     "router_groups_kept",
 )  # fmt: skip
-#: Our names of the types of RoPE, and the keys of their tables with "rope_" or nothing in front.
+#: Our names of the types of RoPE, what their tables must have, and the keys of these with "rope_"
+#: or nothing in front.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 ROPE_KEYS = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -176,6 +182,9 @@ def _rope(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, obj
     if kind not in _ROPE_TYPES:
         message = f"RoPE of the type {kind} is not known; known: {', '.join(_ROPE_TYPES)}"
         raise wrong("not-available", "rope_scaling", kind, message)
+    if missing := [key for key in ROPE_NEEDS.get(kind, ()) if key not in given]:
+        message = f"RoPE of the type {kind} needs {' and '.join(missing)}"
+        raise wrong("missing", f"rope_scaling.{missing[0]}", None, message)
     found: dict[str, object] = {"rope_type": kind}
     theta = given.get("rope_theta") or values.get("rope_theta")
     if theta is not None:

@@ -56,6 +56,7 @@ def read_sizes(config: Config) -> Sizes:
     values = dict(defaults)
     for key, value in config.items():
         values[key] = defaults.get(key) if value is None else value
+    values |= _absent(config, family)
     if problems := unknown_layers(values, kind):
         raise ConfigError(problems)
     record = Record(values)
@@ -67,6 +68,14 @@ def read_sizes(config: Config) -> Sizes:
     if problems := unread_parameters(record, kind, has_norm=has_norm):
         raise ConfigError(problems)
     return Sizes(fields, values, kind, notes)
+
+
+def _absent(config: Config, family: Config) -> Config:
+    """What the family's code says of keys that the configuration does not even name."""
+    found = {key: value for key, value in family.get("absent", {}).items() if key not in config}
+    if "rope_scaling" in config:  # the older name
+        found.pop("rope_parameters", None)
+    return found
 
 
 def _text_model(config: Config) -> tuple[Config, tuple[str, ...]]:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.config.arguments import check_kind
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.section import nearest_divisors
@@ -35,7 +36,12 @@ from moemesh.model.visibility import Visibility
 from moemesh.parallel.expert.build import most_rows
 from moemesh.parallel.expert.layer_block import Auxiliary, LayerBlock, ScaledGradient
 from moemesh.parallel.expert.layer_group import Connection, axes_of
-from moemesh.parallel.expert.layer_options import RoutingOptions, check_choice, model_config
+from moemesh.parallel.expert.layer_options import (
+    RoutingOptions,
+    check_choice,
+    check_count,
+    model_config,
+)
 from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.spread import (
     LayerError,
@@ -47,6 +53,7 @@ from moemesh.parallel.tensor.tokens import ShardedTokens
 
 #: Token ids of different ranks lie this far apart; they key the random numbers of jitter.
 _IDS_PER_RANK = 1 << 40
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: (dtype of the experts, dtype of x) that go together without autocast.
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
@@ -121,11 +128,11 @@ class MoELayer(nn.Module):
                 f"num_experts = {f'{below} or ' if below else ''}{above}, or a group of "
                 f"{nearest_divisors(num_experts, size)} ranks"
             )
-        if dispatch_chunks < 1 or (max_tokens is not None and max_tokens < 1):
-            raise LayerError(
-                f"dispatch_chunks ({dispatch_chunks}) and max_tokens ({max_tokens}) must be at "
-                "least 1"
-            )
+        check_count("dispatch_chunks", dispatch_chunks)
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens)
+        if dtype is not None and dtype not in _DTYPES:
+            raise LayerError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, not {dtype!r}")
         self.gradients, self.max_tokens = gradients, max_tokens
         self.plan = Plan(
             dp=size,
@@ -239,6 +246,9 @@ class MoELayer(nn.Module):
     def _checked_dtype(self, x: Tensor, valid: Tensor | None) -> torch.dtype:
         """The dtype of the computation."""
         hidden, own = self.config.hidden_size, self.experts.gate_up
+        check_kind("x", x, Tensor)
+        if valid is not None:
+            check_kind("valid", valid, Tensor)
         if x.ndim < 1 or x.shape[-1] != hidden:
             raise LayerError(
                 f"x has the shape {list(x.shape)}, the layer needs [..., hidden_size = {hidden}]"

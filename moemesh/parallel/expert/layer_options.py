@@ -59,8 +59,7 @@ def model_config(
         "top_k": top_k,
     }
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise LayerError(f"{name} must be an integer of at least 1, not {number!r}")
+        check_count(name, number)
     if top_k > num_experts:
         raise LayerError(
             f"top_k ({top_k}) exceeds num_experts ({num_experts}): top_k = 1 to {num_experts}"
@@ -75,6 +74,11 @@ def model_config(
     }
     overrides = [f"model.{name}={format_value(value)}" for name, value in values.items()]
     return load_run([], overrides, environ={}).config.model
+
+
+def check_count(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise LayerError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
 def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
+from moemesh.config.arguments import check_kind, check_limit
 from moemesh.config.errors import UserError
 from moemesh.model.experts import Experts
 
@@ -94,6 +95,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
         fully_shard(model, ignored_params=set(expert_parameters(model).values()))
     """
+    check_kind("model", model, nn.Module)
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, experts in model.named_modules()
@@ -109,6 +111,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     For models with :class:`MoELayer` in place of torch's function, by which each rank would see its
     own experts alone, and clip parameters that all share by a factor of its own. All ranks call.
     """
+    check_limit("max_norm", max_norm)
     spread = {id(p.grad) for p in expert_parameters(model).values() if p.grad is not None}
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
