@@ -23,6 +23,7 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.schedule.stage_times import estimated_costs
 from tests.ranks import run_on_ranks
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NAMES = [
@@ -61,7 +62,7 @@ def test_importing_is_light() -> None:
         "import sys, moemesh as mm; mm.load; mm.schedules.zb_h1(4, 8); "
         "assert not {'torch', 'numpy', 'scipy'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     light = "import sys, moemesh; print(len([m for m in sys.modules if 'pydantic' in m]))"
     done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"

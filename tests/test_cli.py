@@ -16,6 +16,7 @@ from moemesh import __version__, cli
 from moemesh.bench.settings import LayerSettings
 from moemesh.cli.application import app
 from moemesh.train.preparation import Preparation
+from tests.waiting import PATIENCE
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
 GUARD = """
@@ -37,7 +38,11 @@ main()
 def run_guarded(forbidden: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = GUARD.format(forbidden=forbidden, arguments=list(arguments))
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
@@ -258,7 +263,7 @@ def test_a_file_with_a_byte_order_mark_is_read(
 def test_a_closed_pipe_is_no_traceback() -> None:
     command = f"{Path(sys.executable).parent}/moemesh config show | head -n 1"
     done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=60, check=False
+        command, shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.stdout.startswith("model.preset")
     assert "Traceback" not in done.stderr

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import commands
+from tests.waiting import PATIENCE, until
 
 EVERYTHING = """
 import os, sys
@@ -35,7 +35,12 @@ ENDS = {
 
 def run(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        [python, *arguments], capture_output=True, text=True, timeout=60, check=False, **options
+        [python, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        **options,
     )
 
 
@@ -75,7 +80,7 @@ def test_a_signal_arrives(tmp_path: Path) -> None:
     process = subprocess.Popen([commands.python(), "-c", wait], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 5
 
 
@@ -87,10 +92,7 @@ def test_the_process_ends_with_its_client(tmp_path: Path) -> None:
     assert Path(f"/proc/{pid}").exists() and pid != process.pid
     process.kill()
     process.communicate()
-    end = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_what_a_command_starts_is_preloaded_too() -> None:

@@ -20,6 +20,7 @@ from moemesh.config.load import load_run
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 from moemesh.train.preflight import untrainable
+from tests.commands import folder as stand_ins
 from tests.documents import (
     BLOCK,
     BLOCKS,
@@ -30,6 +31,7 @@ from tests.documents import (
     regenerate,
     text_of,
 )
+from tests.waiting import PATIENCE
 
 #: First words of commands that are not run: they install, build or need a person.
 NOT_RUN = ("make", "pip", "git", "source")
@@ -75,7 +77,9 @@ def run_command(command: str, shown: str, folder: Path) -> None:
             assert re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE), command
         return
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    # `moemesh` and `python` start with torch loaded; other programs are those of the environment.
+    own = Path(sys.executable).parent
+    environment["PATH"] = f"{stand_ins()}:{own}:{environment['PATH']}"
     if " train" in command or word == "python":
         environment |= SMALL_RUN
     done = subprocess.run(
@@ -84,7 +88,7 @@ def run_command(command: str, shown: str, folder: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     printed = done.stdout + done.stderr

@@ -16,6 +16,7 @@ import torch
 
 from tests import commands
 from tests.documents import SMALL_RUN
+from tests.waiting import PATIENCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TESTED = {
@@ -42,7 +43,7 @@ def run(*arguments: str | Path) -> str:
         env=environment | SMALL_RUN,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.tiny import save
 from tests.planner.published_configs import WITH_EXPERTS
+from tests.waiting import PATIENCE
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 LINES = 40
@@ -62,7 +63,7 @@ def moemesh(folder: Path, *arguments: object) -> str:
         [commands.python(), "-m", "moemesh", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         cwd=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr

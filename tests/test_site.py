@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.documents import ROOT
+from tests.waiting import PATIENCE
 
 
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
@@ -16,7 +17,7 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

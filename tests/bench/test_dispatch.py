@@ -26,6 +26,7 @@ from moemesh.model.dispatcher import LocalDispatcher, LocalPlan
 from moemesh.parallel.expert import build
 from tests import commands
 from tests.ranks import mesh_on_ranks
+from tests.waiting import PATIENCE
 
 LAYOUT = Layout(dp=4, ep=4, ranks_per_node=2)
 SMALL = DispatchSettings(
@@ -242,7 +243,7 @@ def moemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
         [commands.python(), "-m", "moemesh", "bench", "dispatch", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

@@ -20,6 +20,7 @@ from moemesh.bench.drill_rank import Spec
 from moemesh.bench.drill_results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
 from tests import commands
 from tests.train.test_train import process_of_rank
+from tests.waiting import PATIENCE
 
 
 def test_the_short_form() -> None:
@@ -159,6 +160,6 @@ def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists()
     again.send_signal(signal.SIGTERM)
-    assert again.wait(timeout=120) == 143
+    assert again.wait(timeout=PATIENCE) == 143
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and len(whole.losses) == 8

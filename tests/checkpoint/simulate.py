@@ -14,6 +14,7 @@ from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
 from moemesh.checkpoint.manifest import MANIFEST, encode_json
 from moemesh.checkpoint.store import Shard, save
 from moemesh.config.layout import shard_range
+from tests.waiting import PATIENCE
 
 
 class Ranks:
@@ -22,7 +23,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         self.slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=100)
 
     def gather(self, rank: int) -> Callable[[object], list[Any]]:
         def exchange(value: object) -> list[Any]:
@@ -76,7 +77,7 @@ def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive(), "a rank hangs"
     return results
 

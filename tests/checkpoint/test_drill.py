@@ -21,6 +21,7 @@ from moemesh.checkpoint.stored import examine
 from tests.checkpoint.savers import TENSOR, count, one_rank, prepared, save_third, shards
 from tests.checkpoint.simulate import cut, save_as_ranks, whole
 from tests.checkpoint.test_faults import FaultyOs, never
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +234,7 @@ def test_a_disk_that_is_full_at_200_places(tmp_path: Path) -> None:
         ["unshare", "-m", "sh", "-c", command],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0 and done.stdout.startswith("failed "), done.stderr

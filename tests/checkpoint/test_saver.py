@@ -20,6 +20,7 @@ from moemesh.checkpoint.store import CheckpointError, Shard, candidates
 from tests import commands
 from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
 from tests.checkpoint.simulate import save_as_ranks, whole
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +128,11 @@ one_rank(Path({str(tmp_path)!r})).start(1, [whole("w", torch.ones(3))], {{}})
 raise ValueError("training broke")
 """
     done = subprocess.run(
-        [commands.python(), "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [commands.python(), "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 1 and "training broke" in done.stderr
     assert candidates(tmp_path) == [1]
@@ -146,7 +151,7 @@ def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         since = time.monotonic()
         outcome = own.finish(hurry=True)
     assert outcome is not None and outcome.problem is not None
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < 50
     own.start(2, [whole("w", torch.ones(3))], {})
     assert own.finish() is not None and candidates(tmp_path) == [2]
 

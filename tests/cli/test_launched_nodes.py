@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.bench import hosts
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent.parent
 REASON = hosts.why_not()
@@ -42,7 +43,7 @@ def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
             [sys.executable, "-m", "moemesh", "launch", "--torchrun", *settings],
             cwd=tmp_path,
             check=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         with hosts.hosts(2, "1gbit") as names:
             nodes = [
@@ -60,7 +61,7 @@ def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
                 )
                 for number, name in enumerate(names)
             ]
-            said = [node.communicate(timeout=200) for node in nodes]
+            said = [node.communicate(timeout=PATIENCE) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], said
         rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from moemesh.comm import launch
 from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.mesh import Mesh
 from tests import commands
+from tests.waiting import PATIENCE, until
 
 RANK = r"""
 import os, resource, signal, sys, time
@@ -87,9 +87,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
 
 
-def begin(script: Path, what: str) -> subprocess.Popen[str]:
+def begin(script: Path, what: str, python: str = sys.executable) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", START, str(script), what, str(script.parent)],
+        [python, "-c", START, str(script), what, str(script.parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,17 +98,9 @@ def begin(script: Path, what: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(process: subprocess.Popen[str] | None, *paths: Path, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < end, f"{paths} did not appear"
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
 def test_ranks_run_and_only_rank_0_speaks(script):
     process = begin(script, "end well")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
     assert out == "0 2 0 2 cpu 3.0 lo True\n"
     logs = script.parent / "logs"
@@ -125,8 +117,8 @@ def test_ranks_run_and_only_rank_0_speaks(script):
     ],
 )
 def test_the_first_rank_that_failed_is_named_once(script, what, code, first_line):
-    process = begin(script, what)
-    _, err = process.communicate(timeout=60)
+    process = begin(script, what, sys.executable if what == "kill" else commands.python())
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert err.splitlines()[0] == first_line
     assert "elastic" not in err and "closed by peer" not in err and "reset by peer" not in err
@@ -138,9 +130,9 @@ def test_the_first_rank_that_failed_is_named_once(script, what, code, first_line
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
     process = begin(script, "interrupt")
-    wait_for(process, *(script.parent / f"ready-{rank}" for rank in range(2)))
+    until(lambda: len(list(script.parent.glob("ready-*"))) == 2, process)
     os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + number
     answer = f"\nmoemesh: {STOPPING_SOON}\n" if number == signal.SIGINT else ""
     assert err == f"{answer}moemesh: stopped by {number.name}\n"
@@ -152,14 +144,11 @@ def test_ranks_die_with_their_launcher(script):
     """A rank that lived on would write into a folder that the next run has for itself."""
     process = begin(script, "orphan")
     ready = [script.parent / f"ready-{rank}" for rank in range(2)]
-    wait_for(process, *ready)
+    until(lambda: all(path.exists() for path in ready), process)
     pids = [int(path.read_text()) for path in ready]
     process.kill()
     process.communicate()
-    end = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < end, "a rank lives on"
-        time.sleep(0.02)
+    until(lambda: not any(is_alive(pid) for pid in pids))
     assert not list(script.parent.glob("saved-*"))
 
 
@@ -174,7 +163,9 @@ def test_torchrun_restarts_over_gloo(script):
     command = [commands.python(), "-m", "torch.distributed.run", "--standalone"]
     # With two ranks stale addresses in the store can go unnoticed; with four hardly ever.
     command += ["--nproc-per-node=4", "--max-restarts=1", str(script), "restart", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == sorted([f"{rank} 4 {rank} 4 cpu 10.0 lo False" for rank in range(4)] * 2)
@@ -202,21 +193,22 @@ def test_a_device_that_is_not_there_is_refused():
 
 
 FREED = """
-import resource, sys, torch
+import resource, torch
 from moemesh.comm.launch import keep_freed_memory
-assert sys.argv[1] == "no" or keep_freed_memory()
-for _ in range(15):
-    torch.empty(1 << 24).fill_(0)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    torch.empty(1 << 24).fill_(0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+def faults():
+    for _ in range(15):
+        torch.empty(1 << 24).fill_(0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.empty(1 << 24).fill_(0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(), keep_freed_memory(), faults())
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_kept_memory_is_not_faulted_in_again():
-    faults = [
-        int(subprocess.check_output([sys.executable, "-c", FREED, word])) for word in ("no", "yes")
-    ]
-    assert faults[1] < faults[0] / 10
+    before, is_set, behind = subprocess.check_output([sys.executable, "-c", FREED]).split()
+    assert is_set == b"True" and int(behind) < int(before) / 10

@@ -17,6 +17,7 @@ import pytest
 from moemesh.comm import peers
 from moemesh.comm.peers import ADDRESS, PEERS, Peers, introduce, listen
 from moemesh.comm.signs import LostHost
+from tests.waiting import PATIENCE
 
 SIZES = {0: 2, 2: 1, 3: 4}
 
@@ -62,7 +63,7 @@ class Nodes:
         self.lost: dict[int, tuple[LostHost, ...]] = {}
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while not is_so():
             self.lost = {one: peer.look(time.monotonic()) for one, peer in self.all.items()}
             assert time.monotonic() < end

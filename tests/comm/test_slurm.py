@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from moemesh.comm.slurm import SlurmError, first_host, rank_of, ranks_of_slurm, tasks_per_node
 from moemesh.config.jobs import Job
 from tests.train.runs import arguments, metrics
+from tests.waiting import PATIENCE, until
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -108,11 +108,9 @@ def test_a_batch_job_saves_before_its_time_is_up_and_goes_on(tmp_path: Path) -> 
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until((out / "metrics.jsonl").exists, script)
     script.send_signal(signal.SIGUSR1)
-    said, err = script.communicate(timeout=120)
+    said, err = script.communicate(timeout=PATIENCE)
     assert script.returncode == 143, said + err
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     stopped = metrics(out)[-1]["step"]
@@ -123,7 +121,7 @@ def test_a_batch_job_saves_before_its_time_is_up_and_goes_on(tmp_path: Path) -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +135,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
         [str(tmp_path / "srun"), "moemesh", "train", "--set", "plan.dp=0"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -74,9 +73,8 @@ def test_every_stretch_has_nearly_the_shares() -> None:
 
 def test_a_position_far_away_costs_nothing() -> None:
     mix = Interleaving([0.3, 0.7])
-    start = time.monotonic()
     _, draws = mix.draws(np.array([10**15]))
-    assert draws[0] > 10**14 and time.monotonic() - start < 0.1
+    assert draws[0] > 10**14  # a walk there would have no end
 
 
 def test_epochs_hold_every_id_once_and_differ_between_sources() -> None:

@@ -17,6 +17,7 @@ from moemesh.data import sources as sources_module
 from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import DataError
 from tests.data.texts import lines, opened
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
     assert data.path is not None
     command = [sys.executable, "-c", _OPEN, data.path, str(tmp_path / "cache")]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = [process.communicate(timeout=60)[0] for process in started]
+    printed = [process.communicate(timeout=PATIENCE)[0] for process in started]
     assert all(process.returncode == 0 for process in started)
     assert len({text.splitlines()[-1] for text in printed}) == 1
     assert sum(" s\n" in text for text in printed) == 1

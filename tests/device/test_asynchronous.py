@@ -45,7 +45,7 @@ def counted_by_one_stage(rank: int) -> int:
 
 
 def test_a_stage_counts_tokens_without_the_other_stages() -> None:
-    assert run_on_ranks(4, counted_by_one_stage, timeout=20) == [18, 18, 0, 0]
+    assert run_on_ranks(4, counted_by_one_stage) == [18, 18, 0, 0]
 
 
 @pytest.mark.slow
@@ -54,6 +54,6 @@ def test_an_asynchronous_run_on_a_device_learns_as_on_the_host(name: str) -> Non
     plan = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "schedule": name}
     plan["dispatcher"] = "all_to_all"
     wanted = stream(MODEL, plan, TRAIN, SHAPE)
-    for steps in run_on_ranks(4, streamed_on_device, plan, timeout=60):
+    for steps in run_on_ranks(4, streamed_on_device, plan):
         assert [loss for loss, _ in steps] == pytest.approx(wanted.losses, rel=1e-5)
         assert [aux for _, aux in steps] == pytest.approx(wanted.aux, rel=1e-5)

@@ -28,6 +28,7 @@ from tests.huggingface.ours import load
 from tests.huggingface.reference import Step, train_plainly
 from tests.huggingface.tiny import COMMON, build, save
 from tests.huggingface.training_cases import CASES, OPTIMIZERS, PLANS, TOLERANCE, Case
+from tests.waiting import PATIENCE
 
 pytest.importorskip("transformers")
 
@@ -87,7 +88,7 @@ def train(settings: list[str], run: Path) -> list[dict[str, Any]]:
         [commands.python(), "-m", "moemesh", "train", *given, "--out", str(run)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests import commands
 from tests.documents import ROOT
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.tiny import save
+from tests.waiting import PATIENCE, until
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,7 +84,7 @@ class User:
 
     def run(self, words: list[str]) -> str:
         process = self.start(words)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, f"{shlex.join(words)}\n{out}{err}"
         return out
 
@@ -92,12 +92,9 @@ class User:
         """Press Ctrl-C when the first steps are there."""
         process = self.start(words)
         metrics = run / "metrics.jsonl"
-        deadline = time.monotonic() + 100
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130, out + err
         assert "the same command goes on from there" in out
 

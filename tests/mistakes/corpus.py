@@ -16,6 +16,7 @@ from tests.mistakes.commands import COMMANDS
 from tests.mistakes.configurations import CONFIGURATIONS
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
+from tests.waiting import PATIENCE
 
 MISTAKES = [*CONFIGURATIONS, *COMMANDS]
 MESSAGES = Path(__file__).with_name("messages.txt")
@@ -43,7 +44,7 @@ def outcomes() -> list[Outcome]:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=PATIENCE,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from tests.mistakes.case import Mistake
 from tests.mistakes.corpus import MESSAGES, MISTAKES, is_kept, messages, outcomes
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
+from tests.waiting import PATIENCE
 
 #: Seconds of CPU that a message may take: reading, checking and printing.
 SECONDS = 1.0
@@ -94,7 +95,7 @@ def test_a_mistake_of_a_user(mistake: Mistake, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

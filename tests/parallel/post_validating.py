@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from moemesh.train.post_validated import PostValidation, Step
 from moemesh.train.step import StepResult, gradients_of_step, update
 from tests.parity.training import Shape, assemble, microbatches, owned
 from tests.ranks import mesh_on_ranks
+from tests.waiting import until
 
 
 class Fault(NamedTuple):
@@ -97,10 +97,8 @@ class LateLast(PostValidation):
             assert step.undo is not None, "has not stepped"
             others[axis.index].touch()
             return
-        end = time.monotonic() + 30
-        while not all(other.exists() for other in others):
-            assert time.monotonic() < end, "the others wait for the whole gradient"
-            time.sleep(0.01)
+        # Else the others wait for the whole gradient.
+        until(lambda: all(other.exists() for other in others))
         super()._end(step)
 
 

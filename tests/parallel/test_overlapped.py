@@ -54,10 +54,7 @@ class Case:
 
 
 CASES = [
-    Case(DUALPIPE | DATA),
     Case(DUALPIPE | DATA, dtype="float32"),
-    Case(DUALPIPE_V | DATA),
-    Case(DUALPIPE_V | DATA, dtype="float32"),
     Case(DUALPIPE_V | DATA, shape=FEW),
     Case(DUALPIPE | TENSOR, "tied"),
     Case(DUALPIPE_V | TENSOR, "z_loss"),
@@ -65,6 +62,9 @@ CASES = [
     Case(DUALPIPE_V | DATA | {"dispatcher": "all_gather"}, "no_shared"),
 ]
 MORE_CASES = [
+    Case(DUALPIPE | DATA),
+    Case(DUALPIPE_V | DATA),
+    Case(DUALPIPE_V | DATA, dtype="float32"),
     Case(DUALPIPE | DATA, "tied", shape=FEW),
     Case(DUALPIPE | DATA | {"dispatcher": "hierarchical", "ranks_per_node": 1}, shape=FEW),
     Case(DUALPIPE_V | DATA | {"dispatcher": "hierarchical"}, "dense_first"),

@@ -211,7 +211,7 @@ def test_a_fault_is_refused_on_every_rank(
     where = "" if rank is None else f"{rank} "
     assert f'"{fault.__name__}" failed its start-up self-test on rank {where}' in message
     assert check in message
-    assert max(seconds for _, seconds in ranks) < 20
+    assert max(seconds for _, seconds in ranks) < 50
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from tests.parity.test_parity import MODEL
 from tests.parity.training import Shape, train
 from tests.ranks import RankFailed
 from tests.train import runs
+from tests.waiting import PATIENCE, until
 
 DEEP: dict[str, Any] = MODEL | {"num_layers": 5}
 BIASED: dict[str, Any] = DEEP | {
@@ -291,11 +291,9 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None
     keys = COMMAND | {"plan__schedule": schedule, "plan__pp": 2, "train__steps": 100_000}
     run = tmp_path / "run"
     process = runs.start(*runs.arguments(run, **keys))
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
-        time.sleep(0.1)
+    until((run / "metrics.jsonl").exists, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, out + err
     assert "saved; the same command goes on from there" in out
     steps = [row["step"] for row in runs.metrics(run)]

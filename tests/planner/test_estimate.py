@@ -15,6 +15,7 @@ from moemesh.cli.planning_text import estimate_text
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.plan_text import read_plan
+from tests.waiting import PATIENCE
 
 PLAN = "tp=2,dp=4,ep=8,data=zero1,microbatch=1"
 
@@ -161,18 +162,18 @@ def test_the_verb_without_torch() -> None:
         "import sys; from moemesh.planner.estimate import estimate_named; "
         "estimate_named('tiny', 'laptop_cpu', 'tp=2', 32, 8); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_the_command_line() -> None:
     arguments = ["--model", "tiny", "--cluster", "laptop_cpu", "--plan", "tp=2", "--seq-len", "32"]
     run = [sys.executable, "-m", "moemesh", "estimate", *arguments]
     done = subprocess.run(
-        [*run, "--global-batch", "8", "--json"], capture_output=True, text=True, timeout=60
+        [*run, "--global-batch", "8", "--json"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"] == "tiny"
-    refused = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode == 2
     assert "global_batch" in refused.stderr and "Traceback" not in refused.stderr
 

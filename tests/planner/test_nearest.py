@@ -16,6 +16,7 @@ from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.nearest import edits, nearest_that_fits
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.timing.price import pricing
+from tests.waiting import PATIENCE
 
 CLUSTER = load_cluster("dgx_h100")
 
@@ -116,7 +117,7 @@ def test_plan_says_that_nothing_fits_with_exit_code_2() -> None:
         [sys.executable, "-m", "moemesh", "plan", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2 and not done.stdout
     assert "fits in 80.0 GiB" in done.stderr and "more than there is" in done.stderr

@@ -20,6 +20,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import preset_names
 from tests import commands
+from tests.waiting import PATIENCE
 
 #: Two nodes of this hold the states of every preset; smaller ones take the first.
 NODES = ("dgx_h100", "gb200_nvl72")
@@ -98,7 +99,7 @@ def losses(config: RunConfig, out: Path) -> list[float]:
     file = out.with_suffix(".toml")
     file.write_text(resolved_toml(config))
     command = [commands.python(), "-m", "moemesh", "train", str(file), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 

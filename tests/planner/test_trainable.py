@@ -16,6 +16,7 @@ from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search.command import NothingFits, plan_named, to_json
 from moemesh.train.preflight import untrainable
+from tests.waiting import PATIENCE
 
 MODELS = [
     "tiny", "llama3-8b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b",
@@ -92,9 +93,9 @@ def test_the_refusal_is_exit_code_2_and_prints_no_command(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["--model", str(tmp_path), "--cluster", "laptop_cpu", "--seq-len", "64"]
     run = [sys.executable, "-m", "moemesh", "plan", *arguments, "--global-batch", "8"]
-    done = subprocess.run([*run, "--trainable"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*run, "--trainable"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
-    planned = subprocess.run([*run, "--json"], capture_output=True, text=True, timeout=60)
+    planned = subprocess.run([*run, "--json"], capture_output=True, text=True, timeout=PATIENCE)
     assert [row["command"] for row in json.loads(planned.stdout)["plans"]] == [None] * 5
 
 

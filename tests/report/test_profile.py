@@ -12,6 +12,7 @@ from moemesh.report.verdict import MARK, pauses_of, verdict
 from moemesh.trace.clocks import offset_of
 from moemesh.trace.profile import Profile, RankProfile, read_profile
 from moemesh.trace.timeline import Record
+from tests.waiting import PATIENCE
 
 
 def exchanges(ahead: float) -> list[list[tuple[float, float]]]:
@@ -139,7 +140,9 @@ def profiled(tmp_path, *plan):
     arguments += ["--set", "data.global_batch=4", "--steps", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "moemesh", "profile", *plan, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    found = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("profile "))

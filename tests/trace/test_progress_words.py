@@ -22,6 +22,7 @@ from moemesh.trace.word_file import (
     members_text,
     read_word,
 )
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_a_record_is_never_torn(tmp_path: Path) -> None:
     file = WordFile(path, 1)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
     try:
-        end, steps = time.monotonic() + 60, set[int]()
+        end, steps = time.monotonic() + PATIENCE, set[int]()
         while len(steps) < 2000 and time.monotonic() < end:
             if (word := file.read(0)) is not None and word.step:
                 assert word.step == word.stage

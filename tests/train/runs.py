@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import commands
+from tests.waiting import PATIENCE
 
 SMALL = {
     "model.num_layers": 2,
@@ -57,7 +58,7 @@ def start(*args: str, python: str = sys.executable, **options: Any) -> subproces
 def moemesh(*args: str, python: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run to the end, preloaded (`tests.commands`) by default; never a traceback."""
     process = start(*args, python=python or commands.python())
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in out + err, out + err
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 

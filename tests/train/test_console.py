@@ -22,6 +22,7 @@ from moemesh.train.artifacts import _peak_flops
 from moemesh.train.progress import Progress
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
+from tests.waiting import PATIENCE, until
 
 
 class Clock:
@@ -87,7 +88,7 @@ def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     os.close(writing)
@@ -145,32 +146,31 @@ from pathlib import Path
 from moemesh.trace import progress_words
 progress_words.attach(Path(os.environ["MOEMESH_LAUNCHER"]) / "words", int(os.environ["RANK"]))
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
-print("ready", flush=True)
-time.sleep(100)
-time.sleep(100)
+Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(1000)
+time.sleep(1000)
 """
 LAUNCHER = """
 import sys
 from moemesh.comm.launch import launch
-sys.exit(launch(2, [], entry=("-c", {rank!r})))
+sys.exit(launch(2, sys.argv[1:], entry=("-c", {rank!r})))
 """
 
 
-def test_the_second_interrupt_ends_ranks_that_do_not_listen() -> None:
+def test_the_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER.format(rank=RANK)],
+        [sys.executable, "-c", LAUNCHER.format(rank=RANK), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(1.0)  # rank 1 is as far
+    until(lambda: len(list(tmp_path.iterdir())) == 2, process)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "asked\n"
     time.sleep(2 * SAME_KEY_SECONDS)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert out == ""
     assert STOPPING_SOON in err and STOPPING_NOW in err

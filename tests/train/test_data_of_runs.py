@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import commands
+from tests.waiting import PATIENCE
 
 CONFIG = """
 [model]
@@ -41,7 +42,7 @@ def moemesh(folder: Path, *arguments: str, code: int = 0) -> str:
         [commands.python(), "-m", "moemesh", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         cwd=folder,
     )
     assert done.returncode == code, done.stdout + done.stderr

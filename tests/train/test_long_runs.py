@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.train.long_runs import write_long_run
+from tests.waiting import PATIENCE
 
 MEASURE = """
 import json, resource, sys
@@ -29,7 +30,7 @@ def measure(folder: Path) -> tuple[int, int, list[int], int]:
     """Peak bytes of the process that writes the report, bytes of the page, and the sums of the
     loads."""
     command = [sys.executable, "-c", MEASURE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
     return json.loads(done.stdout)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from moemesh.bench import hosts
 from tests.train.runs import arguments
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parent.parent.parent
 REASON = hosts.why_not()
@@ -77,12 +78,9 @@ def ranks(name: str) -> list[int]:
     ]
 
 
-def wait_for(found: Any, seconds: float) -> float:
+def wait_for(found: Any) -> float:
     """Until `found()` is so; returns when."""
-    end = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
+    until(found)
     return time.monotonic()
 
 
@@ -105,7 +103,7 @@ def test_a_cut_is_named_on_both_sides(tmp_path: Path, dies: bool) -> None:
     out = tmp_path / "run"
     command = arguments(out, plan__dp=2, train__steps=100_000)
     with hosts.hosts(2, "1gbit") as names, nodes(names, command) as started:
-        wait_for(lambda: rows(out) > 5, 120)
+        wait_for(lambda: rows(out) > 5)
         begin = time.monotonic()
         cut(names[1])
         if dies:
@@ -113,11 +111,11 @@ def test_a_cut_is_named_on_both_sides(tmp_path: Path, dies: bool) -> None:
         left = names[: 1 if dies else 2]
         for node in range(len(left)):
             file = out / f"failures/1/node-{node}.json"
-            assert wait_for(file.exists, 20) - begin < 10
-        wait_for(lambda: not any(ranks(name) for name in left), 10)
+            assert wait_for(file.exists) - begin < 10
+        wait_for(lambda: not any(ranks(name) for name in left))
         for name in names:
             signal_all(name, signal.SIGKILL)
-        said = [one.communicate(timeout=60)[1] for one in started]
+        said = [one.communicate(timeout=PATIENCE)[1] for one in started]
     for node in range(len(left)):
         report, other = report_of(out, node), 1 - node
         assert (report["kind"], report["rank"]) == ("NetworkCut", node), report
@@ -134,14 +132,14 @@ def test_a_host_that_is_suspended_is_no_cut(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = arguments(out, plan__dp=2, train__steps=100_000)
     with hosts.hosts(2, "1gbit") as names, nodes(names, command) as started:
-        wait_for(lambda: rows(out) > 5, 120)
+        wait_for(lambda: rows(out) > 5)
         signal_all(names[1], signal.SIGSTOP)
         time.sleep(1)
         before = rows(out)
         time.sleep(12)
         assert rows(out) == before
         signal_all(names[1], signal.SIGCONT)
-        wait_for(lambda: rows(out) > before + 5, 30)
+        wait_for(lambda: rows(out) > before + 5)
         signal_all(names[0], signal.SIGTERM)
-        codes = [one.wait(60) for one in started]
+        codes = [one.wait(PATIENCE) for one in started]
     assert not (out / "failure.json").exists() and not (out / "failures").exists(), codes

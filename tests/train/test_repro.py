@@ -13,6 +13,7 @@ from moemesh.train.repro import Comparison, ReproError, compare_rows, parts_of, 
 from tests.commands import python
 from tests.trace.test_run import row
 from tests.train.runs import arguments, metrics, moemesh
+from tests.waiting import PATIENCE
 
 
 def test_the_newest_start_that_has_taken_a_step_counts() -> None:
@@ -119,7 +120,7 @@ def test_what_cannot_be_repeated(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=PATIENCE,
         )
         assert done.returncode == 2 and "no run with steps" in done.stderr
         assert "Traceback" not in done.stderr

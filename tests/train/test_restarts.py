@@ -21,6 +21,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.restarts import CAME_TWICE, Budget, train_supervised
 from tests.comm.looks import word
 from tests.train.runs import arguments, metrics, start
+from tests.waiting import PATIENCE, until
 
 
 def failed(kind: Kind = "killed", rank: int = 1, *, step: int = 5, told: Told | None = None):
@@ -62,27 +63,20 @@ def test_what_would_come_again_is_not_tried_again() -> None:
     assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
 
 
-def wait_until(true, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "run"
     keys = {"plan__dp": ranks, "train__steps": 100_000, "train__checkpoint_every": 5}
     first = start(*arguments(out, **keys))
-    wait_until(lambda: (out / "checkpoints/step-10").exists())
+    until(lambda: (out / "checkpoints/step-10").exists())
     second = start(*arguments(out, **keys), "--takeover")
-    _, err = first.communicate(timeout=60)
+    _, err = first.communicate(timeout=PATIENCE)
     assert first.returncode not in (0, None) and "another run has taken over" in err, err
     events = out / "events.jsonl"
-    wait_until(lambda: "resumed from" in events.read_text())
+    until(lambda: "resumed from" in events.read_text())
     rows = len(metrics(out))
-    wait_until(lambda: len(metrics(out)) > rows + 5)
+    until(lambda: len(metrics(out)) > rows + 5)
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 143, second.communicate()
     steps = [row["step"] for row in metrics(out)]
@@ -95,10 +89,10 @@ def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ra
 def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(*arguments(out, plan__dp=2, train__steps=100_000))
-    wait_until(lambda: (out / "logs/rank-1.out").exists())
+    until(lambda: (out / "logs/rank-1.out").exists())
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and time.monotonic() - begun < 5
     assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
     assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from moemesh.trace.run import Run
 from tests import commands
 from tests.train.runs import arguments, losses, metrics, moemesh, start, train
+from tests.waiting import PATIENCE, until
 
 TWO_RANKS = {"plan__tp": 2, "plan__ep": 2}
 FILES = [
@@ -118,10 +118,7 @@ def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> 
     keys["train__checkpoint_folder"] = f"file://{tmp_path}/bucket/run"
     out = tmp_path / "run"
     process = start(*arguments(out, **keys), python=commands.python())
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "bucket/run/step-2/manifest.json").exists():
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.02)
+    until((tmp_path / "bucket/run/step-2/manifest.json").exists)
     process.kill()
     process.wait()
     assert not (out / "checkpoints").exists()
@@ -137,21 +134,18 @@ def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> 
 
 
 def wait_for_checkpoint(out: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not (out / "checkpoints" / f"step-{step}").exists():
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.02)
+    until((out / "checkpoints" / f"step-{step}").exists)
 
 
 def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
     keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12}
     whole = losses(train(tmp_path / "whole", **keys))
     out = tmp_path / "run"
-    process = start(*arguments(out, **keys), start_new_session=True)
+    process = start(*arguments(out, **keys), python=commands.python())
     wait_for_checkpoint(out, 4)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
-    time.sleep(1.0)  # its ranks are sessions of their own: they leave when they notice
+    until(lambda: not processes_of(out))  # its ranks leave when they notice
     rows = train(out, **keys)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert losses(rows) == whole  # bit by bit
@@ -165,11 +159,11 @@ def test_a_killed_run_with_sharded_states_goes_on_and_changes_its_plan(
     keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 12, "plan__data": data}
     whole = losses(train(tmp_path / "whole", **keys))
     out = tmp_path / "run"
-    process = start(*arguments(out, **keys), start_new_session=True)
+    process = start(*arguments(out, **keys), python=commands.python())
     wait_for_checkpoint(out, 4)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
-    time.sleep(1.0)
+    until(lambda: not processes_of(out))
     shutil.copytree(out, tmp_path / "other")
     assert losses(train(out, **keys)) == whole  # bit by bit
     other = losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"}))
@@ -179,12 +173,10 @@ def test_a_killed_run_with_sharded_states_goes_on_and_changes_its_plan(
 def test_ctrl_c_saves_and_exits_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     keys = TWO_RANKS | {"train__checkpoint_every": 1000, "train__steps": 2000}
-    process = start(*arguments(out, **keys))
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = start(*arguments(out, **keys), python=commands.python())
+    until((out / "metrics.jsonl").exists, process)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, stdout + stderr
     assert "stopped at step" in stdout and "Traceback" not in stdout + stderr
     (saved,) = [int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")]
@@ -203,15 +195,21 @@ def test_the_same_command_after_the_end_does_nothing(two_ranks: Path) -> None:
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
 
 
-def process_of_rank(rank: int, out: Path) -> int:
-    """The process of the run in `out` whose environment has that rank."""
+def processes_of(out: Path) -> dict[int, list[str]]:
+    """The processes of the run in `out`, with their environments; none where there is no /proc."""
+    found: dict[int, list[str]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            told = (folder / "cmdline").read_bytes().decode().split("\0")
-            variables = (folder / "environ").read_bytes().decode().split("\0")
-            if str(out) in told and f"RANK={rank}" in variables:
-                return int(folder.name)
-    raise AssertionError(f"no process is rank {rank}")
+            if str(out) in (folder / "cmdline").read_bytes().decode().split("\0"):
+                variables = (folder / "environ").read_bytes().decode().split("\0")
+                found[int(folder.name)] = variables
+    return found
+
+
+def process_of_rank(rank: int, out: Path) -> int:
+    """The process of the run in `out` whose environment has that rank."""
+    (found,) = [pid for pid, told in processes_of(out).items() if f"RANK={rank}" in told]
+    return found
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
@@ -219,11 +217,9 @@ def test_a_killed_rank_is_the_one_that_is_named(tmp_path: Path) -> None:
     """The others only lose contact with it."""
     out = tmp_path / "run"
     process = start(*arguments(out, **TWO_RANKS, train__steps=5000, train__restarts=0))
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((out / "metrics.jsonl").exists, process)
     os.kill(process_of_rank(1, out), signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 137
     assert err.startswith("moemesh: rank 1 was killed by SIGKILL\n")
     assert "rank 0 failed" not in err and "details in" in err
@@ -299,9 +295,7 @@ def test_another_model_in_the_same_folder_is_refused(two_ranks: Path) -> None:
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = start(*arguments(out, train__steps=100000), python=commands.python())
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((out / "metrics.jsonl").exists, first)
     second = moemesh(*arguments(out, train__steps=100000))
     first.kill()
     first.communicate()
@@ -335,7 +329,7 @@ def test_torchrun_joins_and_a_wrong_world_size_is_told(tmp_path: Path, two_ranks
             f"--nproc-per-node={num_ranks}",
         ]
         command += ["--standalone", "-m", "moemesh", *arguments(out, **TWO_RANKS)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     done = torchrun(2, tmp_path / "good")
     assert done.returncode == 0, done.stderr
@@ -364,13 +358,11 @@ def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -
     """Whoever stops a whole job reaches its ranks directly and through the launcher."""
     out = tmp_path / "run"
     process = start(*arguments(out, **TWO_RANKS, train__steps=100000))
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((out / "metrics.jsonl").exists, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in [process.pid, *map(int, children)]:
         os.kill(pid, signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, stdout + stderr
     assert "stopped at step" in stdout and not (out / "failure.json").exists()
     assert list((out / "checkpoints").glob("step-*/manifest.json"))
@@ -379,7 +371,7 @@ def test_a_signal_that_comes_twice_does_not_cut_the_save_short(tmp_path: Path) -
 def test_a_refusal_under_torchrun_leaves_a_good_run_alone(two_ranks: Path) -> None:
     command = [commands.python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--standalone", "-m", "moemesh", *arguments(two_ranks, **TWO_RANKS, train__lr=0.5)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0 and "--allow-change train.lr" in done.stderr
     assert "Connection closed" not in done.stderr
     assert not (two_ranks / "failure.json").exists()

@@ -30,6 +30,7 @@ from moemesh.train.failure import report_id, write_node_verdict
 from moemesh.train.lease import read_epoch
 from moemesh.train.watcher import Spec, Watcher
 from tests.train.runs import arguments, losses, metrics, moemesh
+from tests.waiting import PATIENCE, until
 
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8"}
 
@@ -69,10 +70,8 @@ def test_the_first_rank_starts_the_watcher_and_what_a_killed_one_left_is_removed
     os.close(handle)  # as when the watcher is killed
     assert not has_supervisor(folder)
     assert meet(node, start) == folder and not (folder / "of the first").exists()
-    end = time.monotonic() + 20
-    while not (tmp_path / "started").exists() or (tmp_path / "started").read_text() != "xx":
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    started = tmp_path / "started"
+    until(lambda: started.exists() and started.read_text() == "xx")
 
 
 def test_nobody_watches_where_the_kernel_gives_no_handles(
@@ -147,7 +146,7 @@ words.finished(0)
 """
 
 
-def watch(node: Node, run: Path, *what: str) -> list[int]:
+def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[int]:
     """The exit codes of two ranks that do `what`, with a watcher beside them."""
     folder = meet(node, lambda folder: ["true"])
     assert folder is not None
@@ -162,14 +161,14 @@ def watch(node: Node, run: Path, *what: str) -> list[int]:
         found = [words.read(rank) for rank in node.ranks]
         time.sleep(0.01)
     (folder / "go").touch()
-    limits = Limits(patience=0.4, floor=0.4)
+    limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = Spec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
     assert Spec.of(spec.text()) == spec
     try:
         Watcher(spec).run()
         assert not folder.exists()
-        return [one.wait(10) for one in ranks]
+        return [one.wait(PATIENCE) for one in ranks]
     finally:
         for one in ranks:
             one.kill()
@@ -237,7 +236,7 @@ def test_a_hanging_rank_is_named_and_the_report_of_the_faster_node_stays(
     monkeypatch.setattr(watcher, "report_id", lambda folder: None)  # it comes later
     (run / "lease").write_text(json.dumps({"epoch": 3}))
     (run / "failure.json").write_text(json.dumps({"epoch": 3, "rank": 0}))
-    assert watch(node, run, "sleep", "wait") == [-9, -9]
+    assert watch(node, run, "sleep", "wait", patience=0.4) == [-9, -9]
     assert json.loads((run / "failure.json").read_text())["rank"] == 0
     report = json.loads((run / "failures/3/node-4.json").read_text())
     assert (report["kind"], report["rank"]) == ("Hung", 4)
@@ -279,7 +278,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
         [sys.executable, *command, *arguments(out, **keys)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "failures/1/failure.json").read_text())
@@ -301,7 +300,7 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
         [sys.executable, *command, *arguments(out, plan__dp=2, train__steps=8)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     *_, last = done.stderr.split("Root Cause")
@@ -319,7 +318,7 @@ def test_a_folder_that_is_refused_is_told_and_left_alone(tmp_path: Path) -> None
         [sys.executable, *TORCHRUN, "-m", "moemesh", *arguments(out, plan__dp=2, train__seed=7)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1 and "train.seed" in done.stderr, done.stderr
     assert sorted(file.name for file in out.iterdir()) == before
@@ -349,7 +348,7 @@ def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
     limits = Limits(patience=60.0)
     spec = Spec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
     Watcher(spec).run()
-    assert rank.wait(10) == -15 and not (tmp_path / "failure.json").exists()
+    assert rank.wait(PATIENCE) == -15 and not (tmp_path / "failure.json").exists()
 
 
 def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
