@@ -71,6 +71,8 @@ def test_keys_need_neither_torch_nor_numpy(monkeypatch: Patch) -> None:
 
 def test_the_script_is_installed(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    # Else the shell is that of a parent process, and the tests may have none.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     found = run_guarded({"torch", "numpy"}, "--install-completion", "bash")
     assert found.returncode == 0, found.stdout + found.stderr
     scripts = [path for path in tmp_path.rglob("*") if path.is_file()]

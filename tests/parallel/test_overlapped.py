@@ -21,7 +21,7 @@ from moemesh.schedule.build import build
 from moemesh.trace.ledger import Ledger
 from tests.parity.test_parity import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, train_on_rank
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import RankFailed, end_meshes, run_on_ranks
 
 #: Several MoE layers in a stage: what ends one layer begins the next.
 DEEP: dict[str, dict[str, Any]] = {
@@ -97,6 +97,7 @@ def compare(rank: int, cases: list[Case]) -> list[str]:
     found: list[str] = []
     for case in cases:
         expected, got = run_case(rank, case, False), run_case(rank, case, True)
+        end_meshes()
         ledgers = [Ledger.from_json(run.pop("ledger")) for run in (expected, got)]
         found += [f"{case}: {line}" for line in ledgers[0].difference(ledgers[1])]
         if expected["steps"] != got["steps"]:

@@ -20,7 +20,8 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Part, Shape, assemble, microbatches, owned
-from tests.ranks import run_on_ranks
+from tests.ranks import end_meshes, run_on_ranks
+from tests.waiting import PATIENCE
 
 SHAPE = Shape(global_batch=5, seq_len=4)
 
@@ -62,6 +63,7 @@ def chain_on_rank(
         found.append(states(parallel, optimizer))
         Checkpoints(run, parallel, optimizer, keys).save_last(number, {"step": number})
         parallel.close()
+        end_meshes()
     return found
 
 
@@ -84,11 +86,16 @@ def states(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, list[Part
 
 
 def chain(
-    folder: Path, model: dict[str, Any], plans: list[dict[str, Any]], train: dict[str, Any]
+    folder: Path,
+    model: dict[str, Any],
+    plans: list[dict[str, Any]],
+    train: dict[str, Any],
+    *,
+    timeout: float = PATIENCE,
 ) -> list[dict[str, Tensor]]:
     """Of each plan, logical name -> state."""
     size = Plan(**plans[0]).world_size
-    ranks = run_on_ranks(size, chain_on_rank, str(folder), model, plans, train)
+    ranks = run_on_ranks(size, chain_on_rank, str(folder), model, plans, train, timeout=timeout)
     found: list[dict[str, Tensor]] = []
     for number in range(len(plans)):
         state: dict[str, Tensor] = {}

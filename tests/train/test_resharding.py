@@ -11,6 +11,7 @@ import torch
 from moemesh.config.plan import Plan
 from tests.parity.test_parity import MODEL
 from tests.train.resharding import chain
+from tests.waiting import PATIENCE
 
 SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 4}
 TRAIN: dict[str, Any] = {
@@ -55,8 +56,14 @@ def plans_of(strategies: list[str]) -> list[dict[str, Any]]:
     return [plan for plan in plans if Plan(**plan).check() == []]  # a server needs a worker
 
 
-def check(folder: Path, model: dict[str, Any], plans: list[dict[str, Any]], dtype: str) -> None:
-    first, *others = chain(folder, model, plans, TRAIN | {"dtype": dtype})
+def check(
+    folder: Path,
+    model: dict[str, Any],
+    plans: list[dict[str, Any]],
+    dtype: str,
+    timeout: float = PATIENCE,
+) -> None:
+    first, *others = chain(folder, model, plans, TRAIN | {"dtype": dtype}, timeout=timeout)
     kinds = {name.partition(".")[0] for name in first}
     assert kinds == {"weights", "masters", "exp_avg", "exp_avg_sq"}
     assert all(float(tensor.abs().max()) > 0 for tensor in first.values())
@@ -72,10 +79,11 @@ def test_states_go_from_plan_to_plan_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_states_go_through_every_layout_under_every_strategy(
     tmp_path: Path, dtype: str, tied: bool
 ) -> None:
     plans = plans_of(["zero1", "replicate", "zero3", "parameter_server", "zero2"])
-    check(tmp_path, MODEL | SMALL | {"tied_embeddings": tied}, plans, dtype)
+    check(tmp_path, MODEL | SMALL | {"tied_embeddings": tied}, plans, dtype, timeout=900)
