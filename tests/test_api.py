@@ -213,7 +213,7 @@ def test_a_search_knows_the_length_of_the_sequences(monkeypatch: pytest.MonkeyPa
         lengths.append(seq_len)
         return estimated_costs(plan, model, seq_len)
 
-    monkeypatch.setattr("moemesh.schedule.build.estimated_costs", estimated)
+    monkeypatch.setattr("moemesh.schedule.plan_schedule.estimated_costs", estimated)
     config = mm.load(None, {"model": SMALL, "plan": {"schedule": "search", "microbatches": 3}})
     mesh = mm.Mesh.single("cpu")
     mm.parallelize(config.model, config.plan, mesh, seq_len=24, global_batch=3)

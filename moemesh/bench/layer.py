@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from moemesh.bench.layer_rank import measure
+from moemesh.bench.options import counts_in
 from moemesh.bench.ranks import on_ranks
-from moemesh.bench.settings import LayerSettings, counts_in
+from moemesh.bench.settings import LayerSettings
 from moemesh.bench.shapes import SHAPES
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moemesh.bench.bounds import BareAllToAll, BareGemms
+from moemesh.bench.routing_shape import NUM_GROUPS
 from moemesh.bench.shapes import SHAPES, LayerShape
-from moemesh.bench.workloads import BURST, NUM_GROUPS, rank_tokens, workload
+from moemesh.bench.workloads import BURST, rank_tokens, workload
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.bench import hosts
-from moemesh.bench.settings import BenchError, HostSettings, Settings
+from moemesh.bench.options import BenchError, Settings
+from moemesh.bench.settings import HostSettings
 from moemesh.comm import cuda, launch
 
 #: A benchmark that takes longer is stopped.

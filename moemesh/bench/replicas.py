@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moemesh.bench.options import counts_in
 from moemesh.bench.ranks import on_ranks
-from moemesh.bench.settings import ReplicasSettings, counts_in
+from moemesh.bench.settings import ReplicasSettings
 from moemesh.bench.workloads import workload
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json

@@ -1,104 +1,21 @@
 """Settings of every benchmark: the options of `moemesh bench`, checked before a rank starts."""
 
 # Light to import: the command reads it to know its options.
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from moemesh.config.errors import UserError
+from moemesh.bench.options import BenchError, Settings, check_divides, counts_in, names_in
+from moemesh.bench.routing_shape import WORKLOADS, RoutingShape
+from moemesh.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
     from moemesh.config.plan import Plan
 
-#: Routings that a benchmark can impose (see `bench/workloads.py` for their formulas).
-WORKLOADS = {
-    "W0": "all experts evenly",
-    "W1": "some experts 4 times hotter, anywhere",
-    "W2": "4 times hotter experts, all in one placement group",
-    "W3": "4 times hotter experts, spread over the groups",
-    "W4": "even experts; a quarter of the token sources is empty",
-    "W5": "one and a half groups idle",
-    "W6": "W2, another group each step",
-    "W6p16": "W2, another group every 16 steps",
-    "W7": "W0 with bursts: 4 of 64 steps send 8 times as much to one group",
-}
-#: MoE layers of `bench layer`; all: A and B.
-LAYER_SHAPES = {
-    "A": "few wide experts: 16 of width 1024, top-2; 4096 tokens, hidden 512",
-    "B": "many narrow ones: 64 of width 512, top-8; 2048 tokens, hidden 1024",
-    "tiny": "to try the command: 4 of width 24, top-2; 64 tokens, hidden 16",
-}
-#: Experts of these layers.
-SHAPE_EXPERTS = {"A": 16, "B": 64, "tiny": 4}
 #: In the order of the table. "all" means these.
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto")
 #: Collectives of `bench links`.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-
-
-class BenchError(UserError):
-    """Settings of a benchmark that do not fit together."""
-
-
-def described(kinds: dict[str, str]) -> str:
-    """A line for each name and its meaning."""
-    width = max(map(len, kinds))
-    return "\n".join(f"  {name:{width}}  {meaning}" for name, meaning in kinds.items())
-
-
-def names_in(text: str, known: dict[str, str] | tuple[str, ...], what: str) -> tuple[str, ...]:
-    """The names of `text` ("W0,W3" or "all"). Raises BenchError with the meaning of each name."""
-    names = tuple(known) if text == "all" else tuple(text.split(","))
-    for name in names:
-        if name not in known:
-            choices = (
-                ":\n" + described(known)
-                if isinstance(known, dict)
-                else f": all, or some of {', '.join(known)}"
-            )
-            raise BenchError(f"no {what} {name!r} here{choices}")
-    return names
-
-
-def counts_in(text: str) -> tuple[int, ...]:
-    """Numbers of ranks such as "1,4". Raises BenchError."""
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise BenchError(f'--ranks "{text}": numbers of at least 1 with commas, such as 1,4')
-    return tuple(map(int, words))
-
-
-class Settings:
-    """Base of all settings: fields with `Annotated[type, help, keywords]` are options."""
-
-    def __post_init__(self) -> None:
-        for name, hint in self._options().items():
-            choices = get_args(get_args(hint)[0])
-            if choices and (value := getattr(self, name)) not in choices:
-                raise BenchError(f"no {name} {value!r}: choose from {', '.join(choices)}")
-        self.check()
-
-    def check(self) -> None:
-        """Raises BenchError for values that do not fit together."""
-
-    def words(self) -> list[str]:
-        """The options of a command line with these settings."""
-        given = ((name, getattr(self, name)) for name in self._options())
-        options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given)
-        return [word for option in options for word in option]
-
-    def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-
-    @classmethod
-    def _options(cls) -> dict[str, Any]:
-        hints = get_type_hints(cls, include_extras=True)
-        return {name: hint for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-
-
-def _divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    if part < 1 or whole % part:
-        raise BenchError(f"{part_name} ({part}) must divide {whole_name} ({whole})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +30,10 @@ class HostSettings(Settings):
     def check(self) -> None:
         from moemesh.bench.hosts import link_rate
 
-        _divides("ranks-per-node", self.node, "ranks", self.ranks)
+        check_divides("ranks-per-node", self.node, "ranks", self.ranks)
         if self.hosts:
             link_rate(self.link)
-            _divides("hosts", self.hosts, "ranks", self.ranks)
+            check_divides("hosts", self.hosts, "ranks", self.ranks)
             if self.ranks_per_node not in (0, self.ranks // self.hosts):
                 raise BenchError(
                     f"{self.hosts} hosts of {self.ranks // self.hosts} ranks are not "
@@ -158,12 +75,10 @@ class LayerSettings(Settings):
         return names_in(self.workload, WORKLOADS, "workload") if self.workload else ("",)
 
     def check(self) -> None:
-        from moemesh.bench.shapes import SHAPES
-
         assert self.workloads
         for name in self.shapes:
             for count in counts_in(self.ranks):
-                _divides("ranks", count, f"experts of shape {name}", SHAPES[name].num_experts)
+                check_divides("ranks", count, f"experts of shape {name}", SHAPES[name].num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +90,7 @@ class DeviceSettings(Settings):
     ranks: Annotated[int, "Devices that share the experts; 1: no exchanges.", {"min": 1}] = 4
 
     def check(self) -> None:
-        _divides("ranks", self.ranks, "experts", SHAPE_EXPERTS[self.shape])
+        check_divides("ranks", self.ranks, "experts", SHAPES[self.shape].num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,21 +123,11 @@ class DispatchSettings(HostSettings):
         return names_in(self.dispatcher, DISPATCHERS, "dispatcher")
 
     def check(self) -> None:
-        _divides("ranks", self.ranks, "experts", self.experts)
+        check_divides("ranks", self.ranks, "experts", self.experts)
         super().check()
         assert self.dispatchers and self.workloads
-        from moemesh.bench.workloads import workload
-
-        for name in self.workloads:  # raises where experts, top-k and groups do not fit
-            workload(
-                name,
-                seed=0,
-                step=0,
-                gids=range(0),
-                num_experts=self.experts,
-                experts_per_token=self.top_k,
-                num_groups=self.groups,
-            )
+        for name in self.workloads:
+            RoutingShape(self.experts, self.top_k, self.groups).check(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +197,7 @@ class BalancersSettings(Settings):
     seed: Annotated[int, "Seed of the loads.", {"min": 0}] = 0
 
     def check(self) -> None:
-        _divides("ranks", self.ranks, "experts", self.experts)
+        check_divides("ranks", self.ranks, "experts", self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +271,7 @@ class MemorySettings(Settings):
                 f"--servers ({self.servers}) must be fewer than --ranks ({self.ranks}): "
                 f"at most {self.ranks - 1}"
             )
-        _divides("4 heads", 4, "hidden", self.hidden)
+        check_divides("4 heads", 4, "hidden", self.hidden)
         if self.sequences < self.ranks * self.microbatches:
             least = self.ranks * self.microbatches
             raise BenchError(
@@ -414,6 +319,6 @@ class LoadSettings(Settings):
         return Plan(dp=groups, tp=self.tp, ep=groups, etp=self.tp)
 
     def check(self) -> None:
-        _divides("tp", self.tp, "ranks", self.ranks)
-        _divides("ranks / tp", self.ranks // self.tp, "32 experts", 32)
-        _divides("tp", self.tp, "4 key heads", 4)
+        check_divides("tp", self.tp, "ranks", self.ranks)
+        check_divides("ranks / tp", self.ranks // self.tp, "32 experts", 32)
+        check_divides("tp", self.tp, "4 key heads", 4)

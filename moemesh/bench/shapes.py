@@ -1,10 +1,13 @@
-"""The MoE layers that `bench layer` measures."""
+"""The MoE layers that `bench layer` and `bench device` measure."""
 
 from __future__ import annotations
 
+# Light to import: the command reads it to know its options.
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from moemesh.config.model import ModelConfig
+if TYPE_CHECKING:
+    from moemesh.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +19,11 @@ class LayerShape:
     width: int
     num_experts: int
     top_k: int
+    kind: str = ""
+
+    def __str__(self) -> str:
+        experts = f"{self.num_experts} of width {self.width}, top-{self.top_k}"
+        return f"{self.kind}: {experts}; {self.tokens} tokens, hidden {self.hidden}"
 
     @property
     def rows(self) -> int:
@@ -25,6 +33,8 @@ class LayerShape:
     @property
     def config(self) -> ModelConfig:
         """Softmax, then top-k, then renormalise; no auxiliary loss."""
+        from moemesh.config.model import ModelConfig
+
         return ModelConfig(
             hidden_size=self.hidden,
             num_experts=self.num_experts,
@@ -38,9 +48,14 @@ class LayerShape:
         )
 
 
-#: A has few wide experts, B many narrow ones; "tiny" is there to try the command.
 SHAPES = {
-    "A": LayerShape(tokens=4096, hidden=512, width=1024, num_experts=16, top_k=2),
-    "B": LayerShape(tokens=2048, hidden=1024, width=512, num_experts=64, top_k=8),
-    "tiny": LayerShape(tokens=64, hidden=16, width=24, num_experts=4, top_k=2),
+    "A": LayerShape(
+        tokens=4096, hidden=512, width=1024, num_experts=16, top_k=2, kind="few wide experts"
+    ),
+    "B": LayerShape(
+        tokens=2048, hidden=1024, width=512, num_experts=64, top_k=8, kind="many narrow ones"
+    ),
+    "tiny": LayerShape(
+        tokens=64, hidden=16, width=24, num_experts=4, top_k=2, kind="to try the command"
+    ),
 }

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from moemesh.bench.settings import BenchError, TokenizeSettings
+from moemesh.bench.options import BenchError
+from moemesh.bench.settings import TokenizeSettings
 from moemesh.data.corpus import Corpus
 from moemesh.data.files import find
 from moemesh.data.parts import Settings

@@ -32,34 +32,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moemesh.bench.settings import WORKLOADS, BenchError, described
+from moemesh.bench.routing_shape import NUM_GROUPS, WORKLOADS, RoutingShape
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.uniform import uniform
 
-NUM_GROUPS, NUM_SOURCES = 8, 16
+NUM_SOURCES = 16
 HEAT, BURST_HEAT = 4.0, 8.0
 #: Steps of W7's burst, in a period of 64.
 BURST, BURST_PERIOD = range(32, 36), 64
-
-
-class WorkloadError(BenchError):
-    """A workload that cannot be made with these numbers."""
-
-
-class RoutingShape(NamedTuple):
-    """The numbers of a routing: E, K, and G placement groups."""
-
-    num_experts: int
-    experts_per_token: int
-    num_groups: int = NUM_GROUPS
-
-    @property
-    def group_size(self) -> int:
-        return self.num_experts // self.num_groups
-
-    @property
-    def num_hot(self) -> int:
-        return min(self.experts_per_token, self.group_size)
 
 
 class _Draw(NamedTuple):
@@ -86,7 +66,7 @@ def workload(
     Raises WorkloadError when `name` is unknown or the numbers do not allow it.
     """
     shape = RoutingShape(num_experts, experts_per_token, num_groups)
-    _check(name, shape)
+    shape.check(name)
     return _ROUTINGS[name](_Draw(shape, seed, step, _ids(gids)))
 
 
@@ -126,21 +106,6 @@ def _ids(gids: Tensor | range) -> Tensor:
     return torch.arange(gids.start, gids.stop, gids.step)
 
 
-def _check(name: str, shape: RoutingShape) -> None:
-    num_experts, num_chosen, num_groups = shape
-    if name not in WORKLOADS:
-        raise WorkloadError(f"no workload {name!r} here:\n{described(WORKLOADS)}")
-    if not 1 <= num_chosen <= num_experts:
-        raise WorkloadError(f"top-k ({num_chosen}) must lie between 1 and experts ({num_experts})")
-    if num_groups < 1 or num_experts % num_groups:
-        raise WorkloadError(f"groups ({num_groups}) must divide experts ({num_experts})")
-    if name == "W5" and len(_without_idle(shape)) < num_chosen:
-        raise WorkloadError(
-            f"W5 leaves {len(_without_idle(shape))} of {num_experts} experts, "
-            f"fewer than top-k ({num_chosen})"
-        )
-
-
 def _balanced(draw: _Draw) -> Tensor:
     return _cycle(torch.arange(draw.shape.num_experts), draw)
 
@@ -160,7 +125,7 @@ def _spread_heat(draw: _Draw) -> Tensor:
 
 
 def _idle(draw: _Draw) -> Tensor:
-    return _cycle(_without_idle(draw.shape), draw)
+    return _cycle(torch.tensor(draw.shape.busy_experts), draw)
 
 
 def _rotating(period: int) -> Callable[[_Draw], Tensor]:
@@ -185,12 +150,6 @@ _ROUTINGS: dict[str, Callable[[_Draw], Tensor]] = {
     "W7": _burst,
 }
 assert _ROUTINGS.keys() == WORKLOADS.keys()
-
-
-def _without_idle(shape: RoutingShape) -> Tensor:
-    ids = torch.arange(shape.num_experts)
-    group = ids // shape.group_size
-    return ids[(group > 1) | ((group == 1) & (ids % 2 == 0))]
 
 
 def _cycle(ids: Tensor, draw: _Draw) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from moemesh.bench.options import BenchError, described
+from moemesh.bench.routing_shape import WORKLOADS
 from moemesh.bench.settings import (
-    LAYER_SHAPES,
-    WORKLOADS,
     BalancersSettings,
-    BenchError,
     CheckpointSettings,
     DispatchSettings,
     LayerSettings,
@@ -22,15 +21,15 @@ from moemesh.bench.settings import (
     PipelineSettings,
     ReplicasSettings,
     TokenizeSettings,
-    described,
 )
+from moemesh.bench.shapes import SHAPES
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
 
 #: Below the help of a verb; click keeps the lines of a block that begins with a backspace.
 _LOADS = f"\b\nLoads, as routed tokens per expert:\n{described(WORKLOADS)}"
-_SHAPES = f"\b\nShapes:\n{described(LAYER_SHAPES)}"
+_SHAPES = "\b\nShapes:\n" + described({name: str(shape) for name, shape in SHAPES.items()})
 
 OutFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON object there.")

@@ -46,7 +46,7 @@ def _operations() -> tuple[str, ...]:
 
 
 def _workloads() -> tuple[str, ...]:
-    from moemesh.bench.settings import WORKLOADS
+    from moemesh.bench.routing_shape import WORKLOADS
 
     return ("all", *WORKLOADS)
 

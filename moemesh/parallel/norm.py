@@ -12,7 +12,7 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.ops.host_copy import constant
-from moemesh.parallel.data.ownership import OwnRange, part_of, rows
+from moemesh.parallel.ownership import OwnRange, part_of, rows
 from moemesh.parallel.placement import Placement
 
 

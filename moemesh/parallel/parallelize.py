@@ -42,7 +42,7 @@ from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatter
 from moemesh.parallel.tensor.tokens import ShardedTokens
 from moemesh.parallel.tensor.vocabulary import ShardedVocabulary
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.slicing import slice_lengths
 
 #: `plan.context` -> how queries reach the keys of positions that other ranks hold.

@@ -34,7 +34,7 @@ from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, VocabularyRows
 from moemesh.model.lora import AdaptedModule
 from moemesh.model.transformer import Transformer
-from moemesh.parallel.data.ownership import OwnRange
+from moemesh.parallel.ownership import OwnRange
 
 
 @dataclass(frozen=True, kw_only=True)

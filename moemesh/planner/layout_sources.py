@@ -16,7 +16,7 @@ from moemesh.config.stages import cut_layers
 from moemesh.config.trainable import refusals
 from moemesh.planner.layout import DATA, RECOMPUTED, TRAINED, PlannedLayout, Precision, widths
 from moemesh.planner.shapes.load import Model
-from moemesh.schedule.build import step_problems
+from moemesh.schedule.plan_schedule import step_problems
 
 #: Keys that a Plan and a layout share, values included.
 _SAME = (

@@ -1,19 +1,12 @@
-"""Schedules by name, and the schedule that a plan asks for."""
+"""Schedules by name: their generators, conditions and options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from moemesh.config.errors import Problem, UserError
-from moemesh.config.model import ModelConfig
-from moemesh.config.paths import nearest_path
-from moemesh.config.pipeline import is_schedule_file
-from moemesh.config.plan import Plan
-from moemesh.config.rules import plan_problem
+from moemesh.config.errors import UserError
 from moemesh.schedule import (
     ampnet,
     chimera,
@@ -31,8 +24,6 @@ from moemesh.schedule import (
 )
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
-from moemesh.schedule.files import load
-from moemesh.schedule.stage_times import costs_of_run, estimated_costs
 
 #: More operations than any pipeline has in a step; a slip must not fill the memory.
 LARGEST_NUM_OPERATIONS = 2_000_000
@@ -121,7 +112,7 @@ def build(
         takes = f"takes {', '.join(recipe.options)}" if recipe.options else "takes no options"
         raise UserError(f"{name} has no {' and no '.join(strangers)}: it {takes}")
     numbers = {key: value for key, value in options.items() if key not in ("cost", "latency")}
-    _require(
+    require_defined(
         name,
         ranks=num_ranks,
         microbatches=num_microbatches,
@@ -141,7 +132,7 @@ def _rules(recipe: Recipe, numbers: Numbers) -> list[Condition]:
     return rules
 
 
-def _require(name: str, **numbers: int) -> None:
+def require_defined(name: str, **numbers: int) -> None:
     """Raise UserError unless the schedule exists for these numbers, and is not too large."""
     recipe = recipe_of(name)
     require(name, _rules(recipe, numbers), **numbers)
@@ -170,187 +161,6 @@ def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 
     recipe = recipe_of(name)
     holds = all(rule.holds(numbers) for rule in _rules(recipe, numbers))
     return holds and _num_operations(recipe, numbers) <= LARGEST_NUM_OPERATIONS
-
-
-def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> Schedule:
-    """The schedule of one step of a plan: by name, from a file, or searched for its costs.
-
-    It is the same for equal arguments, and is made once per process. `model` and `seq_len` are
-    read only where the plan searches with estimated costs. Raises UserError, with the numbers and
-    the nearest legal ones, for a schedule that does not exist, does not fit the plan, or cannot
-    run.
-    """
-    # Frozen pydantic models are hashable, which their types do not say.
-    if plan.schedule == "search":
-        return _searched(plan, model, seq_len)  # pyright: ignore[reportArgumentType]
-    if not is_schedule_file(plan.schedule):
-        return _named(plan)  # pyright: ignore[reportArgumentType]
-    path = Path(plan.schedule).expanduser()
-    try:
-        status = path.stat()
-    except OSError as error:
-        near = "" if path.exists() else f" ({nearest_path(path)})"
-        raise UserError(f"{path} cannot be read: {error.strerror}{near}") from error
-    schedule = _of_file(path, plan, status.st_mtime_ns, status.st_size)  # pyright: ignore[reportArgumentType]
-    if model is not None and model.ends_share_a_table:
-        first, last = (schedule.placement[0][stage] for stage in (0, -1))
-        if first != last and first + last != plan.pp - 1:
-            why, fix = "tied embeddings", "tied_embeddings = false"
-            if model.num_mtp_layers:
-                why, fix = "extra prediction layers", "num_mtp_layers = 0"
-            raise UserError(
-                f"{path} has the first stage on rank {first} and the last on rank {last}, but "
-                f"{why} sum the gradient of the embedding over opposite ranks: put the last stage "
-                f"on rank {first} or {plan.pp - 1 - first}, or set model.{fix}"
-            )
-    return schedule
-
-
-@lru_cache(maxsize=8)
-def _named(plan: Plan) -> Schedule:
-    return build(
-        plan.schedule,
-        plan.pp,
-        plan.microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        **_options(plan),
-    )
-
-
-def _options(plan: Plan) -> dict[str, Any]:
-    """Options of the schedule that a plan names, as in :func:`build`."""
-    options: dict[str, Any] = {}
-    takes = recipe_of(plan.schedule).options
-    if "num_slices" in takes:
-        options["num_slices"] = plan.num_slices
-    if "window" in takes:
-        options["window"] = plan.num_update_microbatches
-    if "max_in_flight" in takes:
-        options["max_in_flight"] = plan.max_in_flight
-    return options
-
-
-@lru_cache(maxsize=8)
-def _of_file(path: Path, plan: Plan, changed: int, size: int) -> Schedule:
-    """`changed` and `size` tell versions of a file apart."""
-    return fitting(load(path), plan, str(path))
-
-
-@lru_cache(maxsize=8)
-def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
-    # Brings numpy along, which nothing else here needs.
-    from moemesh.schedule.search import search
-
-    if plan.schedule_costs != "estimated":
-        costs, measured = costs_of_run(Path(plan.schedule_costs).expanduser())
-        if measured != plan.num_stages:
-            near = f"plan.stages_per_rank = {measured // plan.pp}, or " * (not measured % plan.pp)
-            raise UserError(
-                f"the run in {plan.schedule_costs} measured {measured} stages, the plan has "
-                f"pp*stages_per_rank = {plan.pp}*{plan.stages_per_rank} = {plan.num_stages}: take "
-                f"{near}the costs of a run with {plan.num_stages}"
-            )
-    elif model is not None and seq_len:
-        costs = estimated_costs(plan, model, seq_len)
-    else:
-        raise UserError(
-            "plan.schedule = search estimates its costs from the model and the length of its "
-            "sequences: give both, or plan.schedule_costs = the folder of a run"
-        )
-    found = search(
-        plan.pp,
-        plan.microbatches,
-        costs,
-        memory_cap=plan.schedule_memory_cap,
-        stages_per_rank=plan.stages_per_rank,
-        # A step that updates all stages together ends when its last rank does.
-        objective="span" if plan.optimizer_validation == "after" else "makespan",
-    )
-    return fitting(found.schedule, plan, "search")
-
-
-def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
-    """`schedule`, read from `source`, when a run of `plan` can carry it out.
-
-    Raises UserError with every number in which the two differ, or with what the checker finds.
-    """
-    # Only here: most plans name a schedule, which needs no proof.
-    from moemesh.schedule.check import check
-
-    if schedule.update is not None:
-        raise UserError(
-            f"{source} updates weights while microbatches are under way (update="
-            f"{schedule.update.kind}), and a stream has no end that a file could hold: take the "
-            "schedule by its name (pipedream, pipedream_2bw, ampnet), or plan.replay for AMPNet"
-        )
-    ranks, stages = schedule.num_ranks, schedule.num_stages
-    numbers = [
-        ("pp", "ranks", ranks, plan.pp),
-        ("microbatches", "microbatches", schedule.total_microbatches, plan.microbatches),
-        ("slices", "slices of a sequence", schedule.num_slices, plan.num_slices),
-    ]
-    problems: list[str] = []
-    if stages % ranks:
-        near = " or ".join(
-            str(n) for n in (stages // ranks * ranks, -(-stages // ranks) * ranks) if n
-        )
-        problems.append(
-            f"{stages} stages on {ranks} ranks, not equally many each (nearest: {near})"
-        )
-    else:
-        chunks = schedule.stages_per_rank
-        numbers.append(("stages_per_rank", "stages per rank", chunks, plan.stages_per_rank))
-    problems += [
-        f"{found} {words}, the plan has {given}: plan.{key} = {found}, or a schedule for {given}"
-        for key, words, found, given in numbers
-        if found != given
-    ]
-    if schedule.num_pipes > 1 and not _is_mirrored(schedule):
-        problems.append(
-            f"{schedule.num_pipes} pipes; a run takes one, or two over an even number of ranks "
-            "that meet end to end: stage s of the second on the rank opposite that of the first"
-        )
-    if schedule.num_pipes > 1 and plan.optimizer_validation == "after":
-        problems.append(
-            "two replicas of every stage: plan.optimizer_validation = after needs one pipe"
-        )
-    if plan.data == "zero3" and schedule.split_backwards:
-        problems.append(
-            "weight gradients apart from their backwards, which read weights that plan.data = "
-            "zero3 has freed by then: plan.data = zero2, or plan.schedule = 1f1b"
-        )
-    if problems:
-        raise UserError("\n".join(f"{source} has {problem}" for problem in problems))
-    try:
-        check(schedule, post_validation=plan.optimizer_validation == "after")
-    except UserError as error:
-        raise UserError(f"{source} cannot run: {error}") from error
-    return schedule
-
-
-def _is_mirrored(schedule: Schedule) -> bool:
-    """Whether two pipes run over the same ranks from both ends, as gradients are summed."""
-    if schedule.num_pipes != 2 or schedule.num_ranks % 2:
-        return False
-    first, second = schedule.placement
-    return all(a + b == schedule.num_ranks - 1 for a, b in zip(first, second, strict=False))
-
-
-def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> list[Problem]:
-    """Why a plan has no schedule; empty where :func:`build_step` makes one. One with a name is
-    not made for the answer."""
-    try:
-        if plan.schedule == "search" or is_schedule_file(plan.schedule):
-            build_step(plan, model, seq_len)
-        else:
-            numbers = {key: n for key, n in _options(plan).items() if n is not None}
-            chunks = plan.stages_per_rank
-            counts = {"ranks": plan.pp, "microbatches": plan.microbatches}
-            _require(plan.schedule, **counts, stages_per_rank=chunks, **numbers)
-    except UserError as error:
-        keys = ("plan.pp", "plan.microbatches", "plan.stages_per_rank")
-        return [plan_problem(plan, "schedule", "schedule", str(error), "", *keys)]
-    return []
 
 
 def recipe_of(name: str) -> Recipe:

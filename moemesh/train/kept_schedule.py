@@ -13,8 +13,8 @@ from moemesh.config.changes import Change
 from moemesh.config.pipeline import is_schedule_file
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
-from moemesh.schedule.build import build_step, fitting
 from moemesh.schedule.files import load
+from moemesh.schedule.plan_schedule import build_step, fitting
 from moemesh.schedule.text import digest, to_text
 from moemesh.train.folder import RunFolder
 

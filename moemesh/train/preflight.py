@@ -10,7 +10,7 @@ from moemesh.config.load import Resolved
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
 from moemesh.parallel.expert import deepep_probe
-from moemesh.schedule.build import step_problems
+from moemesh.schedule.plan_schedule import step_problems
 from moemesh.train.sinks import missing_package
 
 

@@ -15,7 +15,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import refusals
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.memory import MemoryProfile, format_bytes
 

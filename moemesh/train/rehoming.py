@@ -18,8 +18,8 @@ from torch import Tensor
 from moemesh.balance import rebalance_incremental
 from moemesh.balance.compiled import plain_loops
 from moemesh.comm.collectives import gather_json
-from moemesh.parallel.data.ownership import OwnRange
 from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
+from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train.optimizer import Optimizer, has_master
 

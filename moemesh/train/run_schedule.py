@@ -6,7 +6,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.text import from_text, to_text
 from moemesh.train.folder import RunFolder
 from moemesh.train.kept_schedule import SCHEDULE, has_name

@@ -22,7 +22,7 @@ from moemesh.checkpoint.files import put_aside
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
 from moemesh.config.layout import Layout
-from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
+from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.folder import RunFolder

@@ -10,7 +10,8 @@ import torch
 from moemesh.bench import layer
 from moemesh.bench.bounds import BareGemms
 from moemesh.bench.layer_rank import MeasuredLayer, measure, spread, tokens_of_rank
-from moemesh.bench.settings import BenchError, LayerSettings
+from moemesh.bench.options import BenchError
+from moemesh.bench.settings import LayerSettings
 from moemesh.bench.shapes import SHAPES, LayerShape
 from moemesh.bench.workloads import BURST, rank_tokens, workload
 from moemesh.cli.bench_text import layer_text

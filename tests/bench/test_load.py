@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moemesh.bench.load import measure
-from moemesh.bench.settings import BenchError, LoadSettings
+from moemesh.bench.options import BenchError
+from moemesh.bench.settings import LoadSettings
 from moemesh.cli.bench_text import load_text
 from moemesh.comm.mesh import Mesh
 from tests.ranks import run_on_ranks

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.bench.workloads import WORKLOADS, WorkloadError, rank_tokens, source_sizes, workload
+from moemesh.bench.routing_shape import WORKLOADS, WorkloadError
+from moemesh.bench.workloads import rank_tokens, source_sizes, workload
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig

@@ -18,7 +18,7 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.experts import Experts
 from moemesh.parallel.parallelize import ParallelModel, parallelize
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update

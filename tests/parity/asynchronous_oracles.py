@@ -25,7 +25,7 @@ from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Output, Part, Transformer
 from moemesh.parallel.pipeline.parts import stage_parts
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.train.optimizer import Optimizer, learning_rate
 from tests.parity.asynchronous import Streamed
 from tests.parity.training import Shape, microbatches

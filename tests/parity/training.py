@@ -19,10 +19,10 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
-from moemesh.parallel.data.ownership import OwnRange, boxes, part_of, rows
+from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.parallel.placement import Placement
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.step import gradients_of_step, update

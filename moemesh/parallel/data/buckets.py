@@ -30,7 +30,7 @@ from moemesh.comm.transfers import (
     reduce_scatter_start,
 )
 from moemesh.config.buckets import Bucket, owned_sizes
-from moemesh.parallel.data.ownership import OwnRange
+from moemesh.parallel.ownership import OwnRange
 
 #: Waits for an exchange that has been started.
 Wait = Callable[[], None]

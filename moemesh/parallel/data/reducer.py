@@ -21,8 +21,8 @@ from moemesh.config.buckets import Member, buckets
 from moemesh.config.plan import DataStrategy
 from moemesh.parallel.data.buckets import ReplicatedBucket, ScatteredBucket, ShardedBucket
 from moemesh.parallel.data.gathered import GatheredBucket
-from moemesh.parallel.data.ownership import OwnRange
 from moemesh.parallel.data.units import GatheredWeights
+from moemesh.parallel.ownership import OwnRange
 from moemesh.parallel.placement import Placement
 
 #: Sums over ranks under way at once: each holds a copy of its bucket.

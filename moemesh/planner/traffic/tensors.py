@@ -22,7 +22,7 @@ from moemesh.config.tuning import (
     units_without_backward,
 )
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build_step
+from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.slicing import slice_lengths
 
 
