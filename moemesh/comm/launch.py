@@ -342,10 +342,12 @@ def run_ranks(
     kills them at once; `answer` is said at the first. `still_ours` is asked once a second;
     `notice` gets slow ranks.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    # Of an earlier run: these are written at the end, or only where there is something to write.
-    for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
-        file.unlink(missing_ok=True)
+    # Those of an earlier run go: they are written at the end, or only where there is something to
+    # write. A folder in which nothing can be written any more ends no run.
+    with suppress(OSError):
+        logs.mkdir(parents=True, exist_ok=True)
+        for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
+            file.unlink(missing_ok=True)
     ended = Supervisor(
         python_command(entry or ENTRY, arguments),
         num_ranks,
@@ -357,7 +359,8 @@ def run_ranks(
         notice=notice,
     ).run()
     if 0 in ended.traces:  # rank 0 has no log of its own
-        (logs / "rank-0.err").write_text(ended.traces[0])
+        with suppress(OSError):
+            (logs / "rank-0.err").write_text(ended.traces[0])
     if ended.stopped_by is not None:
         before = " before training began" if ended.is_cut and not ended.was_training else ""
         print(f"moemesh: stopped by {ended.stopped_by.name}{before}", file=sys.stderr)

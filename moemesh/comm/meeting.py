@@ -20,16 +20,22 @@ WORDS, STORE, LOCK = "words", "store", "lock"
 #: A rank writes the stacks of its threads when it gets this signal.
 STACK_SIGNAL = signal.SIGUSR2
 PREFIX = "moemesh-"
+#: For exceptions, stacks, and the store in which ranks find one another.
+_ROOM_BYTES = 1 << 20
 
 
 @contextmanager
-def meeting_place() -> Iterator[Path]:
-    """A private folder in shared memory, or in the folder for temporary files; removed at the end.
+def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
+    """A private folder in shared memory, or in the folder for temporary files where that has no
+    room for `num_bytes`; removed at the end.
 
     One that a killed supervisor has left is removed by the next: its lock is free.
     """
-    parent = shared_memory()
-    _sweep(parent)
+    parent, other = shared_memory(), Path(tempfile.gettempdir())
+    for place in {parent, other}:
+        _sweep(place)
+    if shutil.disk_usage(parent).free < num_bytes + _ROOM_BYTES:
+        parent = other
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     handle = lock(folder)
     try:

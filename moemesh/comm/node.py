@@ -98,7 +98,7 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
     listener = listen(node.master) if node.has_others else None
     with suppress(OSError), listener or nullcontext():
-        while not _make(folder, node.world_size, listener):
+        while not _make(folder, node, listener):
             if _is_ours(folder) and (not (folder / LOCK).exists() or has_supervisor(folder)):
                 return folder
             if time.monotonic() > end:
@@ -124,16 +124,20 @@ def _has_handles() -> bool:
     return True
 
 
-def _make(folder: Path, world_size: int, listener: socket.socket | None) -> bool:
-    """Make the folder with all that ranks need; False where it is there."""
+def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
+    """Make the folder with all that ranks need; False where it is there. Raises OSError where there
+    is no room for it."""
     if folder.exists():
         return False
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-    # Records of ranks that never come take no memory.
-    WordFile(made / WORDS, world_size).unmap()
-    (made / _PROCESSES).write_text(_processes())
-    if listener is not None:
-        (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
+    try:
+        WordFile(made / WORDS, node.world_size, reserved=node.ranks).unmap()
+        (made / _PROCESSES).write_text(_processes())
+        if listener is not None:
+            (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     try:
         os.rename(made, folder)  # fails where another rank was first: its folder is not empty
     except OSError:

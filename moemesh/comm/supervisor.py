@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from moemesh.comm.devices import settings_for_gpus
 from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
@@ -25,7 +26,7 @@ from moemesh.comm.observer import Observer
 from moemesh.comm.signs import Seen, Told
 from moemesh.comm.slow_rank import SlowRank, SlowRanks
 from moemesh.comm.verdict import Judge, Limits, Verdict
-from moemesh.trace.word_file import SETUP, Word, WordFile
+from moemesh.trace.word_file import RANK_BYTES, SETUP, Word, WordFile
 
 #: Set for every rank: the folder in which it meets the others and its supervisor.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
@@ -108,7 +109,8 @@ class Supervisor:
 
     def run(self) -> Ended:
         """Start the ranks and wait until all have left or were ended."""
-        with meeting_place() as folder, self._catching():
+        size = self._num_ranks * RANK_BYTES
+        with meeting_place(size) as folder, self._catching():
             words = WordFile(folder / WORDS, self._num_ranks)
             try:
                 for rank in range(self._num_ranks):
@@ -129,11 +131,19 @@ class Supervisor:
         environment[FOLDER_VARIABLE] = str(folder)
         if not rank:
             return subprocess.Popen(self._command, env=environment, start_new_session=True)
-        out, err = (self._logs / f"rank-{rank}.{kind}" for kind in ("out", "err"))
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        with self._log(rank, "out") as stdout, self._log(rank, "err") as stderr:
             return subprocess.Popen(
                 self._command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
             )
+
+    def _log(self, rank: int, kind: str) -> BinaryIO:
+        """A file for what a rank writes; one that cannot be made ends no run."""
+        file = self._logs / f"rank-{rank}.{kind}"
+        try:
+            return file.open("wb")
+        except OSError as error:
+            say(f"{file} cannot be written ({error.strerror}): it is left out")
+            return open(os.devnull, "wb")
 
     def _watch(self, observer: Observer) -> Ended:
         stopped_by: int | None = None

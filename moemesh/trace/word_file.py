@@ -9,6 +9,7 @@ A rank whose count is below that of the others has not entered the operation tha
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -161,8 +162,19 @@ def members_of(text: str) -> tuple[int, ...]:
 class WordFile:
     """The records of `num_ranks` ranks in one file. The file is removed by :meth:`close`."""
 
-    def __init__(self, path: Path, num_ranks: int, *, is_there: bool = False) -> None:
-        """Create the file, unless it `is_there`; raises OSError where that cannot be."""
+    def __init__(
+        self,
+        path: Path,
+        num_ranks: int,
+        *,
+        is_there: bool = False,
+        reserved: range | None = None,
+    ) -> None:
+        """Create the file, unless it `is_there`; raises OSError where that cannot be.
+
+        `reserved`: the ranks whose records have their room from the start (None: all); those of
+        ranks that never come need none.
+        """
         self.path, self.num_ranks = path, num_ranks
         size = RANK_BYTES * num_ranks
         created = 0 if is_there else os.O_CREAT | os.O_EXCL
@@ -170,6 +182,7 @@ class WordFile:
         try:
             if not is_there:
                 os.ftruncate(handle, size)
+                _reserve(handle, range(num_ranks) if reserved is None else reserved)
             self._memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
@@ -187,6 +200,18 @@ class WordFile:
         self.unmap()
         with suppress(OSError):
             self.path.unlink()
+
+
+def _reserve(handle: int, ranks: range) -> None:
+    """Take the room of these records now: on a full file system, whoever writes or reads a record
+    without room is killed by SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(handle, RANK_BYTES * ranks.start, RANK_BYTES * len(ranks))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -207,7 +208,10 @@ class Artifacts:
         self._activations = {kind: size for kind, size in saved.peak_by_kind.items() if size}
 
     def finish(self) -> None:
-        """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call."""
+        """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call.
+
+        What cannot be written is told: the run has ended well, and is saved.
+        """
         control = self.mesh.control
         ledgers = gather_json(self.mesh.ledger.rows(), control)
         memories = gather_json(self._memory().to_json(), control)
@@ -217,6 +221,21 @@ class Artifacts:
         predictions = gather_json(predicted_for(self.config, self.mesh.rank), control)
         if not self._writes:
             return
+        try:
+            self._write_report(ledgers, memories, timelines, predictions)
+        except OSError as error:
+            file, reason = error.filename or self.folder.path, error.strerror or error
+            text = f"{file} cannot be written ({reason}): the run is saved, its report is not whole"
+            self._say(text, "disk")
+
+    def _write_report(
+        self,
+        ledgers: Sequence[Any],
+        memories: Sequence[Any],
+        timelines: Sequence[Any],
+        predictions: Sequence[Any],
+    ) -> None:
+        """The files of the end, from what every rank gave."""
         entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
         self.folder.write_json("ledger.json", ledgers_to_json(entries, steps=self._steps))
         foreseen = {rank: found for rank, found in enumerate(predictions) if found is not None}

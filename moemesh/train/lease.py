@@ -65,7 +65,11 @@ class Lease:
         self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._write(held=True)
+        try:
+            self._claim_epoch()
+        except RunFolderError:
+            os.close(handle)
+            raise
         self._thread = threading.Thread(target=self._beat, name="moemesh-lease", daemon=True)
         self._thread.start()
 
@@ -139,13 +143,14 @@ class Lease:
         """Tell the ranks of this run its claim to a folder of checkpoints elsewhere."""
         with self._lock:
             self._claim = number
-            self._write(held=True)
+            self._claim_epoch()
 
     def raise_epoch(self) -> None:
-        """A new start of the same run: ranks of the one before may write nothing any more."""
+        """A new start of the same run: ranks of the one before may write nothing any more. Raises
+        RunFolderError where that cannot be written."""
         with self._lock:
             self.epoch += 1
-            self._write(held=True)
+            self._claim_epoch()
 
     def is_ours(self) -> bool:
         """Whether nobody has taken the folder over."""
@@ -157,8 +162,9 @@ class Lease:
             return
         self._ended.set()
         self._thread.join()
-        if self.is_ours():
-            self._write(held=False)
+        with suppress(OSError):  # where nothing can be written, the lock is free all the same
+            if self.is_ours():
+                self._write(held=False)
         os.close(self._handle)
 
     def _beat(self) -> None:
@@ -167,6 +173,15 @@ class Lease:
                 if self.is_ours():  # else the new holder's body would be overwritten
                     self._beats += 1
                     self._write(held=True)
+
+    def _claim_epoch(self) -> None:
+        try:
+            self._write(held=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.file}: cannot be written ({error.strerror}): a run needs a folder in which "
+                "it can write"
+            ) from error
 
     def _write(self, *, held: bool) -> None:
         body = {

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,12 @@ def record_start(
 
 
 def record_end(folder: RunFolder, last_step: int) -> None:
-    """Complete the newest record: the run ends now, at `last_step`. Rank 0 calls."""
+    """Complete the newest record: the run ends now, at `last_step`. Rank 0 calls. Nothing where it
+    cannot be written: the run has ended all the same."""
     if starts := read_starts(folder.path):
         starts[-1] |= {"ended": _now(), "last_step": last_step}
-        _write(folder, starts)
+        with suppress(OSError):
+            _write(folder, starts)
 
 
 def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import (
     advice_on,
     details,
+    go_on,
     hint_on,
     keep_failure,
     kept_in,
@@ -24,7 +25,7 @@ from moemesh.train.failure import (
     same_failure,
     write_verdict,
 )
-from moemesh.train.folder import LOGS, RunFolder
+from moemesh.train.folder import LOGS, RunFolder, RunFolderError
 
 #: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
 _CUDA_FLOOR_SECONDS = 180.0
@@ -115,9 +116,13 @@ def train_supervised(
         hint = hint_on(verdict)
         write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, at)
-        where = keep_failure(path, have_ended=True)
+        where = keep_failure(path, have_ended=True) or path
         _say("\n".join([f"moemesh: {text}; details in {where}", *([hint] if hint else [])]))
-        folder.raise_epoch()
+        try:
+            folder.raise_epoch()
+        except RunFolderError as error:
+            _say(f"moemesh: not started again: {error}\n{go_on(path, command)}")
+            return ended.code
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -204,8 +205,16 @@ def _write_for_torchrun(folder: Path, verdict: Verdict) -> None:
         os.replace(temporary, name)
 
 
+def _allow_connections() -> None:
+    """One to each other node; many systems allow 1,024 files until a process asks."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Be the watcher that the command line describes."""
+    _allow_connections()
     for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     spec = Spec.of(sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemesh.comm import launch
+from moemesh.comm import launch, meeting
 from moemesh.comm.interrupts import STOPPING_SOON
 from moemesh.comm.mesh import Mesh
 from tests import commands
@@ -125,6 +126,31 @@ def test_the_first_rank_that_failed_is_named_once(script, what, code, first_line
     assert err.count("Traceback") == (1 if what == "fail" else 0)
     if what != "tell":  # what rank 0 saw is kept, but not shown
         assert "RuntimeError" in (script.parent / "logs" / "rank-0.err").read_text()
+
+
+def test_logs_that_cannot_be_written_end_no_run(tmp_path, capfd):
+    """Nor hide how it ended."""
+    logs = tmp_path / "logs"
+    logs.write_text("no folder")
+    ended = launch.run_ranks(2, [], logs=logs, entry=("-c", "import sys; sys.exit(3)"))
+    assert ended.code == 3 and ended.verdict is not None and ended.verdict.kind == "exited"
+    assert f"{logs}/rank-1.out cannot be written (Not a directory)" in capfd.readouterr().err
+
+
+def test_ranks_meet_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch):
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    shared.mkdir(), other.mkdir()
+    monkeypatch.setattr(meeting, "shared_memory", lambda: shared)
+    monkeypatch.setattr(meeting.tempfile, "tempdir", str(other))
+    with meeting.meeting_place(4096) as folder:
+        assert folder.parent == shared
+    full = shutil.disk_usage(tmp_path)._replace(free=2 << 20)
+    monkeypatch.setattr(meeting.shutil, "disk_usage", lambda place: full)
+    with meeting.meeting_place(4096) as folder:
+        assert folder.parent == shared
+    with meeting.meeting_place(2 << 20) as folder:
+        assert folder.parent == other and meeting.has_supervisor(folder)
+    assert not [*shared.iterdir(), *other.iterdir()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

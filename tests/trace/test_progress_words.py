@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -186,3 +188,26 @@ def test_a_copy_to_the_host_waits_in_the_open(memory: bytearray) -> None:
     copied._event = Event()
     assert copied.tolist() == [1.0, 1.0] and at == [True]
     assert not words.own_word().inside
+
+
+def test_a_full_file_system_is_told_before_anything_is_written_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by SIGBUS, which a write to a record without room would bring."""
+    reserved: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fallocate", lambda _, *place: reserved.append(place))
+    WordFile(tmp_path / "all", 4).close()
+    WordFile(tmp_path / "some", 4, reserved=range(1, 3)).close()
+    assert reserved == [(0, 4 * RANK_BYTES), (RANK_BYTES, 2 * RANK_BYTES)]
+
+    def fails(number: int) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    monkeypatch.setattr("os.posix_fallocate", fails(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        WordFile(tmp_path / "full", 1)
+    monkeypatch.setattr("os.posix_fallocate", fails(errno.EOPNOTSUPP))  # a system without it
+    WordFile(tmp_path / "other", 1).close()

@@ -70,3 +70,17 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
                 disk.refuse_full_disk(config, tmp_path)
         else:
             assert disk.refuse_full_disk(config, tmp_path).free == free
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_cannot_write_its_last_files_has_ended_well(tmp_path: Path, ranks: int) -> None:
+    """What it was started for is saved; that it trains again would help nobody."""
+    run = tmp_path / "run"
+    keys = {"plan__dp": ranks, "train__restarts": 0}
+    assert runs.moemesh(*runs.arguments(run, **keys), "--stop-after", "2").returncode == 0
+    (run / "ledger.json").unlink()
+    (run / "ledger.json").mkdir()
+    done = runs.moemesh(*runs.arguments(run, **keys))
+    assert done.returncode == 0 and f"{run}/ledger.json cannot be written" in done.stdout
+    assert candidates(run / "checkpoints")[0] == 4 and not (run / "failure.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -166,6 +167,28 @@ def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "lease").mkdir()
     with pytest.raises(RunFolderError, match="cannot be opened"):
         run.lock()
+
+
+def test_a_lease_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: one message, and the folder is free for the next try."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunFolder.open(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr("moemesh.train.lease.os.pwrite", refuse)
+        with pytest.raises(RunFolderError, match="lease: cannot be written"):
+            run.lock()
+    run.lock()
+    with monkeypatch.context() as full:
+        full.setattr("moemesh.train.lease.os.pwrite", refuse)
+        with pytest.raises(RunFolderError, match="lease: cannot be written"):
+            run.raise_epoch()
+        run.release()
+    again = RunFolder.open(tmp_path)
+    again.lock()
+    again.release()
 
 
 # --- writes ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -127,6 +128,29 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
     kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
     names = ("failure.json", "rank-1.err", "rank-1.stacks")
     assert kept == [f"failures/{epoch}/{name}" for epoch in (1, 2, 3) for name in names]
+
+
+def test_a_folder_in_which_nothing_can_be_written_ends_a_failed_run_with_its_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two starts of the ranks: no traceback, and the exit code of the rank."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = RunFolder.open(tmp_path / "run")
+    folder.lock()
+
+    def run(*_: object, **__: object) -> Ended:
+        for name in ("os.pwrite", "os.replace"):
+            monkeypatch.setattr(name, refuse)
+        return Ended(code=137, verdict=failed(), stacks={}, traces={})
+
+    config = RunConfig(train=TrainConfig(restarts=1))
+    assert train_supervised(config, folder, ["train"], run=run) == 137
+    said = capfd.readouterr().err
+    assert "not started again" in said and "Read-only file system" in said and "None" not in said
+    folder.release()
 
 
 def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
