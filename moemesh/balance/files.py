@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from moemesh.balance.inputs import BalanceError
+from moemesh.config.toml import unreadable
 from moemesh.trace.loads import read_loads
 
 #: Names under which a file may hold its loads, and its placement.
@@ -56,17 +57,17 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     try:
         found = reader(path, keys)
         _check_rows(path, found)
-        table = np.asarray(found)
+        table = _as_numbers(path, found)
     except BalanceError:
         raise
     except OSError as error:
         raise BalanceError(f"{path}: {error.strerror or error}") from error
     except RecursionError as error:
         raise BalanceError(f"{path}: lists within lists, too deep for layers x experts") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except UnicodeDecodeError as error:
+        raise BalanceError(f"{path}: {unreadable(error)}") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise BalanceError(f"{path}: {error}") from error
-    if table.dtype.kind not in "iufb":
-        raise BalanceError(f"{path}: holds {table.dtype}, and not numbers")
     return table[None] if table.ndim == 1 else table
 
 
@@ -83,6 +84,23 @@ def _check_rows(path: Path, table: Any) -> None:
                 f"{path}: row {number} has {names[number]}, row 0 has {names[0]}: every row is a "
                 "layer with a load for each expert"
             )
+
+
+def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
+    """An array of numbers. Raises BalanceError with the first cell that is none."""
+    array = np.asarray(table)
+    if array.dtype.kind in "iufb":
+        return array
+    if not isinstance(table, list):
+        raise BalanceError(f"{path}: holds {array.dtype}, and not numbers")
+    rows = cast("list[object]", table)
+    for number, row in enumerate(rows if isinstance(rows[0], list) else [rows]):
+        for cell in cast("list[object]", row):
+            if isinstance(cell, bool) or not isinstance(cell, (int, float)):
+                raise BalanceError(
+                    f"{path}: row {number} holds {json.dumps(cell)}, which is no number"
+                )
+    return np.asarray(table, np.float64)  # integers of more than 64 bits
 
 
 def _read_json(path: Path, keys: tuple[str, ...]) -> Any:
@@ -128,12 +146,13 @@ def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) ->
 
 
 def _numbers_rows(header: list[str] | None, rows: list[list[str]]) -> bool:
-    """Whether the first column names the rows: by its header, or by words in every row."""
+    """Whether the first column names the rows: by its header, or by words in every row ("1,000" is
+    a number that we do not read, and no word)."""
     if len(rows[0]) < 2:
         return False
     if header is not None and header[0].strip().lower() in _ROW_NAMES:
         return True
-    return not any(_is_number(row[0]) for row in rows)
+    return not any(_is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
 
 
 def _warn_of_counting(path: Path, rows: list[list[str]], warn: Callable[[str], None]) -> None:

@@ -144,8 +144,9 @@ def check_shape(
     num_groups = check_count(num_groups, "num_groups")
     num_nodes = check_count(num_nodes, "num_nodes")
     num_gpus = check_count(num_gpus, "num_gpus")
-    if num_replicas > MOST_SLOTS:
-        raise BalanceError(f"num_replicas ({num_replicas}) exceeds {MOST_SLOTS}")
+    for name, number in (("num_replicas", num_replicas), ("num_gpus", num_gpus)):
+        if number > MOST_SLOTS:
+            raise BalanceError(f"{name} ({number}) exceeds {MOST_SLOTS}")
     if policy not in (None, "hierarchical", "global"):
         raise BalanceError(f"no policy {policy!r}: choose hierarchical or global")
     if num_replicas < num_experts:

@@ -84,8 +84,8 @@ def lower_bound(
     """
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
-    scale = 2.0 ** np.frexp(loads.max(axis=1))[1].astype(np.float64)
-    return like(weight, bounds_of(scaled(loads), shape) * scale)[0]
+    exponents = np.frexp(loads.max(axis=1))[1]
+    return like(weight, np.ldexp(bounds_of(scaled(loads), shape), exponents))[0]
 
 
 def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:

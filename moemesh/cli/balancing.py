@@ -144,7 +144,7 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.files import load_placement, load_table
-    from moemesh.balance.inputs import check_loads, nearest_divisors
+    from moemesh.balance.inputs import check_loads, nearest_divisors, scaled
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
         # The function, like the published one, passes over nodes under the global policy.
@@ -153,7 +153,8 @@ def place(settings: BalanceSettings) -> Placed:
             f"nodes ({settings.nodes}) must divide gpus ({settings.gpus}), whatever the policy: "
             f"take {near} nodes"
         )
-    loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))
+    # All that is told are ratios: sums of loads as large as numbers can be must not overflow.
+    loads = scaled(check_loads(load_table(settings.loads, _warn), str(settings.loads)))
     previous = load_placement(settings.previous) if settings.previous else None
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")

@@ -294,7 +294,7 @@ def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]
     if rival.verdict == "chosen":
         return [*told, "it is the first of the table"]
     if rival.beyond:
-        told.append(f"it breaks what the search assumes: {', '.join(rival.beyond)}")
+        told.append(f"outside of what the search assumes and varies: {', '.join(rival.beyond)}")
     if rival.short:
         told += _too_large(rival, found, capacity)
     if rival.verdict == "equal":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moemesh.config.errors import UserError
@@ -123,18 +123,34 @@ def _nearest(conditions: Sequence[Condition], broken: Iterable[Condition], given
             options.append(f"{name} {' or '.join(map(str, values))}")
     if options:
         return ", or ".join(options)
-    settled = dict(given)
-    for index, name in enumerate(given):
-        known = set(list(given)[: index + 1])
-        rules = [rule for rule in conditions if known.issuperset(rule.names)]
-        if not all(rule.holds(settled) for rule in rules):
-            values = _legal(rules, settled, name)
-            if not values:
-                return ""
-            # Upwards: more microbatches are wanted more often than fewer ranks.
-            settled[name] = max(values)
-    changed = (name for name in given if settled[name] != given[name])
-    return ", ".join(f"{name} {settled[name]}" for name in changed)
+    # Of equally near ones upwards: more microbatches are wanted more often than fewer ranks.
+    together = sorted(
+        _settled(conditions, given, list(given)),
+        key=lambda numbers: (
+            sum(abs(numbers[name] - given[name]) for name in given),
+            -sum(numbers.values()),
+        ),
+    )
+    if not together:
+        return ""
+    nearest = together[0]
+    changed = (name for name in given if nearest[name] != given[name])
+    return ", ".join(f"{name} {nearest[name]}" for name in changed)
+
+
+def _settled(
+    conditions: Sequence[Condition], given: Numbers, names: Sequence[str]
+) -> Iterator[Numbers]:
+    """Numbers for which all conditions hold: those of `names` changed one after the other, each to
+    its nearest values below and above for which the rules between it and the earlier ones hold."""
+    if not names:
+        yield given
+        return
+    name, later = names[0], names[1:]
+    rules = [rule for rule in conditions if not set(later) & set(rule.names)]
+    holds = all(rule.holds(given) for rule in rules)
+    for value in [given[name]] if holds else _legal(rules, given, name):
+        yield from _settled(conditions, {**given, name: value}, later)
 
 
 def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:

@@ -193,6 +193,8 @@ def test_loads_of_any_size() -> None:
     for factor in (2.0**900, 2.0**-900):
         scaled = rebalance_experts(loads * factor, 96, 1, 1, 32)
         assert np.array_equal(maps[0], scaled[0])
+    largest = np.full((1, 4), np.finfo(np.float64).max)
+    assert lower_bound(largest, 8, 1, 1, 8)[0] == pytest.approx(largest[0, 0] / 2, rel=1e-6)
 
 
 def test_policies() -> None:

@@ -198,11 +198,14 @@ def test_names_of_rows_are_no_loads(
         ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
         ("a.json", "[" * 100_000, r"a.json: lists within lists"),
-        ("a.json", '[["x"]]', r"holds <U1, and not numbers"),
+        ("a.json", '[["x"]]', r'a.json: row 0 holds "x", which is no number'),
+        ("a.json", "[[1, 2], [3, null]]", r"a.json: row 1 holds null, which is no number"),
+        ("a.json", f"[[1, 1{'0' * 400}]]", r"a.json: int too large"),
         ("a.json", "[[1, -1]]", r"a.json: the load of expert 1 in layer 0 is -1"),
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x', which is no number"),
         ("a.csv", "expert,load\n0,5\n1,6\n", r"its rows are experts"),
+        ("a.csv", '"1,000",2,3,4\n', r"row 0 holds '1,000', which is no number"),
         ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),
         ("a.npy", "nonsense", r"a.npy: no NumPy file of numbers"),
         ("a.jsonl", "{}", r"line 1 holds no loads"),
@@ -223,12 +226,24 @@ def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> 
     [
         ({"replicas": 0}, r"num_replicas must be a whole number of at least 1, and is 0"),
         ({"replicas": 8 * 10**12}, r"num_replicas \(8000000000000\) exceeds 1048576"),
+        ({"gpus": 10**9}, r"num_gpus \(1000000000\) exceeds 1048576"),
         ({"effort": "1e9"}, r"an effort of 1e\+09 seconds exceeds 86400"),
     ],
 )
 def test_sizes_that_make_no_sense(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BalanceError, match=message):
         place(BalanceSettings(loads=write(tmp_path, "a.json"), **SIZES | change))
+
+
+@pytest.mark.parametrize(
+    "text", ["[1e308, 5e307, 1e308, 0]", f"[1{'0' * 30}, 5{'0' * 29}, 1{'0' * 30}, 0]"]
+)
+def test_loads_as_large_as_numbers_can_be(text: str, tmp_path: Path) -> None:
+    """Their sum overflows; what is told is that of 2, 1, 2, 0: the best pairs are 2 + 1 and 2."""
+    (tmp_path / "a.json").write_text(text)
+    placed = place(BalanceSettings(loads=tmp_path / "a.json", gpus=2))
+    assert placed.after.tolist() == pytest.approx([1.2])
+    assert 1.1 < placed.bound[0] <= 1.2 and placed.before.tolist() == pytest.approx([1.2])
 
 
 def test_the_verb(tmp_path: Path) -> None:

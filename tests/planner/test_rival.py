@@ -11,6 +11,7 @@ import pytest
 from moemesh.cli.plan_text import WIDTH, folded, plan_text, step_parts
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
+from moemesh.config.model import ModelConfig
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.command import Planned, plan_named, to_json
 from moemesh.planner.search.rival import Rival, why_not
@@ -131,6 +132,7 @@ def test_keys_that_no_search_varies_are_set_on_the_best() -> None:
     rival = judged("ep=8,dispatcher=all_gather")
     assert rival.candidate is not None
     assert rival.candidate.layout.dispatcher == "all_gather"
+    assert rival.beyond == ("dispatcher = all_gather",)
     served = judged("data=parameter_server,servers=3")
     assert served.candidate is not None
     assert served.candidate.layout.parameter_server and served.candidate.layout.servers == 3
@@ -139,6 +141,21 @@ def test_keys_that_no_search_varies_are_set_on_the_best() -> None:
     assert asynchronous.candidate is not None
     assert asynchronous.candidate.layout.schedule == "gpipe"
     assert asynchronous.candidate.layout.pp > 1
+    assert asynchronous.beyond == ("schedule = gpipe",)
+    assert judged("microbatch=32").beyond == ("microbatch above 16",)
+
+
+def test_a_rival_of_a_trainable_plan_is_trainable_where_one_is() -> None:
+    """Other trainers copy key/value heads over tensor ranks, ours does not: with two heads tp = 4
+    is judged as theirs, and says so."""
+    model = load_model(ModelConfig(num_heads=4, num_kv_heads=2))
+    space = Space(num_devices=4, node_size=4, seq_len=512, global_batch=4, trainable=True)
+    found = Found(model.shape, load_cluster("laptop_cpu"), space)
+    best = found.candidate(found.fitting(found.capacity, 1)[0])
+    within, without = (why_not(found, model, best, f"tp={tp}") for tp in (2, 4))
+    assert within.candidate is not None and within.candidate.layout.tp == 2 and not within.beyond
+    assert without.candidate is not None and without.candidate.layout.tp == 4
+    assert without.beyond == ("only what `moemesh train` carries out",)
 
 
 def test_a_rival_in_json_can_be_read_back() -> None:

@@ -95,6 +95,7 @@ def test_the_refusal_is_exit_code_2_and_prints_no_command(tmp_path: Path) -> Non
     run = [sys.executable, "-m", "moemesh", "plan", *arguments, "--global-batch", "8"]
     done = subprocess.run([*run, "--trainable"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    assert "folders with config.json and weights" in done.stderr
     planned = subprocess.run([*run, "--json"], capture_output=True, text=True, timeout=PATIENCE)
     assert [row["command"] for row in json.loads(planned.stdout)["plans"]] == [None] * 5
 

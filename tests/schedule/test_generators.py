@@ -218,6 +218,7 @@ ILLEGAL = [
     ),
     ("terapipe", 4, 8, {"num_slices": 0}, "terapipe needs num_slices >= 1, got 0 < 1"),
     ("chimera", 3, 6, {}, "chimera needs an even number of ranks, got 3 (nearest: ranks 2"),
+    ("chimera", 5, 7, {}, "got 7 % 5 == 2 (nearest: ranks 4, microbatches 8)"),
     ("chimera", 4, 6, {}, "chimera needs microbatches % ranks == 0, got 6 % 4 == 2"),
     ("dualpipe", 5, 20, {}, "dualpipe needs an even number of ranks, got 5"),
     (

@@ -7,7 +7,7 @@ that has these three. Keys that no search varies (a dispatcher, a payload, ...) 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -21,7 +21,7 @@ from moemesh.planner.plan_text import plan_table, read_plan
 from moemesh.planner.search.advice import difference
 from moemesh.planner.search.nearest import Nearest, nearest_that_fits
 from moemesh.planner.search.search import Candidate, Found
-from moemesh.planner.search.space import EXITS, Space, families
+from moemesh.planner.search.space import EXITS, SCHEDULES, Space, families
 from moemesh.planner.shapes.load import Model
 
 Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chosen"]
@@ -111,7 +111,13 @@ def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
     try:
         within = Found(found.shape, found.cluster, narrow)
     except ConfigError:
-        return _illegal(asked, table, _why_illegal(table, model, space), found)
+        if not space.trainable:
+            return _illegal(asked, table, _why_illegal(table, model, space), found)
+        try:
+            within = Found(found.shape, found.cluster, replace(narrow, trainable=False))
+        except ConfigError:
+            return _illegal(asked, table, _why_illegal(table, model, space), found)
+        beyond = (*beyond, "only what `moemesh train` carries out")
     fitting = within.fitting(within.capacity, 1)
     # Where nothing fits, the layout that needs least is the one to look at.
     candidate = within.candidate(fitting[0] if fitting else within.smallest())
@@ -122,6 +128,8 @@ def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
         candidate = _with(found, model, candidate, more)
+        beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
+    beyond = (*beyond, *_beyond_limits(candidate.layout, space))
     return _judged(found, best, asked, candidate, beyond)
 
 
@@ -259,12 +267,13 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
     """The space with what the table says held fixed, and the assumptions that it breaks."""
     changes: dict[str, Any] = {
         "fixed": {key: value for key, value in table.items() if key in _FIXED},
-        "trainable": False,
     }
     beyond: list[str] = []
     if (schedule := table.get("schedule")) in get_args(ScheduleName):
         changes["schedules"] = (schedule,)
         changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2
+        if schedule not in SCHEDULES:
+            beyond.append(f"schedule = {schedule}")
     if (zero := _zero(table)) is not None:
         changes["zero"] = (zero,)
         if zero >= 2 and table.get("pp", 1) > 1:
@@ -285,6 +294,14 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
         changes["largest_microbatch"] = max(changes["largest_microbatch"], largest)
     changes["largest_context"] = max(space.largest_context, table.get("cp", 1))
     return replace(space, **changes), tuple(beyond)
+
+
+def _beyond_limits(layout: PlannedLayout, space: Space) -> Iterator[str]:
+    """Numbers of a layout that exceed what the space varies."""
+    if layout.microbatch > space.largest_microbatch:
+        yield f"microbatch above {space.largest_microbatch}"
+    if layout.cp > space.largest_context:
+        yield f"cp above {space.largest_context}"
 
 
 def _zero(table: Mapping[str, Any]) -> int | None:

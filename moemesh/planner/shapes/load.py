@@ -22,6 +22,8 @@ from moemesh.planner.shapes.shape import ModelShape, from_huggingface, from_mode
 
 #: Folder of presets that are shapes: planned, not trained, by this library.
 SHAPES = "shapes"
+#: What is trained.
+TRAINED = "`moemesh train` takes presets, [model] tables and folders with config.json and weights"
 
 
 class Model(NamedTuple):
@@ -37,7 +39,7 @@ class Model(NamedTuple):
     #: ``--set`` words of what trains besides the model, and the run that they make.
     settings: tuple[str, ...] = ()
     run: RunConfig | None = None
-    why_not: str = "`moemesh train` has the models of its presets and of [model] tables only"
+    why_not: str = f"it is a shape, which is only planned: {TRAINED}"
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
@@ -69,7 +71,8 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         raise _refused("no-file", source, message, nearest_choice(source, known)) from None
     name = path.parent.name if path.name == CONFIG else path.stem
     if path.suffix == ".json":
-        return Model(from_huggingface(read_config(path, "model"), name), None)
+        given = from_huggingface(read_config(path, "model"), name)
+        return Model(given, None, why_not=f"a {CONFIG} without weights is only planned: {TRAINED}")
     return _from_table(_toml(text, source), name, source)
 
 
