@@ -142,11 +142,9 @@ def _is_secret_option(argument: str) -> bool:
 
 def packages() -> dict[str, str]:
     """Every installed distribution with its version."""
-    found = {
-        str(one.metadata["Name"]): one.version
-        for one in importlib.metadata.distributions()
-        if one.metadata and one.metadata["Name"]
-    }
+    # Once for each of them: the text is parsed anew whenever it is asked for.
+    told = [one.metadata for one in importlib.metadata.distributions()]
+    found = {str(one["Name"]): str(one["Version"]) for one in told if one and one["Name"]}
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
