@@ -189,7 +189,7 @@ def generate(
         float,
         typer.Option("--top-p", min=0.0, max=1.0, help="Draw from tokens of this probability."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the draws.")] = 0,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

@@ -108,7 +108,13 @@ def generate(
     config = config_of(source, overrides)
     _refuse_spread_sequences(config.plan)
     tokenizer = Tokenizer.open(config.data.tokenizer)
-    ids = [int(one) for one in tokenizer.encode(prompt.encode(), "--prompt")]
+    try:
+        text = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--prompt is not UTF-8 text: its character {error.start + 1} is none"
+        ) from error
+    ids = [int(one) for one in tokenizer.encode(text, "--prompt")]
     if not ids:
         raise UserError("--prompt is empty; it needs at least one token")
     if max(ids) >= config.model.vocab_size:

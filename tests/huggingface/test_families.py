@@ -15,6 +15,7 @@ from moemesh.checkpoint import store
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.model import model_values
+from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import from_huggingface, from_model_config
 from moemesh.train.conversion import convert
@@ -177,3 +178,11 @@ def test_transformers_reads_the_stretched_positions_that_we_write() -> None:
     written = config_json(ModelConfig.model_validate(values), "llama")
     read = AutoConfig.for_model(**written).to_dict()["rope_parameters"]
     assert {**table, **read} == read
+
+
+def test_sequences_are_no_longer_than_the_positions_of_a_small_model(tmp_path: Path) -> None:
+    config = {**COMMON, "model_type": "llama", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = f"model.path={tmp_path}"
+    assert load_run([], [path]).config.data.seq_len == 64
+    assert load_run([], [path, "data.seq_len=17"]).config.data.seq_len == 17

@@ -216,6 +216,7 @@ COMMANDS: list[Mistake] = [
     Mistake("generate other_run --prompt a --temperature -1", ("--temperature", "-1")),
     Mistake("generate other_run --prompt a --top-p 2", ("--top-p", "2")),
     Mistake("generate other_run --prompt a --max-tokens 0", ("--max-tokens", "0")),
+    Mistake(f"generate other_run --prompt a --seed {2**70}", ("--seed", str(2**70))),
     Mistake("generate other_run --prompt a --set plan.ep=3", ("plan.ep", "(3)", "(8)")),
     Mistake("esft scores none text.txt --out a.json", ("none",)),
     Mistake("esft scores other_run text.txt --out a.json", ("other_run", "checkpoint")),

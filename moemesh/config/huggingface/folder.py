@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.paths import nearest_path
@@ -63,7 +64,7 @@ def has_weights(path: Path) -> bool:
 
 def read_folder(path: Path) -> Source:
     """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
-    and what cannot be trained."""
+    sequences of its positions where these are fewer than the default; what cannot be trained."""
     origin = str(path / CONFIG)
     try:
         values = model_values(read_config(path))
@@ -74,6 +75,9 @@ def read_folder(path: Path) -> Source:
         )
         return Source(problems=problems)
     leaves = {f"model.{key}": Leaf(value=value, origin=origin) for key, value in values.items()}
+    longest = values.get("max_position_embeddings")
+    if isinstance(longest, int) and 0 < longest < DataConfig.model_fields["seq_len"].default:
+        leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
     return Source(leaves=leaves)
