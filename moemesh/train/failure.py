@@ -254,7 +254,9 @@ def same_failure(one: Verdict, other: Verdict) -> bool:
 
 def details(folder: Path) -> str:
     """Where the report is."""
-    return f"details in {folder / FILE}"
+    if (folder / FILE).exists():
+        return f"details in {folder / FILE}"
+    return f"no report could be written into {folder}"
 
 
 def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
@@ -351,7 +353,12 @@ def _facts(facts: Mapping[str, Any] | None) -> dict[str, Any]:
 def _temporary(folder: Path, content: dict[str, Any]) -> Path:
     temporary = folder / f".failure-{content['rank']}-{os.getpid()}.tmp"
     text = json.dumps(content, indent=1, default=str)
-    temporary.write_text(text + "\n", encoding="utf-8")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+    except OSError:  # a full disk takes the half of it
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     return temporary
 
 

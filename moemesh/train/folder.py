@@ -18,6 +18,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -207,6 +208,8 @@ class RunFolder:
             os.replace(temporary, target)
             sync_folder(target.parent)
         except OSError as error:  # that of a full disk names no file
+            with suppress(OSError):
+                temporary.unlink()
             raise OSError(error.errno, error.strerror, str(target)) from error
         return target
 

@@ -116,8 +116,9 @@ def train_supervised(
         hint = hint_on(verdict)
         write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, at)
-        where = keep_failure(path, have_ended=True) or path
-        _say("\n".join([f"moemesh: {text}; details in {where}", *([hint] if hint else [])]))
+        kept = keep_failure(path, have_ended=True)
+        where = details(path) if kept is None else f"details in {kept}"
+        _say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()
         except RunFolderError as error:

@@ -217,6 +217,7 @@ def test_whole_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(folder_module.os, "fsync", refuse)
         with pytest.raises(OSError, match=r"No space left on device.*plan\.json"):
             run.write_json("plan.json", {"ep": 8})
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plan.json"]
     with pytest.raises(AssertionError):
         run.write_text("../escape", "x")
 
