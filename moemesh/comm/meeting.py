@@ -31,11 +31,11 @@ def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
 
     One that a killed supervisor has left is removed by the next: its lock is free.
     """
-    parent, other = shared_memory(), Path(tempfile.gettempdir())
-    for place in {parent, other}:
-        _sweep(place)
+    parent = shared_memory()
+    _sweep(parent)
     if shutil.disk_usage(parent).free < num_bytes + _ROOM_BYTES:
-        parent = other
+        parent = Path(tempfile.gettempdir())
+        _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     handle = lock(folder)
     try:
