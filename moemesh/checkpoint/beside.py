@@ -11,6 +11,8 @@ _Chunk = TypeVar("_Chunk")
 _Result = TypeVar("_Result")
 #: Bytes that are worked on at once: handing them over would take as long.
 _SMALL = 256 << 10
+#: Chunks that may wait for the thread, which does not get a core at once on a machine that is busy.
+_DEPTH = 4
 
 
 def beside(
@@ -20,8 +22,9 @@ def beside(
 ) -> Iterator[_Result]:
     """``work(chunk)`` of each chunk, in order; `size` gives its bytes.
 
-    The work on one goes on while `chunks` makes the next one, and does what it does behind a chunk:
-    what it writes, for example. Functions that keep Python's lock gain nothing.
+    The work goes on while `chunks` makes the next ones, and does what it does behind a chunk: what
+    it writes, for example. A few chunks may wait for it. Functions that keep Python's lock gain
+    nothing.
     """
     # No pool of the library: it takes no work while a process ends, which waits for its save.
     tasks: SimpleQueue[tuple[_Chunk] | None] = SimpleQueue()
@@ -35,19 +38,24 @@ def beside(
                 done.put(_Error(error))
 
     thread = threading.Thread(target=run, name="beside", daemon=True)
-    waits = False
+    num_waiting = 0
     try:
         for chunk in chunks:
-            if waits:
-                yield _result(done.get())
-            waits = size(chunk) >= _SMALL
-            if not waits:
+            if size(chunk) < _SMALL:
+                while num_waiting:
+                    num_waiting -= 1
+                    yield _result(done.get())
                 yield work(chunk)
                 continue
             if thread.ident is None:
                 thread.start()
             tasks.put((chunk,))
-        if waits:
+            num_waiting += 1
+            if num_waiting > _DEPTH:
+                num_waiting -= 1
+                yield _result(done.get())
+        while num_waiting:
+            num_waiting -= 1
             yield _result(done.get())
     finally:
         if thread.ident is not None:
