@@ -38,6 +38,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/index.md",
+    "docs/features.md",
     "docs/tutorial.md",
     "docs/errors.md",
     "docs/words.md",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import UserError
 
 Policy = Literal["hierarchical", "global"]
@@ -234,11 +235,3 @@ def check_placement(
         if len(missing):
             raise BalanceError(f"{name}: expert {missing[0]} has no slot in layer {layer}")
     return slots
-
-
-def nearest_divisors(number: int, wish: int) -> str:
-    """The divisors of `number` next to `wish`, below and above: "2 or 4"."""
-    divisors = [value for value in range(1, number + 1) if number % value == 0]
-    below = [value for value in divisors if value <= wish][-1:]
-    above = [value for value in divisors if value > wish][:1]
-    return " or ".join(map(str, below + above))

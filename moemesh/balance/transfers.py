@@ -1,4 +1,4 @@
-"""Which replica travels where, in rounds in which every GPU talks to one peer at most."""
+"""Transfers of replicas, in rounds in which every GPU exchanges with one peer at most."""
 
 from __future__ import annotations
 

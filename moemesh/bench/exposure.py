@@ -1,4 +1,4 @@
-"""What a MoE layer's exchanges hold up, dispatcher by dispatcher, on simulated devices.
+"""Exposed communication of a MoE layer, dispatcher by dispatcher, on simulated devices.
 
 All ranks compute forward and backward of the layer behind its router, on gloo, with tokens that
 choose their experts at random; what they queue is laid out in time by the data sheet of a cluster

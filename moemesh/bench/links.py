@@ -20,8 +20,8 @@ from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import LinksSettings
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
+from moemesh.config.divisors import divisors
 from moemesh.config.layout import Layout
-from moemesh.config.section import divisors
 
 
 def shapes(num_ranks: int, node_size: int) -> list[GroupShape]:

@@ -1,4 +1,4 @@
-"""What `moemesh doctor` asks torch, in two processes of their own: versions, devices, a link.
+"""Checks of torch for `moemesh doctor`, in two processes of their own: versions, devices, a link.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python -m moemesh.bench.torch_check
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest that were read back, verified, and hold finite numbers.
+"""Retention of checkpoints: the newest that were read back, verified, and are finite stay.
 
 ``verified.json`` beside them says which have been: a step's name -> digest of its manifest, and
 whether its numbers are finite. It is a memory, not a proof: a checkpoint that is not in it, because

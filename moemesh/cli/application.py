@@ -11,6 +11,7 @@ import typer
 
 from moemesh import __version__
 from moemesh.cli.completion import settings
+from moemesh.cli.examples import Verbs
 
 if TYPE_CHECKING:
     from moemesh.config.load import Resolved
@@ -20,24 +21,24 @@ USER_ERROR = 2
 
 _PLAIN = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
 
-app = typer.Typer(
+app = Verbs(
     name="moemesh",
     help="Train mixture-of-experts transformers over a mesh of devices.",
     no_args_is_help=True,
     **_PLAIN,
 )
-config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
-data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, **_PLAIN)
-bench_app = typer.Typer(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
-checkpoint_app = typer.Typer(
+config_app = Verbs(help="Show or check a configuration.", no_args_is_help=True, **_PLAIN)
+data_app = Verbs(help="Look at training data.", no_args_is_help=True, **_PLAIN)
+bench_app = Verbs(help="Measure parts of the library.", no_args_is_help=True, **_PLAIN)
+checkpoint_app = Verbs(
     help="Look at checkpoints, verify, compare and delete them.", no_args_is_help=True, **_PLAIN
 )
-esft_app = typer.Typer(
+esft_app = Verbs(
     help="Expert-specialised fine-tuning: the experts of a task.",
     no_args_is_help=True,
     **_PLAIN,
 )
-cluster_app = typer.Typer(
+cluster_app = Verbs(
     help="Write, explain or list descriptions of machines.", no_args_is_help=True, **_PLAIN
 )
 app.add_typer(config_app, name="config")

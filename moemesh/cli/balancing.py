@@ -113,9 +113,11 @@ def balance(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Place replicas of experts on GPUs for given loads; one row of loads is one layer. Example:
+    """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 
-    moemesh balance loads.json --replicas 288 --gpus 32 --nodes 4 --groups 8
+    Example:
+
+        moemesh balance loads.json --replicas 288 --gpus 32 --nodes 4 --groups 8
     """
     from moemesh.balance import BalanceError
     from moemesh.report.balance import balance_heat_maps
@@ -144,7 +146,8 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.files import load_placement, load_table
-    from moemesh.balance.inputs import check_loads, nearest_divisors, scaled
+    from moemesh.balance.inputs import check_loads, scaled
+    from moemesh.config.divisors import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
         # The function, like the published one, passes over nodes under the global policy.

@@ -198,9 +198,11 @@ def bench_checkpoint(
     as_json: AsJson = False,
     found: FoundFile = None,
 ) -> None:
-    """Save the same state while the steps wait and behind them, in turns in one run. Example:
+    """Save the same state while the steps wait and behind them, in turns in one run.
 
-    moemesh bench checkpoint --megabytes 1024 --folder /shared/runs
+    Example:
+
+        moemesh bench checkpoint --megabytes 1024 --folder /shared/runs
     """
     from moemesh.bench import checkpoint
     from moemesh.cli.bench_text import checkpoint_text

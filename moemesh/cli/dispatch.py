@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 16
 
 
-@app.command("dispatch", short_help="Who sends which rows to whom, under each dispatcher.")
+@app.command("dispatch", short_help="Show who sends which rows to whom, under each dispatcher.")
 def show_dispatch(
     routing: Annotated[
         str | None,

@@ -11,7 +11,7 @@ import typer
 from moemesh.cli.application import AsJson, app
 
 
-@app.command(short_help="What of this machine stands in the way of a run.")
+@app.command(short_help="Check this machine for what stands in the way of a run.")
 def doctor(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where runs are to be written.")

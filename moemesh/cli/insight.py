@@ -58,7 +58,7 @@ def report(
     typer.echo(str(path))
 
 
-@app.command(short_help="What bounds a run, or why it failed.")
+@app.command(short_help="Say what bounds a run, or why it failed.")
 def explain(
     run: RunFolder,
     cluster: Annotated[
@@ -109,7 +109,7 @@ def estimate_of(run: Path, cluster: str) -> "Estimate":
     return estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
 
 
-@app.command(short_help="Where the time of a step goes, from a trace of all ranks.")
+@app.command(short_help="Show where the time of a step goes, from a trace of all ranks.")
 def profile(
     config: ConfigFile = None,
     overrides: Overrides = None,

@@ -22,7 +22,9 @@ _Column: TypeAlias = "tuple[str, bool, Callable[[RankShare], str]]"
 MOST_ROWS, MOST_GROUPS = 32, 8
 
 
-@app.command("layout", short_help="Who holds what under a plan: groups, layers, experts, tokens.")
+@app.command(
+    "layout", short_help="Show who holds what under a plan: groups, layers, experts, tokens."
+)
 def show_layout(
     config: ConfigFile = None,
     overrides: Overrides = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_NAMES = 4
 
 
-@app.command(short_help="Stages and operator strategies of a model.")
+@app.command(short_help="Cut a model into stages and operator strategies.")
 def partition(
     model: Annotated[
         str,
@@ -46,9 +46,11 @@ def partition(
     seed: Annotated[int, typer.Option(help="Seed of random and learned.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Cut a model into pipeline stages and lay out the operators of each. Example:
+    """Cut a model into pipeline stages and lay out the operators of each.
 
-    moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
+    Example:
+
+        moemesh partition --model qwen3-30b-a3b --cluster dgx_h100 --nodes 2 --global-batch 256
     """
     from moemesh.planner.stages.answer import METHODS
     from moemesh.planner.stages.partition import compare

@@ -31,7 +31,7 @@ Headroom = Annotated[
 ]
 
 
-@app.command(short_help="What one layout costs, without running it.")
+@app.command(short_help="Price one layout, without running it.")
 def estimate(
     cluster: Annotated[
         str,
@@ -135,7 +135,7 @@ def _refuse_beside_config(*given: object) -> None:
         raise typer.BadParameter(f"--config says it already: leave out {', '.join(twice)}")
 
 
-@app.command(short_help="The best layouts of a model on a cluster.")
+@app.command(short_help="Find the best layouts of a model on a cluster.")
 def plan(
     model: Annotated[
         str,

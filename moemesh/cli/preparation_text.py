@@ -1,4 +1,4 @@
-"""What `moemesh train --dry-run` prints of a run that could start."""
+"""Text of `moemesh train --dry-run` for a run that could start."""
 
 from __future__ import annotations
 

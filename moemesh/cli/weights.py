@@ -137,7 +137,7 @@ def convert(
     typer.echo(follow if written == "huggingface" else f"a run to go on with: {follow}")
 
 
-@app.command(short_help="The loss of a run or of a folder of transformers on a text.")
+@app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
 def evaluate(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.section import (
     COUNT,
@@ -17,8 +18,6 @@ from moemesh.config.section import (
     Range,
     Section,
     as_tuple,
-    divisors,
-    nearest_divisors,
 )
 from moemesh.config.toml import format_value
 

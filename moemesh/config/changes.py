@@ -1,4 +1,4 @@
-"""How two resolved configurations differ, and what each difference means for a run that goes on."""
+"""Differences of two resolved configurations, and whether a run may resume with each."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _defaults() -> dict[str, object]:
 
 
 def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Kind:
-    """What a change of `key` between two flat tables of keys means."""
+    """The class of a change of `key` between two flat tables of keys."""
     old, new = before.get(key), after.get(key)
     if key in FREE:
         return "free"

@@ -37,7 +37,7 @@ class LinkCurve(Section):
     seconds: Annotated[tuple[float, ...], BeforeValidator(as_tuple)]
 
     def mistake(self) -> str:
-        """What is wrong with the curve; "" for nothing."""
+        """The problem of the curve; "" for nothing."""
         if self.ranks < 2:
             return f"a group has at least 2 ranks, not {self.ranks}"
         if not 1 <= self.members_per_node <= self.ranks:

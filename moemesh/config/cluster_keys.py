@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ClusterKey(NamedTuple):
-    """What one key says: in a comment of the file, and in a message about it."""
+    """The meaning of one key: in a comment of the file, and in a message about it."""
 
     meaning: str
     unit: str

@@ -1,4 +1,4 @@
-"""Which positions and heads a context-parallel rank holds.
+"""Positions and heads that a context-parallel rank holds.
 
 The positions of a sequence are cut into 2 c chunks; rank i of c holds chunk i and chunk 2c-1-i. A
 late position sees more keys than an early one, and every pair of chunks together about as many as

@@ -1,4 +1,4 @@
-"""Which text a run reads and how it is cut into sequences."""
+"""The section [data]: the text that a run reads, and how it is cut into sequences."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class ConfigError(UserError):
 
 
 class SeveralErrors(UserError):
-    """What several checks that do not rest on one another have found, as one numbered list."""
+    """The findings of several independent checks, as one numbered list."""
 
     def __init__(self, errors: Iterable[Exception]) -> None:
         self.errors = tuple(errors)
@@ -121,7 +121,7 @@ def refuse_together(errors: Collection[Exception]) -> None:
 
 
 def found_by(check: Callable[[], object]) -> list[Exception]:
-    """What is wrong by a check that raises errors for the user; an empty list where it passes."""
+    """The problems found by a check that raises errors for the user; empty where it passes."""
     try:
         check()
     except SeveralErrors as error:

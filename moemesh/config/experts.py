@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.section import (
     COUNT,
@@ -17,7 +18,6 @@ from moemesh.config.section import (
     Range,
     Section,
     as_tuple,
-    nearest_divisors,
 )
 from moemesh.config.toml import format_value
 
@@ -201,7 +201,7 @@ class ExpertConfig(Section):
 
     @property
     def layout_warning(self) -> str:
-        """What of the objective changes with the layout; "" when nothing does."""
+        """The part of the objective that changes with the layout; "" when nothing does."""
         if not self.has_aux_loss:
             return ""
         changes = {

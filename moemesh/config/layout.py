@@ -1,4 +1,4 @@
-"""Which rank sits where: the two meshes over the same ranks, and how sizes are cut into shards.
+"""Coordinates of ranks: the two meshes over the same ranks, and how sizes are cut into shards.
 
 The attention mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is
 outermost and shared, tp and etp are innermost:

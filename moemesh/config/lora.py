@@ -55,7 +55,7 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The number that the product of the factors is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def check(self) -> list[Problem]:

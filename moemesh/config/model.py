@@ -66,7 +66,7 @@ class ModelConfig(ExpertConfig, AttentionConfig):
 
     @property
     def sizes(self) -> Sizes:
-        """What the degrees of a plan cut."""
+        """Sizes that the degrees of a plan divide."""
         has_experts = self.num_moe_layers > 0
         return Sizes(
             num_layers=self.num_layers,

@@ -21,7 +21,7 @@ def is_schedule_file(name: str) -> bool:
 
 
 class PipelinedPlan(Protocol):
-    """What the rules read of a plan."""
+    """Values of a plan that the rules read."""
 
     @property
     def schedule(self) -> str: ...

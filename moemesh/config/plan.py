@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 from moemesh.config.asynchronous import asynchronous_problems
+from moemesh.config.divisors import divisors
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
@@ -27,7 +28,6 @@ from moemesh.config.section import (
     Range,
     Section,
     as_tuple,
-    divisors,
 )
 from moemesh.config.sharding import sharding_problems
 

@@ -64,7 +64,7 @@ def _latent(model: ModelConfig) -> list[Projection]:
 
 
 def adapter_rules(model: ModelConfig) -> list[Problem]:
-    """What is wrong with the adapters of `model`: targets it has not, a rank that is no less than
+    """Problems of the adapters of `model`: targets it has not, a rank that is no less than
     full."""
     lora = model.lora
     if not lora.rank:

@@ -78,7 +78,7 @@ class RunConfig:
         return []
 
     def _table_problems(self) -> list[Problem]:
-        """What is wrong with the table of experts."""
+        """Problems of the table of experts."""
         if self.train.esft is None:
             return []
         try:

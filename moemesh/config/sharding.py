@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import Problem
 from moemesh.config.rules import plan_problem
-from moemesh.config.section import nearest_divisors
 
 SHARDED_DATA = ("zero1", "zero2", "zero3")
 
 
 class ShardedPlan(Protocol):
-    """What the rules read of a plan."""
+    """Values of a plan that the rules read."""
 
     @property
     def dp(self) -> int: ...

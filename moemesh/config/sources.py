@@ -30,8 +30,8 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What one source gave: dotted key -> leaf, what could not be read, and what to tell the user
-    about the rest."""
+    """The contents of one source: dotted key -> leaf, what could not be read, and what to tell the
+    user about the rest."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     problems: tuple[Problem, ...] = ()
@@ -205,7 +205,7 @@ def merge(sources: Iterable[Source]) -> dict[str, Leaf]:
 
 
 def _version_problems(version: object, origin: str) -> list[Problem]:
-    """What is wrong with the version that a file says its keys have."""
+    """Problems of the version that a file says its keys have."""
     if isinstance(version, int) and not isinstance(version, bool) and version >= 1:
         return [later_version(version, origin)] if version > SCHEMA_VERSION else []
     message = f"{SCHEMA_KEY} must be a whole number of at least 1"

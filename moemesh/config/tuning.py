@@ -1,4 +1,4 @@
-"""Which parameters train: patterns over the names that checkpoints use, and chosen experts.
+"""Trainable parameters: patterns over the names that checkpoints use, and chosen experts.
 
 A name is that of a tensor in a checkpoint, without ``model.`` in front: every expert by itself
 (``layers.3.feed_forward.experts.12.gate_up``), and the routers' selection biases, too. Patterns are

@@ -77,7 +77,7 @@ class Experts(AdaptedModule):
 
     @property
     def weights(self) -> ExpertWeights:
-        """What the experts' products read."""
+        """Inputs of the experts' products."""
         return ExpertWeights(
             self.gate_up,
             self.down,

@@ -243,7 +243,7 @@ class _Begin(torch.autograd.Function):
 
 
 class Loads:
-    """What MoE layers report besides their output, added up and collected layer by layer."""
+    """Counts and losses that MoE layers return beside their output, collected layer by layer."""
 
     def __init__(
         self, config: ModelConfig, x_TH: Tensor, context: Context, sums_QX: Tensor | None

@@ -1,4 +1,4 @@
-"""Which keys a query sees: all before it, in its document and its window.
+"""Attention masks: a query sees the keys before it, in its document and its window.
 
 Legend: B sequences, L positions of a whole sequence, S queries held here, E keys of a tile.
 

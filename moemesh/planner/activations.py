@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 
 def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> Kept:
-    """What one attention block keeps, its norm included."""
+    """Saved bytes of one attention block, its norm included."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
     recompute = layout.recompute
     normed = 0.0 if "norm" in recompute else w * hidden
@@ -102,7 +102,7 @@ def mlp_kept(shape: ModelShape, width: int, layout: PlannedLayout) -> float:
 
 
 def feed_forward_kept(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Kept:
-    """What one feed-forward block keeps, its norm included."""
+    """Saved bytes of one feed-forward block, its norm included."""
     w, hidden = layout.element_bytes, shape.hidden_size
     tokens = w * hidden + (0.0 if "norm" in layout.recompute else w * hidden)
     if not layout.fused_norm:
@@ -132,7 +132,7 @@ def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
 
 
 def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
-    """What one layer keeps for its backward under the layout's recomputation."""
+    """Saved bytes of one layer under the layout's recomputation."""
     if "full" in layout.recompute:
         return Kept(tokens=layout.element_bytes * shape.hidden_size)
     if "operators" in layout.recompute:
@@ -143,7 +143,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kep
 
 
 def layer_kept_whole(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
-    """What one layer holds while its backward runs: nothing is recomputed by then."""
+    """Bytes that one layer holds while its backward runs, after its recomputation."""
     bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
     return layer_kept(shape, kind, bare)
 

@@ -26,8 +26,9 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.dispatchers import packed_bytes, slots_per_pair
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.section import LARGEST_SIZE, nearest_divisors
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links
 from moemesh.planner.timing.network import visited_nodes
@@ -39,7 +40,7 @@ DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchLoad:
-    """What is dispatched. Defaults are DeepEP's published settings: DeepSeek-V3's pre-training
+    """The dispatched tokens. Defaults are DeepEP's published settings: DeepSeek-V3's pre-training
     batch, in fp8 there and in bfloat16 back. `groups` = 0: no limit."""
 
     tokens: int = 4096

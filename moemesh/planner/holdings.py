@@ -1,4 +1,4 @@
-"""Who holds what under a plan: groups of every axis; layers, heads, experts and tokens of a rank.
+"""Shares of ranks under a plan: groups of every axis; layers, heads, experts and tokens.
 
 Everything here is asked of the functions that place parameters and cut batches in a run
 (:mod:`moemesh.config.layout`, :mod:`moemesh.config.context`,
@@ -150,7 +150,7 @@ class Holdings:
         return {name: at[name] for name in AXES}
 
     def share(self, rank: int) -> RankShare:
-        """What one rank holds; there must be a model, and the rank must be one of the plan."""
+        """The shares of one rank; there must be a model, and the rank must be one of the plan."""
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)

@@ -216,6 +216,6 @@ def read_intervals(table: Mapping[str, Any]) -> Intervals:
 
 @cache
 def shipped_intervals() -> Intervals:
-    """What the package ships, from published runs."""
+    """The shipped intervals, from published runs."""
     home = files("moemesh.config") / "presets" / "calibration"
     return read_intervals(tomllib.loads((home / "intervals.toml").read_text(encoding="utf-8")))

@@ -33,7 +33,7 @@ def from_plan(
     global_batch: int,
     dtype: Precision = "bfloat16",
 ) -> PlannedLayout:
-    """What `moemesh train` does under `plan`: fp32 gradients, flash attention, fused loss.
+    """The layout of `moemesh train` under `plan`: fp32 gradients, flash attention, fused loss.
 
     With `model`, stages are cut as a run would cut them. Raises ValueError when they cannot be, and
     for a plan whose schedule has no name: closed forms are those of names.
@@ -101,7 +101,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
 
 
 def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
-    """What of a layout `moemesh train` refuses or has no key for; empty where it carries it out."""
+    """Parts of a layout that `moemesh train` refuses or has no key for."""
     if model.config is None:
         return [Problem(code="not-available", key="model", message=model.why_not)]
     plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch

@@ -79,7 +79,7 @@ class RankMemory:
 
 
 class StageContent:
-    """What one pipeline rank holds: layers by kind, and the ends of the model."""
+    """The parts of one pipeline rank: layers by kind, and the ends of the model."""
 
     @classmethod
     def of(cls, shape: ModelShape, layout: PlannedLayout, rank: int) -> StageContent:
@@ -241,7 +241,7 @@ def _logits(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> 
 
 
 def _buffers(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> float:
-    """What communication holds beside: gathered inputs, unsharded units of ZeRO-3."""
+    """Buffers of communication: gathered inputs, unsharded units of ZeRO-3."""
     found = 0.0
     if layout.sequence_parallel:
         gathered = 2 * layout.element_bytes * layout.tokens * shape.hidden_size

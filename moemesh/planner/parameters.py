@@ -144,7 +144,7 @@ def embedding_weights(shape: ModelShape) -> Weights:
 
 
 def head_weights(shape: ModelShape) -> Weights:
-    """What stands behind the last layer: the final norm, and the head unless it is tied."""
+    """Parameters behind the last layer: the final norm, and the head unless it is tied."""
     found = norm_weights(shape) if shape.final_norm else Weights()
     if not shape.tied_embeddings:
         found = found.plus(Weights(sharded=shape.vocab_size * shape.hidden_size))

@@ -25,7 +25,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What a software stack keeps beside the tensors that every stack must keep.
+    """Memory that a software stack keeps beside the tensors that every stack must keep.
 
     Defaults are those of Megatron with fused kernels, as measured with
     ``torch.cuda.max_memory_allocated``.

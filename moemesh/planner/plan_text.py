@@ -9,11 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan, Recompute
-from moemesh.config.section import LARGEST_SIZE, nearest_divisors
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, choices_of, nearest_choice
 from moemesh.config.toml import unreadable
@@ -122,7 +123,7 @@ def _planned(
 
 
 def _unread(plan: Plan) -> dict[str, object]:
-    """What differs from its default in a Plan and is in no layout."""
+    """Values of a Plan that differ from their default and are in no layout."""
     return {
         name: value
         for name, item in Plan.model_fields.items()

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: the layout's own cut, else that of `moemesh train`."""
+"""Layers of each pipeline stage: the layout's own cut, else that of `moemesh train`."""
 
 from __future__ import annotations
 

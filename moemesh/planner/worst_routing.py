@@ -106,8 +106,10 @@ def _counts(model: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> _Count
 def of_own_run(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
 ) -> WorstRouting:
-    """What `moemesh train` holds on `rank`: as :func:`predict_activations` counts it. Raises
-    ValueError when the plan's schedule cannot be made."""
+    """The activations of `moemesh train` on `rank`, counted as by :func:`predict_activations`.
+
+    Raises ValueError when the plan's schedule cannot be made.
+    """
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     if plan.microbatches > _ENOUGH * plan.pp and plan.update_window is None:
         plan = plan.model_copy(update={"microbatches": _ENOUGH * plan.pp})

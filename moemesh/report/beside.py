@@ -21,10 +21,10 @@ def memory_rows(
 ) -> list[tuple[str, ...]]:
     """(rank, class, predicted, measured, difference): every class that a rank has bytes of, and the
     kinds of its activations."""
-    foreseen = {profile.rank: profile for profile in predicted}
+    expected_by = {profile.rank: profile for profile in predicted}
     rows: list[tuple[str, ...]] = []
     for found in measured:
-        if (expected := foreseen.get(found.rank)) is None:
+        if (expected := expected_by.get(found.rank)) is None:
             continue
         pairs = [(name.replace("_", " "), expected.parts()[name], found.parts()[name])
                  for name in PARTS]  # fmt: skip
@@ -47,12 +47,12 @@ def traffic_by_axis(
 ) -> list[tuple[str, ...]]:
     """(axis, phase, predicted, measured, difference, share of what was measured) in bytes sent a
     step by all ranks, the most first; what no prediction covers says so."""
-    foreseen, found = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
+    expected_by, found = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
     total = sum(found.values()) or 1.0
     rows: list[tuple[str, ...]] = []
-    for key in sorted(foreseen.keys() | found.keys(), key=lambda key: (-found.get(key, 0), key)):
+    for key in sorted(expected_by.keys() | found.keys(), key=lambda key: (-found.get(key, 0), key)):
         sent = found.get(key, 0.0)
-        expected = foreseen.get(key)
+        expected = expected_by.get(key)
         rows.append(
             (
                 clip(key[0], 40),

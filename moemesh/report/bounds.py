@@ -1,4 +1,4 @@
-"""What bounds the speed of a run: a table of causes, each with its words and its remedies.
+"""Bounds on the speed of a run: a table of causes, each with its words and its remedies.
 
 A cause is judged by its share of a step (:mod:`moemesh.report.evidence`); a cause of whose share no
 file tells is not named.

@@ -101,7 +101,7 @@ def boxes_of(records: Sequence[Record]) -> list[Box]:
 
 
 def key_of(record: Record) -> str:
-    """What a record is coloured by: its kind, or its name when it has none."""
+    """The key of a record's colour: its kind, or its name when it has none."""
     word = record.kind or record.name
     return SAME.get(word, word)
 

@@ -1,4 +1,4 @@
-"""What the files of a run say about its speed: the shares of a step, and where each was read."""
+"""Facts about the speed of a run: the shares of a step, and the file each was read from."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def evidence_of(run: Run) -> Evidence:
     _from_traffic(run, facts)
     if run.memory is not None and run.memory.ranks:
         facts["peak bytes"] = float(run.memory.peak), "memory.json"
-        foreseen = {profile.rank: profile.total for profile in run.memory.predicted}
+        predicted = {profile.rank: profile.total for profile in run.memory.predicted}
         fullest = max(run.memory.ranks, key=lambda profile: profile.total)
-        if fullest.rank in foreseen:
-            facts["held bytes predicted"] = float(foreseen[fullest.rank]), "memory.json"
+        if fullest.rank in predicted:
+            facts["held bytes predicted"] = float(predicted[fullest.rank]), "memory.json"
             facts["held bytes measured"] = float(fullest.total), "memory.json"
     return Evidence(run=run, seconds=seconds, shares=shares, facts=facts)
 

@@ -175,7 +175,7 @@ def _progress(run: Run, state: State) -> str:
 
 
 def _bounded(evidence: Evidence, first: Bound, remedy: Bound) -> list[str]:
-    """What takes most of a step, and what a change could remove of it."""
+    """The largest share of a step, and how much a change could remove of it."""
     sentences = [f"Its speed is bounded by {first.name}: {_lower(first.say(evidence))}"]
     if remedy is not first:
         sentences.append(f"Next comes {remedy.name}: {_lower(remedy.say(evidence))}")

@@ -1,4 +1,4 @@
-"""Why a run failed: a table of causes, told apart by what its failure report says."""
+"""Causes of failed runs: a table, matched against the failure report of a run."""
 
 from __future__ import annotations
 

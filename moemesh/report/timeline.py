@@ -256,7 +256,7 @@ class _Row:
 
 
 def _strip(steps: Steps, top: float, scale: _Scale, most: float, end: float) -> list[str]:
-    """What a rank holds over time as an area, with its peak at the left."""
+    """The memory of a rank over time as an area, with its peak at the left."""
     bottom = top + _STRIP
     share = (_STRIP - 1) / (most or 1)
     commands = [f"M{coordinate(scale.x(steps[0][0]))} {coordinate(bottom)}"]

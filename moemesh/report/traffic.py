@@ -1,4 +1,4 @@
-"""Which bytes crossed which axis: bars and table rows from the ranks' ledgers."""
+"""Traffic by axis: bars and table rows from the ranks' ledgers."""
 
 from __future__ import annotations
 
@@ -90,15 +90,18 @@ def traffic_bars(
     one under it for the prediction. "" when there is no traffic.
     """
     measured = by_axis_and_phase(ledgers, steps=steps)
-    foreseen = by_axis_and_phase(predicted or {})
-    sent = {key: max(measured.get(key, 0.0), foreseen.get(key, 0.0)) for key in measured | foreseen}
+    expected_by = by_axis_and_phase(predicted or {})
+    sent = {
+        key: max(measured.get(key, 0.0), expected_by.get(key, 0.0))
+        for key in measured | expected_by
+    }
     keys = sorted((key for key in sent if sent[key] > 0), key=lambda key: (-sent[key], key))
     if not keys:
         return ""
     shown = keys[:_MAX_BARS]
     axes = sorted({axis for axis, _ in keys})
     colours = {axis: COLOURS[index % len(COLOURS)] for index, axis in enumerate(axes)}
-    entries = [*colours.items(), *([("predicted", MUTED)] if foreseen else [])]
+    entries = [*colours.items(), *([("predicted", MUTED)] if expected_by else [])]
     key, used = legend(entries, left=0, top=4)
     left, top, right = 170.0, used + 26, WIDTH - 250.0
     highest = sent[shown[0]]
@@ -114,7 +117,7 @@ def traffic_bars(
         y, name = top + index * _ROW, f"{axis} · {phase}"
         width = measured.get((axis, phase), 0.0) / highest * (right - left)
         values = format_bytes(measured.get((axis, phase), 0.0))
-        expected = foreseen.get((axis, phase))
+        expected = expected_by.get((axis, phase))
         end = width
         body.append(text(left - 8, y + 15, clip(name, 26), anchor="end"))
         if expected is not None:

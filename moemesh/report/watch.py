@@ -188,7 +188,7 @@ class View:
         return f"step {self.row.step}{of}  loss {self.row.loss:.4f}{more}"
 
     def _facts(self) -> Iterator[str]:
-        """What the newest row says, each a word and a value."""
+        """The values of the newest row, each with its name."""
         row = self.row
         assert row is not None
         yield f"tokens/s {row.tokens_per_second:,.0f}"

@@ -55,7 +55,7 @@ class Numbers:
 class Form:
     """The formulas of one schedule, written and to be evaluated.
 
-    `bubble_holds` says from which numbers on the bubble is exact, `peak_holds` likewise for the
+    `bubble_holds` says from which numbers on the bubble is exact, `peak_holds` the same of the
     memory (activations in M_a per rank). `copies` of its weights each rank keeps.
     """
 

@@ -1,4 +1,4 @@
-"""Would a schedule deadlock where a send waits for its receiver, as NCCL's do.
+"""A check for deadlocks where a send waits for its receiver, as NCCL's does.
 
 An abstract machine: operations posted on a channel go one after the other, and each occupies the
 channel until the peer's matching operation heads its own. Sends are posted when their producer

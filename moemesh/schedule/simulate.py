@@ -1,4 +1,4 @@
-"""When everything happens: a schedule and its costs become starts, ends and bubbles.
+"""Simulation of a schedule: its costs become starts, ends and bubbles.
 
 Orders are fixed, so simulation is a longest path::
 

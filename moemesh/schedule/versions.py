@@ -1,4 +1,4 @@
-"""Which version of the weights each operation of an asynchronous schedule uses.
+"""Weight versions that the operations of an asynchronous schedule use.
 
 Version 0 is the initial weights; every update of a stage makes its next version. Rules, for
 microbatch k on stage s of S (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503; AMPNet,

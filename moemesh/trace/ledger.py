@@ -10,7 +10,7 @@ payload_bytes
 wire_bytes
     bytes that this rank sends to *other* ranks under the algorithm stated in `moemesh.trace.wire`.
 received_bytes
-    bytes that this rank receives from other ranks, likewise.
+    bytes that this rank receives from other ranks, counted in the same way.
 
 A collective over an axis of size 1 sends nothing and is not entered.
 """

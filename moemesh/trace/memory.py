@@ -1,8 +1,8 @@
 """Contents of memory, rank by rank, predicted or measured.
 
 Everything in bytes. The parts are what the training state is made of; `peak` is the highest
-use seen (or foreseen) at any one moment, so it may be less than the sum of the parts, each of which
-is counted at its own largest, or more, by what no part explains.
+measured (or predicted) use at any one moment, so it may be less than the sum of the parts, each of
+which is counted at its own largest, or more, by what no part explains.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder holds. Parts whose file is missing are empty or None."""
+    """The contents of a run folder. Parts whose file is missing are empty or None."""
 
     folder: Path
     config_text: str = ""

@@ -91,7 +91,7 @@ class Record:
 
 
 class RankStatistics(NamedTuple):
-    """What one rank did: ``span = end - start = busy + idle``; `wait` explains idle time."""
+    """The work of one rank: ``span = end - start = busy + idle``; `wait` explains idle time."""
 
     rank: int
     start: float
@@ -323,7 +323,7 @@ class TimelineRecorder:
         return sum(record.end - record.start for record in found)
 
     def replace_since(self, start: float, name: str, kind: str = "") -> None:
-        """What began at `start` or later was in vain: one record, until now, stands for it."""
+        """Replace the records from `start` on, work in vain, by a single one until now."""
         self._records = [record for record in self._records if record.start < start]
         self.add(name=name, start=start, end=self.clock(), kind=kind)
 
@@ -333,7 +333,7 @@ class TimelineRecorder:
         self.step = step
 
     def timeline(self) -> Timeline:
-        """What was recorded since the last :meth:`begin_step`."""
+        """The records since the last :meth:`begin_step`."""
         return Timeline(
             ranks=(self.rank,), records=tuple(self._records), source=self.source, unit=self.unit
         )

@@ -238,14 +238,14 @@ class Artifacts:
         """The files of the end, from what every rank gave."""
         entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
         self.folder.write_json("ledger.json", ledgers_to_json(entries, steps=self._steps))
-        foreseen = {rank: found for rank, found in enumerate(predictions) if found is not None}
+        known = {rank: found for rank, found in enumerate(predictions) if found is not None}
         profiles = MemoryProfiles(
             ranks=tuple(map(MemoryProfile.from_json, memories)),
-            predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in foreseen.values()),
+            predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in known.values()),
         )
         self.folder.write_json("memory.json", profiles.to_json())
-        if foreseen:
-            expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in foreseen.items()}
+        if known:
+            expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in known.items()}
             self.folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
         timeline = Timeline.merge([Timeline.from_json(t) for t in timelines])
         self.folder.write_json("timeline.json", timeline.to_json())

@@ -1,4 +1,4 @@
-"""What `moemesh esft scores` is asked for: its options, checked without torch."""
+"""Options of `moemesh esft scores`, checked without torch."""
 
 from __future__ import annotations
 

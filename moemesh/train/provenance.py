@@ -1,4 +1,4 @@
-"""Where a run came from: ``provenance.json``, one record for each start, and ``diff.patch``."""
+"""Provenance of a run: ``provenance.json``, one record for each start, and ``diff.patch``."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Spikes:
         return self.sigma > 0 and score >= self.sigma
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a run that goes on judges alike."""
+        """The state in a checkpoint: a resumed run raises the same alarms."""
         return {"losses": list(self._losses)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

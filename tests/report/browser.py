@@ -6,7 +6,6 @@ The browser is the first of `NAMES` on the path, or what the environment variabl
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -97,11 +96,6 @@ class Browser:
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _SECONDS

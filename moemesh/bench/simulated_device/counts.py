@@ -1,4 +1,4 @@
-"""What the simulated device was given to do, in order and by region, each with its line."""
+"""Operations given to the simulated device, in order and by region, each with its line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ranks would do what their simulated devices were given: costs from a data sheet.
+"""Timeline of simulated devices: starts and ends of their operations, from a data sheet.
 
 Each rank has one stream for kernels, which run in order, and each group of ranks one for its
 exchanges. An exchange starts when all its ranks have computed what they queued before it and the

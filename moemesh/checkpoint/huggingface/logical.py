@@ -1,4 +1,4 @@
-"""Which stored tensors of a folder hold a tensor of our checkpoints, without torch.
+"""Stored tensors of a folder that hold a tensor of our checkpoints, without torch.
 
 Names and shapes alone say it, so that a folder is checked before anything is read or started.
 """

@@ -1,4 +1,4 @@
-"""Which stored tensors of fewer bits stand for a tensor, told from their names and shapes.
+"""Quantized tensors of a folder, recognised by their names and shapes.
 
 Two formats:
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a logical tensor lie in the tensors of a folder, and how they are turned.
+"""Pieces of a logical tensor in the tensors of a folder, and how they are transposed.
 
 A logical tensor (``layers.3.attention.qkv``, say) may be cut into several stored tensors
 (``q_proj``, ``k_proj``, ``v_proj``), each reshaped and transposed. Every such part is a

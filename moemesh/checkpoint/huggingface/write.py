@@ -37,7 +37,8 @@ def write_folder(
 ) -> None:
     """Write `tensors` and ``config.json`` to the folder `out`, which may hold a part of the same.
 
-    `on_file` hears of finished files. Raises CheckpointError for a file of another conversion.
+    `on_file` is called for each finished file. Raises CheckpointError for a file of another
+    conversion.
     """
     out.mkdir(parents=True, exist_ok=True)
     groups = _files(tensors, file_bytes)

@@ -23,7 +23,7 @@ MOST_LAYERS = 100_000
 
 @cache
 def known_families() -> dict[str, Any]:
-    """What is known of published configurations: ``presets/huggingface/families.toml``."""
+    """Known keys of published configurations: ``presets/huggingface/families.toml``."""
     home = files("moemesh.config") / "presets" / "huggingface"
     return tomllib.loads((home / "families.toml").read_text(encoding="utf-8"))
 

@@ -71,7 +71,7 @@ def read_sizes(config: Config) -> Sizes:
 
 
 def _absent(config: Config, family: Config) -> Config:
-    """What the family's code says of keys that the configuration does not even name."""
+    """Sizes that the family's code sets where the configuration does not name the key."""
     found = {key: value for key, value in family.get("absent", {}).items() if key not in config}
     if "rope_scaling" in config:  # the older name
         found.pop("rope_parameters", None)

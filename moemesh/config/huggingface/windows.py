@@ -1,4 +1,4 @@
-"""Which layers of a published model look back through a window only, and how far."""
+"""Sliding windows of a published model: the layers that have one, and how long it is."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class GradientReducer:
 
     @property
     def held(self) -> dict[str, OwnRange]:
-        """What this rank owns of all parameters, whether they train or not."""
+        """The own ranges of all parameters of this rank, whether they train or not."""
         return self.owned | self.frozen_owned
 
     @property

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.arguments import check_kind
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
-from moemesh.config.section import nearest_divisors
 from moemesh.model.batch import Context
 from moemesh.model.initialization import normal_slice
 from moemesh.model.visibility import Visibility

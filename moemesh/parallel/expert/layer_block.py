@@ -1,4 +1,4 @@
-"""What a `MoELayer` computes, on parameters that are prepared for it, and what it tells beside y.
+"""The computation of a `MoELayer` on prepared parameters: its output, losses and counts.
 
 Legend: T tokens of this rank, H hidden, E experts of all ranks, K choices of a token.
 """

@@ -130,7 +130,7 @@ def input_gradients(context: Context) -> list[Tensor]:
 
 
 def stream_specs(model: Transformer, batch: Batch, dtype: torch.dtype) -> Sequence[Spec]:
-    """What a stage sends to the next: the residual stream of this rank's tokens, and where all
+    """The message of a stage to the next: the residual stream of this rank's tokens, and where all
     layers have one auxiliary loss the sums for it."""
     config = model.config
     found = [Spec((len(model.tokens.local(batch.num_tokens)), config.hidden_size), dtype)]

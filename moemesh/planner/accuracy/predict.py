@@ -31,7 +31,7 @@ _MICROBATCHES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the planner says of one run; times in seconds, memory in bytes."""
+    """The planner's prediction of one run; times in seconds, memory in bytes."""
 
     run: PublishedRun
     seconds: float | None

@@ -155,7 +155,7 @@ _WORDS: dict[str, str] = {
 
 
 def recompute_from_words(text: str) -> frozenset[str]:
-    """What a table's `recompute` column names; raises ConfigError for unknown words."""
+    """The recomputation in a table's column `recompute`; raises ConfigError for unknown words."""
     text = text.strip()
     if text in _RECOMPUTE_WORDS:
         return _RECOMPUTE_WORDS[text]

@@ -182,7 +182,7 @@ def _fit_statistics(predictions: Sequence[Prediction]) -> FitStatistics | None:
 
 
 def select(predictions: Sequence[Prediction]) -> list[Selection]:
-    """What the planner would pick in each group of runs that are alternatives to one another."""
+    """The planner's choice in each group of runs that are alternatives to one another."""
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for one in predictions:
         if one.seconds is not None and one.run.ended in ("ok", "OOM"):

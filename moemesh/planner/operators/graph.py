@@ -114,7 +114,7 @@ class OperatorGraph:
         return float(edge.seconds[choices[edge.source], choices[edge.target]])
 
     def group_costs(self, choices: Sequence[int]) -> dict[str, Cost]:
-        """What one copy of each group costs under one strategy per operator, by position."""
+        """The cost of one copy of each group under one strategy per operator, by position."""
         costs: dict[str, Cost] = {}
         for operator, choice in zip(self.operators, choices, strict=True):
             found = operator.strategies[choice]
@@ -126,7 +126,7 @@ class OperatorGraph:
         return costs
 
     def cost(self, choices: Sequence[int]) -> Cost:
-        """What all copies of all groups cost together."""
+        """The cost of all copies of all groups together."""
         total = Cost()
         for group, cost in self.group_costs(choices).items():
             total = total.plus(cost, self.count(group))

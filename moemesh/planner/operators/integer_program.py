@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramAnswer:
-    """What HiGHS found: `values` is None when it found nothing feasible.
+    """The result of HiGHS: `values` is None when it found nothing feasible.
 
     `objective` and `lower_bound` are those of the program; `optimal` says that they agree within
     HiGHS's tolerances (relative gap 0 is asked for).

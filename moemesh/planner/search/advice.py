@@ -82,7 +82,7 @@ def _why_not(found: Found, best: int) -> Iterator[str]:
 
 
 def difference(old: PlannedLayout, new: PlannedLayout) -> str:
-    """What changes from one layout to the other: "tp 4 -> 2, recompute full -> none"."""
+    """The changes from one layout to the other: "tp 4 -> 2, recompute full -> none"."""
     changes = [
         f"{name} {_word(getattr(old, name))} -> {_word(getattr(new, name))}"
         for name in _TOLD

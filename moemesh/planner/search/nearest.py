@@ -13,8 +13,8 @@ from itertools import combinations, product
 from typing import Any
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError
-from moemesh.config.section import divisors
 from moemesh.planner.layout import RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.peak_memory import peak_memory
 from moemesh.planner.search.advice import difference, what_would_fit

@@ -1,4 +1,4 @@
-"""Why not that layout: a favourite of the user's against the best of the search.
+"""A layout that the user names (`plan --why`), compared with the best of the search.
 
 What a rival leaves open is filled in by the same search: "tp=8,ep=64,data=zero3" is the best layout
 that has these three. Keys that no search varies (a dispatcher, a payload, ...) are set on it.
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
+from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.config.section import divisors
 from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.peak_memory import PeakMemory
 from moemesh.planner.plan_text import plan_table, read_plan
@@ -255,7 +255,7 @@ def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[
 def _problems(
     table: Mapping[str, Any], model: Model | None, seq_len: int, global_batch: int
 ) -> list[Problem]:
-    """What is wrong with a complete plan."""
+    """Problems of a complete plan."""
     try:
         read_plan(table, seq_len=seq_len, global_batch=global_batch, model=model)
     except ConfigError as error:

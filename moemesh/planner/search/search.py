@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What the search proves. `lower_bound_seconds`: no layout of the space that fits is faster
+    """The proof of a search. `lower_bound_seconds`: no layout of the space that fits is faster
     under the model; `compute_floor_seconds`: no layout at all is, with the same operations.
 
     `examined` layouts were priced or cut by a bound; `rejected` counts by reason, legal layouts
@@ -163,7 +163,7 @@ class Found:
         )
 
     def certificate(self, best: float) -> Certificate:
-        """What is proved of an incumbent of `best` seconds."""
+        """The proof for an incumbent of `best` seconds."""
         rejected = {name: count for name, count in sorted(self.rejected.items()) if count}
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large

@@ -1,4 +1,4 @@
-"""Which layouts there are: every legal combination of degrees and strategies, in numpy columns.
+"""The search space: every legal combination of degrees and strategies, in numpy columns.
 
 A :class:`Family` fixes what is a word or decides what a rank holds (pipeline degree, schedule,
 chunks, recomputation, ZeRO, attention exit); its columns are all combinations of the other degrees
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moemesh.config.divisors import divisors
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
-from moemesh.config.section import divisors
 from moemesh.planner.layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
@@ -40,7 +40,7 @@ EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may vary, and how far. None of the limits is silent: each that cuts is counted.
+    """Limits of the search. None of them is silent: each that cuts is counted.
 
     `tensor_inside_node` keeps tp and etp groups inside a node (an assumption: such groups exchange
     for every layer). `largest_microbatch` in sequences.

@@ -153,7 +153,7 @@ class ModelShape(Section):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What the degrees of a layout cut."""
+        """Sizes that the degrees of a layout divide."""
         return Sizes(
             num_layers=self.num_layers,
             num_heads=self.num_heads,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.config.divisors import nearest_divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
-from moemesh.config.section import nearest_divisors
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.operators.convolution import two_branch_network
 from moemesh.planner.operators.solve import solve

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.section import divisors
+from moemesh.config.divisors import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
 from moemesh.planner.operators.graph import Cost, FloatArray, OperatorGraph
 from moemesh.planner.operators.solve import Assignment, solve
@@ -49,7 +49,7 @@ def usable_bytes(cluster: Cluster) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What to divide. `stages` and `microbatches` are 0 where the search chooses them."""
+    """The problem to divide. `stages` and `microbatches` are 0 where the search chooses them."""
 
     shape: ModelShape
     cluster: Cluster

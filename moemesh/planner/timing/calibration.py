@@ -96,7 +96,7 @@ def _generation(device: str) -> str:
 
 @cache
 def shipped_calibration() -> Calibration:
-    """What was fitted to published runs and is part of the package."""
+    """The constants that were fitted to published runs and are part of the package."""
     home = files("moemesh.config") / "presets" / "calibration"
     table = tomllib.loads((home / "published.toml").read_text(encoding="utf-8"))
     return read_calibration(table, "the packaged calibration")

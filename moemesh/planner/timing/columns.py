@@ -27,7 +27,7 @@ FLASH, FIRST_FLASH, FUSED, EAGER, MASKED = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a training framework does that no layout says. Defaults are those of a recent Megatron.
+    """Habits of a training framework that no layout names. Defaults are those of a recent Megatron.
 
     `kernel` of the attention core: "masked" is the fused softmax of 2021 with all scores written.
     """
@@ -106,7 +106,7 @@ class ModelColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class RankColumns:
-    """What one pipeline rank runs for a microbatch, and what must have ended before it starts.
+    """The work of one pipeline rank for a microbatch, and what must have ended before it starts.
 
     Layers by kind, its part of embedding and head, and the messages that it sends; of the stages
     in front of its first one the layers and how many there are.
@@ -346,7 +346,7 @@ def _rank_columns(
 
 
 def rank_row(stages: Stages, rank: int) -> RankColumns:
-    """What one rank runs."""
+    """The work of one rank."""
     step, own = stages.step, stages.on(rank)
     before = min(own)
     ahead = [stages.layers[stage] for stage in range(before)]

@@ -1,4 +1,4 @@
-"""Which plans `moemesh train` carries out as they stand, so that their ledger is known to the byte.
+"""Plans that `moemesh train` carries out as they stand: their ledger is known to the byte.
 
 Others are planned all the same: their traffic comes from the closed forms of `volumes`.
 """

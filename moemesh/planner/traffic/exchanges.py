@@ -1,4 +1,4 @@
-"""Who sends how much to whom in one dispatch: the ledger's lines, kept by pairs of ranks."""
+"""Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a model keep for their backward on one rank of a run of our own library.
+"""Saved activations of each part of a model on one rank of `moemesh train`.
 
 Each storage counts once, where it is kept first. Per token of a microbatch with w bytes an element
 and W = max(w, 4), N = tp, T tokens, T/N of them here; "held" is kept until the weight gradients of

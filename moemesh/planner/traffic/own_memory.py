@@ -33,7 +33,7 @@ def predict_memory(
     routing: Routing | None = None,
     tuning: Tuning = FULL,
 ) -> MemoryProfile:
-    """What `rank` holds in a training step; `peak` is the sum of the parts.
+    """The memory of `rank` in a training step; `peak` is the sum of the parts.
 
     `momentum` is that of SGD; `routing` None: uniform; `tuning`: what trains. Raises ValueError
     when the plan's schedule cannot be made.

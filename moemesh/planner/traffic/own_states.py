@@ -54,7 +54,7 @@ def predict_states(
     momentum: float = 0.0,
     rank: int = 0,
 ) -> States:
-    """What `rank` holds of the model, `element` bytes a weight; `momentum` is that of SGD."""
+    """The part of the model on `rank`, `element` bytes a weight; `momentum` is that of SGD."""
     plan, pp_rank = placement.plan, layout.coordinates(rank)["pp"]
     kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""What the operations of a forward keep for their backward: the words of predicted activations."""
+"""Tensors that the operations of a forward save for their backward, as predicted entries."""
 
 from __future__ import annotations
 

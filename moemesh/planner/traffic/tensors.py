@@ -1,4 +1,4 @@
-"""Which parameter tensors each rank holds, of which stages, and the buckets that they make."""
+"""Parameter tensors of each rank and stage, and the buckets that they make."""
 
 from __future__ import annotations
 

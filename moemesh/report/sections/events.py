@@ -13,7 +13,7 @@ _MAX_TEXT = 400
 
 
 def events(run: Run) -> Section:
-    """What was said besides steps: alarms and decisions first, in the order of time."""
+    """Events besides steps: alarms and decisions first, in the order of time."""
     identity, title = "events", "Events"
     if not run.events:
         text = missing(run, "events.jsonl")

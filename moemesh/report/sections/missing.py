@@ -1,4 +1,4 @@
-"""Why a section is empty."""
+"""The reason for an empty section."""
 
 from __future__ import annotations
 
