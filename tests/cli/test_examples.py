@@ -11,7 +11,7 @@ from moemesh.cli import import_verbs
 from moemesh.cli.application import app
 from moemesh.cli.examples import with_examples
 
-LONG = "moemesh plan --model m --cluster dgx_h100 --set data.path='a b' --out /shared/runs/first -v x"
+LONG = "moemesh plan --model m --cluster dgx_h100 --set data.path='a b' --out /shared/runs/a -v x"
 
 
 def test_a_long_command_goes_on_behind_a_backslash_and_options_keep_their_values() -> None:
