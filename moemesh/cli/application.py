@@ -4,6 +4,7 @@
 # be imported at the top, or `moemesh --help` becomes slow.
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,9 @@ def root(
 
 def main() -> None:
     """Run the command. Mistakes of the user end in one message on stderr and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # As stderr: a name in a file of others that the terminal cannot show is escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(prog_name="moemesh", standalone_mode=False)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.checkpoint import ownership, retention
+from moemesh.checkpoint import manifest, ownership, retention
 from moemesh.checkpoint.ownership import Ownership
 from moemesh.checkpoint.remote import place_of
 from moemesh.checkpoint.stored import Damage
@@ -227,6 +227,18 @@ def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
     code, _, err = call("prune", place, "--keep", 1)
     assert code == 2 and "taken over" in err and "nothing more was deleted" in err
     assert (place / "step-1").is_dir()
+
+
+def test_a_name_that_no_terminal_can_show(made: Path, call: Any) -> None:
+    """Legal in JSON, and not in UTF-8: it comes out escaped."""
+    file = made / "checkpoints/step-3/manifest.json"
+    content = json.loads(file.read_bytes())
+    del content["digest"]
+    content["tensors"]["\ud800"] = {**content["tensors"].pop("big"), "slices": []}
+    file.write_bytes(manifest.encode_json({**content, "digest": manifest._digest(content)}))
+    for verb, code in (("ls", 0), ("verify", 1), ("prune", 0)):
+        done, out, _ = call(verb, made)
+        assert done == code and "\\ud800 [1000, 3000]: no rank holds" in out
 
 
 def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
