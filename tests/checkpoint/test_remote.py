@@ -149,7 +149,7 @@ def test_an_object_of_a_disk_is_replaced_at_once(tmp_path: Path) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for content in [*contents] * 50:
+    for content in [*contents] * 12:
         found.put(content)
     stop.set()
     reader.join()

@@ -72,7 +72,7 @@ def from_groups(rank: int) -> None:
         [2, 1, 1] if rank % 2 else [1, 2, 2]
     )
     assert [
-        o.problem for o in run_with_consensus(lambda: None, mesh, name="t", timeout_seconds=20)
+        o.problem for o in run_with_consensus(lambda: None, mesh, name="t", timeout_seconds=200)
     ] == [
         None,
         None,
