@@ -22,6 +22,14 @@ def save(folder: Path, step: int, value: float = 1.0) -> None:
     save_one(folder, step, [whole("bad", bad), whole("w", torch.arange(5.0) + step)])
 
 
+def flip(checkpoint: Path) -> None:
+    """The last bit of its only file of tensors."""
+    file = checkpoint / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def newest(folder: Path) -> tuple[int, list[int]]:
     skipped: list[int] = []
     found = latest(folder, lambda step, _: skipped.append(step), prefer_finite=True)
@@ -95,16 +103,58 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
     }
     (tmp_path / "verified.json").write_text(json.dumps(digests))
     # known to be verified: not read again, so that a flipped bit is not seen
-    file = tmp_path / "step-2" / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "step-2")
     assert prune(tmp_path, 2) == [1]
     (tmp_path / "verified.json").unlink()
     assert [one.step for one in plan_pruning(tmp_path, 1).kept] == [3]
     shutil.rmtree(tmp_path / "step-3")
     # the last one left is damaged: it stays
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2]
+
+
+def test_a_damaged_checkpoint_takes_the_place_of_none(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(tmp_path / "step-3")
+    assert prune(tmp_path, 1) == [1] and candidates(tmp_path) == [3, 2]
+    assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-2"]
+
+
+def test_another_checkpoint_of_a_step_that_was_verified_is_read_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    prune(tmp_path, 2)  # both are remembered
+    shutil.rmtree(tmp_path / "step-2")
+    save(tmp_path, 2, 5.0)
+    flip(tmp_path / "step-2")
+    assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2, 1]
+
+
+def test_what_stays_is_remembered_before_anything_goes(tmp_path: Path) -> None:
+    """A run that dies in between finds no list without what it has left."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+
+    class Died(Exception):
+        pass
+
+    looks = iter([None, Died])
+
+    def check() -> None:
+        if error := next(looks):
+            raise error
+
+    with pytest.raises(Died):
+        prune(tmp_path, 2, check=check)
+    assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-3", "step-2"]
+    assert candidates(tmp_path) == [3, 2, 1]
+
+
+def test_a_pruning_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"keep \(0\) must be at least 1"):
+        prune(tmp_path, 0)
+    assert candidates(tmp_path) == [1]
 
 
 def test_what_was_put_aside_goes_when_a_later_one_counts(tmp_path: Path) -> None:
