@@ -128,6 +128,21 @@ def test_another_checkpoint_of_a_step_that_was_verified_is_read_back(tmp_path: P
     save(tmp_path, 2, 5.0)
     flip(tmp_path / "step-2")
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2, 1]
+    assert list(json.loads((tmp_path / "verified.json").read_bytes())) == ["step-1"]
+
+
+def test_a_list_that_says_nothing_of_numbers_evicts_no_finite_checkpoint(tmp_path: Path) -> None:
+    """Neither the list of an older version nor a checkpoint of format 1 says: tensors are read."""
+    digests: dict[str, str] = {}
+    for step, value in ((1, 1.0), (2, float("nan"))):
+        save(tmp_path, step, value)
+        as_format_1(tmp_path / f"step-{step}")
+        manifest = json.loads((tmp_path / f"step-{step}/manifest.json").read_bytes())
+        digests[f"step-{step}"] = manifest["digest"]
+    (tmp_path / "verified.json").write_text(json.dumps(digests))
+    assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2, 1]
+    known = json.loads((tmp_path / "verified.json").read_bytes())
+    assert [known[name]["finite"] for name in ("step-2", "step-1")] == [False, True]
 
 
 def test_what_stays_is_remembered_before_anything_goes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moemesh.checkpoint.store import CheckpointError, Shard, candidates
 from tests import commands
 from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
 from tests.checkpoint.simulate import save_as_ranks, whole
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +136,27 @@ raise ValueError("training broke")
     )
     assert done.returncode == 1 and "training broke" in done.stderr
     assert candidates(tmp_path) == [1]
+
+
+def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is to end at once: it neither writes on nor commits."""
+    own, real, begun = one_rank(tmp_path), writing.safetensors_bytes, list[int]()
+
+    def parts(tensors: Any) -> Any:
+        for place, part in enumerate(real(tensors)):
+            begun.append(place)
+            if place == 2:
+                until(lambda: own._job is not None)
+                own.abandon()
+            yield part
+
+    monkeypatch.setattr(writing, "safetensors_bytes", parts)
+    own.start(1, shards(), {})
+    outcome = own.finish()
+    assert outcome is not None and outcome.problem == "stopped"
+    assert begun == [0, 1, 2] and candidates(tmp_path) == []
 
 
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 
 from moemesh.comm.signs import Seen, Told
 from moemesh.comm.supervisor import Ended
@@ -19,7 +21,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.train import failure
 from moemesh.train.folder import RunFolder
-from moemesh.train.restarts import CAME_TWICE, Budget, train_supervised
+from moemesh.train.restarts import CAME_TWICE, Budget, limits_of, train_supervised
 from tests.comm.looks import word
 from tests.train.runs import arguments, metrics, start
 from tests.waiting import PATIENCE, until
@@ -97,6 +99,19 @@ def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
     assert process.returncode == 130 and time.monotonic() - begun < 5
     assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
     assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_devices", "floor"),
+    [("cpu", True, 2.9), ("cpu", False, 2.9), ("auto", False, 2.9), ("auto", True, 180.0)],
+)
+def test_a_hang_is_told_soon_where_no_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "auto"], has_devices: bool, floor: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_devices)
+    found = limits_of(RunConfig(train=TrainConfig(device=device, timeout_seconds=77.0)))
+    assert (found.floor, found.patience) == (floor, 77.0)
+    assert found.aborts_follow == (floor == 180.0)
 
 
 def test_what_a_failed_rank_wrote_is_found_where_the_console_says(

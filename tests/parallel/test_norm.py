@@ -1,0 +1,28 @@
+"""Clipping, which parity cannot judge: every plan and its reference clip by the same function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from moemesh.parallel.norm import clip_gradients
+
+
+@pytest.mark.parametrize("limit", [0.5, 4.0, 6.0])
+def test_gradients_are_clipped_as_torch_does(limit: float) -> None:
+    """Also below a limit of 1; and a norm below the limit is not raised to it."""
+    ours = {"a": torch.tensor([3.0]).double(), "b": torch.tensor([[4.0]]).double()}
+    theirs = [torch.nn.Parameter(torch.zeros_like(one)) for one in ours.values()]
+    for parameter, gradient in zip(theirs, ours.values(), strict=True):
+        parameter.grad = gradient.clone()
+    clip_gradients(ours, float(clip_grad_norm_(theirs, limit)), limit)
+    for parameter, gradient in zip(theirs, ours.values(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
+
+
+def test_no_limit_and_no_gradient_change_nothing() -> None:
+    ours = {"a": torch.tensor([3.0])}
+    clip_gradients(ours, 3.0, 0.0)
+    assert ours["a"].item() == 3.0
+    clip_gradients({}, 3.0, 1.0)
