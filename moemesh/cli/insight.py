@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,17 @@ from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 
 if TYPE_CHECKING:
-    from moemesh.planner.estimate import Estimate
+    from moemesh.trace.run import Run
 
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="C",
+        autocompletion=completion.clusters,
+        help="Cluster that the planner's price is for; default train.cluster.",
+    ),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
 
@@ -29,9 +39,11 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The page, in place of RUN's own.")
     ] = None,
+    cluster: Cluster = None,
 ) -> None:
     """Write report.html into the folder of a run and print its path; of two runs, comparison.html:
-    the keys that differ, curves over each other, speed, memory, traffic. Examples:
+    the keys that differ, curves over each other, speed, memory, traffic. With a cluster the page of
+    one run has the communication that the planner expects not to be hidden. Examples:
 
         moemesh report runs/first
 
@@ -43,12 +55,14 @@ def report(
         raise UserError(f"{out} cannot be written: there is no folder {out.parent}")
     if out is not None and out.is_dir():
         raise UserError(f"{out} cannot be written: it is a folder")
+    if other is not None and cluster is not None:
+        raise UserError("--cluster is for the page of one run: leave it out, or the second run")
     gc.disable()  # a tenth of the time, of a process that ends with its page
     try:
         if other is None:
             from moemesh.report import page
 
-            path = page.write(run, out)
+            path = page.write(_read(run, cluster), out)
         else:
             from moemesh.report import comparison
 
@@ -61,15 +75,7 @@ def report(
 @app.command(short_help="Say what bounds a run, or why it failed.")
 def explain(
     run: RunFolder,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="C",
-            autocompletion=completion.clusters,
-            help="Cluster that the planner's price is for.",
-        ),
-    ] = None,
+    cluster: Cluster = None,
     as_json: AsJson = False,
 ) -> None:
     """Say in one paragraph how a run stands, what bounds its speed or why it failed, and the
@@ -80,20 +86,9 @@ def explain(
 
         moemesh explain runs/first --cluster laptop_cpu --json
     """
-    from moemesh.config.errors import UserError
-    from moemesh.report.explain import Planned
     from moemesh.report.explain import explain as explain_run
-    from moemesh.trace.run import Run
 
-    found, planned = Run.load(run), None
-    named = cluster or found.section("train").get("cluster")
-    # That of the configuration may have been a file that is elsewhere: then there is no price.
-    with suppress(UserError) if cluster is None else nullcontext():
-        if isinstance(named, str):
-            price = estimate_of(run, named)
-            parts = {name: value for name, value in price.seconds.items() if name != "total"}
-            planned = Planned(cluster=named, seconds=price.seconds["total"], parts=parts)
-    explanation = explain_run(found, planned)
+    explanation = explain_run(_read(run, cluster))
     if as_json:
         typer.echo(json.dumps(explanation.to_json(), indent=2))
     else:
@@ -101,12 +96,23 @@ def explain(
         typer.echo(explanation.wrapped(max(width, 40)))
 
 
-def estimate_of(run: Path, cluster: str) -> "Estimate":
-    """The planner's price of a step of `run` on `cluster`."""
+def _read(folder: Path, cluster: str | None) -> "Run":
+    """The run, and the planner's price of its step on the cluster, or else on train.cluster."""
+    from moemesh.config.errors import UserError
     from moemesh.config.load import load_run
-    from moemesh.planner.run_estimate import estimate_run
+    from moemesh.trace.run import Run
 
-    return estimate_run(load_run([run / "config.toml"], environ={}).config, cluster)
+    run = Run.load(folder)
+    named = cluster or run.section("train").get("cluster")
+    if not isinstance(named, str):
+        return run
+    # That of the configuration may have been a file that is elsewhere: then there is no price.
+    with suppress(UserError) if cluster is None else nullcontext():
+        from moemesh.train.prediction import planned_step
+
+        config = load_run([folder / "config.toml"], environ={}).config
+        run = replace(run, planned=planned_step(config, named))
+    return run
 
 
 @app.command(short_help="Show where the time of a step goes, from a trace of all ranks.")

@@ -56,7 +56,8 @@ def exchange_by_messages(
     outputs: Sequence[int],
     tag: int = _EXCHANGE_TAG,
 ) -> Messages:
-    """Start every receive, then every send; both sides skip blocks without rows."""
+    """Start every receive, then every send; both sides skip blocks without rows. The own block is
+    copied, unless `outputs` has no room for it."""
     blocks, into = x.split(list(inputs)), received.split(list(outputs))
     works: list[dist.Work | None] = []
     for distance in range(1, axis.size):
@@ -69,5 +70,6 @@ def exchange_by_messages(
         if inputs[destination] and blocks[destination].numel():
             block, rank = blocks[destination], axis.ranks[destination]
             works.append(dist.isend(block, rank, group=axis.group, tag=tag))
-    into[axis.index].copy_(blocks[axis.index])
+    if outputs[axis.index]:
+        into[axis.index].copy_(blocks[axis.index])
     return Messages(works, x)

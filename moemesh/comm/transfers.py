@@ -117,12 +117,14 @@ def reduce_scatter_start(
     sizes: Sequence[int] | None = None,
     *,
     in_tree: bool = False,
+    in_place: bool = False,
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
     """As reduce_scatter; the result comes from calling what is returned, exactly once.
 
     `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
+    `in_place`: the result may lie in the memory of all that was received, for who reads it once.
     """
     if axis.size == 1:
         return lambda: x
@@ -138,16 +140,25 @@ def reduce_scatter_start(
         reduced = x.new_empty(own, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
         return partial(_after, ticket, work, lambda: reduced)
-    parts = x.new_empty(axis.size, own, *x.shape[1:])
-    rows = parts.view(-1, *x.shape[1:]) if own else x.new_empty(0, *x.shape[1:])
-    splits = list(blocks), [own] * axis.size
+    splits = [own] * axis.size
     if _is_nccl(axis) or sum(blocks) * row_bytes <= _FEW_BYTES:
-        work = dist.all_to_all_single(rows, x, *splits[::-1], group=axis.group, async_op=True)
+        received = x.new_empty(sum(splits), *x.shape[1:])
+        work = dist.all_to_all_single(
+            received, x, splits, list(blocks), group=axis.group, async_op=True
+        )
+        parts = list(received.split(splits))
     else:
-        work = exchange_by_messages(x, rows, axis, *splits)
+        splits[axis.index] = 0  # added from where it is, not from a copy
+        received = x.new_empty(sum(splits), *x.shape[1:])
+        work = exchange_by_messages(x, received, axis, blocks, splits)
+        parts = list(received.split(splits))
+        parts[axis.index] = x.split(list(blocks))[axis.index]
     if in_tree:
-        return partial(_after, ticket, work, lambda: tree_sum(list(parts)))
-    return partial(_after, ticket, work, lambda: _sum_in_rank_order(parts))
+        return partial(_after, ticket, work, lambda: tree_sum(parts))
+    # The order of the first two changes no bit.
+    first = 1 if axis.index == 0 else 0
+    into = parts[first] if in_place else None
+    return partial(_after, ticket, work, lambda: _sum_in_rank_order(parts, into))
 
 
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
@@ -351,14 +362,17 @@ def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]
     return [int(size) for size in sizes]
 
 
-def _sum_in_rank_order(partial: Tensor) -> Tensor:
-    """[n, ...] to [...]; bf16 and fp16 are summed in fp32 and rounded once."""
-    low_precision = partial.dtype in (torch.bfloat16, torch.float16)
-    first = partial[0].float() if low_precision else partial[0]
-    total = torch.add(first, partial[1])
-    for index in range(2, partial.shape[0]):
-        total += partial[index]
-    return total.to(partial.dtype)
+def _sum_in_rank_order(parts: Sequence[Tensor], into: Tensor | None) -> Tensor:
+    """A new tensor, or `into`, one of the first two parts; bf16 and fp16 are summed in fp32 and
+    rounded once."""
+    dtype = parts[0].dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        total = torch.add(parts[0].float(), parts[1])
+    else:
+        total = torch.add(parts[0], parts[1], out=into)
+    for part in parts[2:]:
+        total += part
+    return total.to(dtype)
 
 
 def _raw(x: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 #: Slots of low_latency over those that uniform routing fills.
 CAPACITY_FACTOR = 2.0
+#: An accelerator prepares rows of this many bytes, most of them for nobody, where its host would
+#: wait for their number: about as long as moving them takes on an H100 (docs/log.md).
+SPARE_BYTES = 1 << 24
 #: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
 FP8_BLOCK = 128
 #: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
@@ -50,6 +53,12 @@ def slots_per_pair(
     `tokens` tokens, at most what can come at all."""
     most = tokens * min(chosen, experts // ranks)
     return min(most, ceil(tokens * chosen / ranks * factor))
+
+
+def spare_rows(hidden: int, *, exact: bool) -> int:
+    """Rows that all_gather prepares at most on an accelerator to spare its host a wait, each of two
+    bytes a channel; it sums them densely then. None of exact sums, which need the rows' owners."""
+    return 0 if exact else SPARE_BYTES // (2 * hidden)
 
 
 def visit_probability(experts: int, chosen: int, part: int) -> float:

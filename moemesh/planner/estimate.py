@@ -197,7 +197,8 @@ def estimate(
             f"{cluster.num_devices}: as many more nodes of the same kind are assumed"
         )
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
-    traffic, note = _traffic(shape, model.config, plan, layout, pp_rank)
+    is_gpu = bool(cluster.accelerator)
+    traffic, note = _traffic(shape, model.config, plan, layout, pp_rank, is_gpu)
     # numpy is imported here: `moemesh --help` and the counts above do without.
     from moemesh.planner.timing.price import pricing
 
@@ -256,6 +257,7 @@ def _traffic(
     plan: Plan | None,
     layout: PlannedLayout,
     pp_rank: int,
+    on_accelerator: bool,
 ) -> tuple[Ledger, str]:
     """The ledger of one rank: to the byte where our own library would run the plan."""
     if config is None:
@@ -274,6 +276,7 @@ def _traffic(
             seq_len=layout.seq_len,
             global_batch=layout.global_batch,
             dtype=layout.dtype,
+            on_accelerator=on_accelerator,
         )
         ledger = of_rank(rank=rank)
         note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"

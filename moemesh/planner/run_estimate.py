@@ -98,6 +98,7 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
         dtype=train.dtype,
         rank=found.traffic_rank * layout.stage_ranks,
         tuning=config.tuning,
+        on_accelerator=bool(found.cluster.accelerator),
     )
     trained = num_trained(config.tuning, config.model, plan)
     note = (

@@ -10,6 +10,7 @@ from moemesh.report.svg import clip
 from moemesh.report.traffic import by_axis_and_phase
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
+from moemesh.trace.run import PlannedStep
 from moemesh.trace.timeline import Timeline
 
 #: Spans of a step that stand beside the operations of the pipeline, as their records are named.
@@ -89,6 +90,29 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     if last.source == "simulated":
         parts["waiting"], rest = parts["waiting"] + rest, 0.0
     return {**parts, "rest": max(rest, 0.0)}
+
+
+#: Parts of a planned step that are transfers which no computation hides.
+EXPOSED = ("tensor", "context", "experts", "pipeline", "data")
+
+
+def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> list[tuple[str, ...]]:
+    """(part, planned, share of the planned step, measured, share of the measured one): exposed
+    communication by what sends, in milliseconds. `waited`: seconds of a step of so many that a rank
+    waited for others, bubbles of the pipeline included (None: not measured)."""
+    parts = {name: planned.parts.get(name, 0.0) for name in EXPOSED}
+    together, bubble = sum(parts.values()), planned.parts.get("bubble", 0.0)
+    rows = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
+    found = [
+        (name, *_of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
+    ]
+    total = _of_step(together + bubble, planned.seconds)
+    measured = ("not measured", "") if waited is None else _of_step(waited, step)
+    return [*found, ("waiting for other ranks", *total, *measured)]
+
+
+def _of_step(seconds: float, step: float) -> tuple[str, str]:
+    return f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else ""
 
 
 def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:

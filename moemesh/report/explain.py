@@ -21,7 +21,7 @@ from moemesh.report.health import losses_of, lower_rate, one_line, troubles_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory import MEASURED_HELD, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import Run
+from moemesh.trace.run import PlannedStep, Run
 from moemesh.trace.state import State, state_of
 
 _MAX_MESSAGE = 400
@@ -50,15 +50,6 @@ _MINOR = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """The planner's price of a run's step on a cluster: seconds by part, and their sum."""
-
-    cluster: str
-    seconds: float
-    parts: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """`cause`: a name of the tables of causes, "unknown" where the files say too little. `shares`
     of a step by cause, `facts`: name -> (number, file). `sentences` of the paragraph, the answer
@@ -74,7 +65,7 @@ class Explanation:
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
     facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
     failure: Mapping[str, Any] | None = None
-    planned: Planned | None = None
+    planned: PlannedStep | None = None
 
     @property
     def text(self) -> str:
@@ -123,8 +114,8 @@ class Explanation:
         }
 
 
-def explain(run: Run, planned: Planned | None = None) -> Explanation:
-    """What the folder of `run` says, and `planned` beside it where a cluster is known."""
+def explain(run: Run) -> Explanation:
+    """What the folder of `run` says, and the planner beside it where a cluster is known."""
     state = state_of(run)
     evidence = evidence_of(run)
     if run.failure is not None:
@@ -147,10 +138,10 @@ def explain(run: Run, planned: Planned | None = None) -> Explanation:
         # What computes is not lost: the largest of the other parts is what a change can remove.
         remedy = next((bound for bound in bounds if bound.name != "compute"), bounds[0])
         sentences += _bounded(evidence, bounds[0], remedy)
-        sentences += [*_plan(evidence, planned), remedy.advice]
+        sentences += [*_plan(evidence, run.planned), remedy.advice]
         command = command or _next(run, remedy, evidence)
     elif run.metrics and not bounds:
-        sentences += [_unknown(run, state), *_plan(evidence, planned)]
+        sentences += [_unknown(run, state), *_plan(evidence, run.planned)]
     return Explanation(
         run=str(run.folder),
         state=state,
@@ -160,7 +151,7 @@ def explain(run: Run, planned: Planned | None = None) -> Explanation:
         command=command,
         shares=evidence.shares,
         facts=evidence.facts,
-        planned=planned,
+        planned=run.planned,
     )
 
 
@@ -246,7 +237,7 @@ def _unknown(run: Run, state: State) -> str:
     return f"Where the time of a step goes cannot be said: {rest}."
 
 
-def _plan(evidence: Evidence, planned: Planned | None) -> list[str]:
+def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
     """The predictions beside what was measured, in one sentence."""
     told: list[str] = []
     if planned is not None and evidence.seconds:

@@ -34,13 +34,13 @@ _NO_STEP: dict[State, str] = {
 }
 
 
-def write(run_folder: Path | str, out: Path | None = None) -> Path:
-    """Write `report.html` into the run's folder, or the page to `out`, and return its path.
+def write(run: Run | Path | str, out: Path | None = None) -> Path:
+    """Write `report.html` into the folder of `run`, or the page to `out`, and return its path.
 
     Raises RunError (a ValueError) when the folder holds no run. An older report stays until the new
     one is complete.
     """
-    run = Run.load(run_folder)
+    run = run if isinstance(run, Run) else Run.load(run)
     return write_page(out or run.folder / NAME, render(run))
 
 

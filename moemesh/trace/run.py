@@ -86,6 +86,15 @@ class RunError(ValueError):
     """The folder holds no run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """The planner's price of a step on a cluster: seconds by part, and their sum."""
+
+    cluster: str
+    seconds: float
+    parts: Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsRow:
     """One line of `metrics.jsonl`: one training step.
@@ -218,6 +227,8 @@ class Run:
     earlier_failures: tuple[Mapping[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
+    #: In no file: of who reads the run and knows a cluster.
+    planned: PlannedStep | None = None
 
     @property
     def num_steps(self) -> int | None:

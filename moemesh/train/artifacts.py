@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from moemesh.comm.collectives import gather_json
 from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
@@ -30,7 +31,7 @@ from moemesh.trace import progress_words
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
-from moemesh.trace.run import MetricsRow, ledgers_to_json
+from moemesh.trace.run import MetricsRow, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.alarms import LoadAlarms
@@ -39,7 +40,7 @@ from moemesh.train.folder import RunFolder
 from moemesh.train.load_log import LoadLog
 from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.prediction import predicted_for
+from moemesh.train.prediction import planned_step, predicted_for
 from moemesh.train.row_log import Cut
 from moemesh.train.simulated_timeline import simulated
 from moemesh.train.sinks import Sinks
@@ -218,7 +219,10 @@ class Artifacts:
         assert self._last is not None
         own = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
         timelines = gather_json(own.to_json(), control)
-        predictions = gather_json(predicted_for(self.config, self.mesh.rank), control)
+        foretold = predicted_for(
+            self.config, self.mesh.rank, on_accelerator=self.mesh.device.type != "cpu"
+        )
+        predictions = gather_json(foretold, control)
         if not self._writes:
             return
         try:
@@ -264,7 +268,11 @@ class Artifacts:
                 "trained_parameters": self._num_trained(),
             },
         )
-        page.write(self.folder.path)
+        run, cluster = Run.load(self.folder.path), self.config.train.cluster
+        if cluster is not None:
+            with suppress(UserError):  # a report without a price is better than none
+                run = replace(run, planned=planned_step(self.config, cluster))
+        page.write(run)
 
     def _memory(self) -> MemoryProfile:
         return MemoryProfile(

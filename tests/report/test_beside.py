@@ -5,6 +5,7 @@ import pytest
 from moemesh.report import beside
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import MemoryProfile
+from moemesh.trace.run import PlannedStep
 from moemesh.trace.timeline import Record, Timeline
 
 
@@ -82,3 +83,17 @@ def test_parts_of_a_step_add_up_to_its_span() -> None:
             "rest": 0.0,
         }
     )
+
+
+def test_exposed_communication_is_what_the_planner_takes() -> None:
+    parts = {"compute": 0.6, "experts": 0.2, "data": 0.1, "tensor": 0.0, "bubble": 0.1}
+    planned = PlannedStep(cluster="laptop_cpu", seconds=1.0, parts=parts)
+    rows = beside.exposed_rows(planned, 0.5, 2.0)
+    assert rows == [
+        ("experts", "200.000", "20.0%", "", ""),
+        ("data", "100.000", "10.0%", "", ""),
+        ("exposed communication", "300.000", "30.0%", "", ""),
+        ("bubble", "100.000", "10.0%", "", ""),
+        ("waiting for other ranks", "400.000", "40.0%", "500.000", "25.0%"),
+    ]
+    assert beside.exposed_rows(planned, None, 2.0)[-1][3:] == ("not measured", "")

@@ -11,13 +11,17 @@ from dataclasses import replace
 import pytest
 
 from moemesh.cli.insight import explain as explain_verb
+from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
-from moemesh.config.errors import ConfigError
+from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import load_run, resolved_toml
+from moemesh.planner.run_estimate import estimate_run
+from moemesh.report import page
+from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS
-from moemesh.report.explain import Planned, explain
+from moemesh.report.explain import explain
 from moemesh.report.failures import CAUSES, OTHER
-from moemesh.trace.run import Run
+from moemesh.trace.run import PlannedStep, Run
 from moemesh.trace.timeline import Record, Timeline
 from moemesh.train.folder import refuse_changes
 from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
@@ -161,8 +165,8 @@ def test_no_claim_without_a_file(tmp_path):
 
 def test_plans_alarms_and_json(tmp_path):
     run = Run.load(folder_of(tmp_path / "run", timeline(), mfu=0.25))
-    planned = Planned(cluster="laptop_cpu", seconds=0.5, parts={"compute": 0.4, "bubble": 0.1})
-    found = explain(run, planned)
+    planned = PlannedStep(cluster="laptop_cpu", seconds=0.5, parts={"compute": 0.4, "bubble": 0.1})
+    found = explain(replace(run, planned=planned))
     expected = "expects 0.5 s a step on laptop_cpu (mostly compute), 1 s were measured (-50%"
     assert expected in found.text
     assert "25.0% of the device's peak" in found.text and "is dead" in found.text
@@ -285,6 +289,21 @@ def test_the_cluster_of_the_run_is_the_default_one(tmp_path, capsys):
     assert priced("gone.toml") is None  # it was there when the run began
     with pytest.raises(ConfigError):
         priced("laptop_cpu", "gone.toml")
+
+
+def test_the_page_has_the_exposed_communication_of_the_planner(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=10)
+    path = page.write(folder)
+    assert "no computation hides" not in path.read_text()
+    config = load_run([folder / "config.toml"], environ={}).config
+    seconds = estimate_run(config, "laptop_cpu").seconds
+    report_verb(folder, cluster="laptop_cpu")
+    text = path.read_text()
+    assert "no computation hides" in text and "laptop_cpu" in text
+    waiting = sum(seconds[name] for name in EXPOSED) + seconds["bubble"]
+    assert f"{waiting * 1e3:,.3f}" in text
+    with pytest.raises(UserError, match="one run"):
+        report_verb(folder, folder, cluster="laptop_cpu")
 
 
 def test_small_products_are_a_reason_for_a_low_mfu(tmp_path):

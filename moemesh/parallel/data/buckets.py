@@ -256,6 +256,7 @@ class ShardedBucket(ReplicatedBucket):
             self.axis,
             self.sizes,
             in_tree=self.in_tree,
+            in_place=True,
             phase="backward",
             caller="gradients",
         )

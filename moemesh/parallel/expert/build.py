@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.dispatchers import packed_bytes, rows_at_once
+from moemesh.config.dispatchers import packed_bytes, rows_at_once, spare_rows
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -31,9 +31,6 @@ from moemesh.parallel.expert.self_test import self_test
 TEST_HIDDEN = 16
 #: Low-latency slots are candidates for `auto` only where they cost less memory than this.
 LOW_LATENCY_BYTES = 1 << 28
-#: An accelerator prepares rows of this many bytes, most of them for nobody, where its host would
-#: wait for their number: about as long as moving them takes on an H100 (docs/log.md).
-SPARE_BYTES = 1 << 24
 
 
 def set_experts(
@@ -121,8 +118,7 @@ def make_dispatcher(
             made = AllToAllDispatcher(ep, etp, experts, codec=codec)
         case "all_gather":
             host = mesh.host("ep_etp")
-            # Accelerators compute in two bytes. Exact sums need the owners of the rows themselves.
-            spare = 0 if exact else SPARE_BYTES // (2 * config.hidden_size)
+            spare = spare_rows(config.hidden_size, exact=exact)
             made = AllGatherDispatcher(
                 ep, mesh["ep_etp"], experts, codec=codec, host=host, spare_rows=spare
             )

@@ -6,7 +6,7 @@ node) and `node` (ranks inside one node).
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | two hops | counts and expert ids over rail, then node, etp | none |
+| plan | experts T x K | two hops | counts of all chunks, ids: over rail, node, etp | none |
 | dispatch | T x H | N x H | all_to_all over rail, then over node; all_gather(etp) | the way back |
 | combine | N x H | T x H | reduce_scatter(etp); all_to_all over node, then rail | the way there |
 
@@ -17,6 +17,7 @@ each rank instead of once to each expert.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,14 @@ from moemesh.comm.worker_thread import WorkerThread
 from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, count_ids, unpermute
-from moemesh.parallel.expert.relay import CombinePath, DispatchPath, Relay, count_rows, plan_relay
+from moemesh.parallel.expert.relay import (
+    CombinePath,
+    DispatchPath,
+    Relay,
+    RelayCounts,
+    count_rows,
+    plan_relay,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +72,19 @@ class HierarchicalDispatcher(Dispatcher):
         self.codec, self.worker = codec, WorkerThread()
 
     def plan(self, experts_TK: Tensor) -> HierarchicalPlan:
-        owner, caller = self.ep.index * self.etp.size + self.etp.index, "moe.counts"
+        return self.plan_chunks([experts_TK])[0]
+
+    def plan_chunks(
+        self, chunks: Sequence[Tensor], *, is_complete: bool = False
+    ) -> list[HierarchicalPlan]:
         counts = count_rows(
-            experts_TK, self.num_local, self.rail, self.node, self.etp, caller=caller
+            chunks, self.num_local, self.rail, self.node, self.etp, caller="moe.counts"
         )
+        return [self._plan(*chunk) for chunk in zip(chunks, counts, strict=True)]
+
+    def _plan(self, experts_TK: Tensor, counts: RelayCounts) -> HierarchicalPlan:
+        """Of one chunk, whose sizes the host knows."""
+        owner, caller = self.ep.index * self.etp.size + self.etp.index, "moe.counts"
         relay, rows = plan_relay(
             experts_TK,
             owner,

@@ -16,6 +16,7 @@ soon as the first has arrived. To the ledger both parts of an inner hop are one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -230,40 +231,53 @@ class RelayCounts(NamedTuple):
 
 
 def count_rows(
-    experts_TK: Tensor, num_local: int, rail: Axis, node: Axis, etp: Axis, *, caller: str
-) -> RelayCounts:
-    """Sizes of both hops from counts alone, before any row or id has moved: the host waits once.
+    chunks: Sequence[Tensor], num_local: int, rail: Axis, node: Axis, etp: Axis, *, caller: str
+) -> list[RelayCounts]:
+    """Sizes of both hops, for each chunk of experts [T, K], from counts alone, before any row or id
+    has moved: the host waits once for all of them.
 
     A rank tells the one in its place of every node how many of its tokens go there, and how many
     tokens and pairs each rank of that node gets from it; that one adds up what it will send on.
     """
+    # Legend: R ranks of the rail, N ranks of the node, C chunks.
+    told = [_told(experts_TK, num_local, rail, node) for experts_TK in chunks]
+    told_RC = torch.stack(told, dim=1)
+    sent_RC = told_RC[:, :, 0]
+    told_RC = collectives.exchange_counts(told_RC, rail, caller=caller)
+    received_RC, (visits_RCN, pairs_RCN) = told_RC[:, :, 0], _unpacked(told_RC[:, :, 1:])
+    own_NC, near_NC = visits_RCN[rail.index].t(), pairs_RCN[rail.index].t()
+    onward_NC, far_NC = visits_RCN.sum(0).t() - own_NC, pairs_RCN.sum(0).t() - near_NC
+    packed = torch.stack([_packed(own_NC, onward_NC), _packed(near_NC, far_NC)], dim=2)
+    packed = collectives.exchange_counts(packed, node, caller=caller)
+    (own_in, onward_in), (near, far) = map(_unpacked, packed.unbind(2))
+    lane = torch.stack([(own_in + onward_in).sum(0), (near + far).sum(0)])
+    lanes = collectives.all_gather(lane[None], etp, caller=caller)
+    rows = (sent_RC, received_RC, own_NC, own_in, onward_NC, onward_in, near.sum(0, keepdim=True))
+    parts = (*rows, *lanes.unbind(1))
+    copied, sizes = HostCopy(torch.cat(parts).t()).tensor(), [*map(len, parts)]
+    return [_of_chunk([part.tolist() for part in one.split(sizes)]) for one in copied]
+
+
+def _of_chunk(numbers: list[list[int]]) -> RelayCounts:
+    return RelayCounts(
+        across=Splits(*numbers[:2]),
+        own=Splits(*numbers[2:4]),
+        onward=Splits(*numbers[4:6]),
+        near_pairs=numbers[6][0],
+        lane_rows=numbers[7],
+        lane_pairs=numbers[8],
+    )
+
+
+def _told(experts_TK: Tensor, num_local: int, rail: Axis, node: Axis) -> Tensor:
+    """int64 [R, 1 + N]: of the tokens of a chunk those that go to each node, then tokens and pairs
+    of each of its ranks."""
     visits_TP = _visits(experts_TK, num_local, rail.size * node.size)
-    visits_RN = visits_TP.sum(0).view(rail.size, node.size)
-    sent_R = visits_TP.view(-1, rail.size, node.size).any(2).sum(0)
+    visits_TRN = visits_TP.view(-1, rail.size, node.size)
+    sent_R1 = visits_TRN.any(2).sum(0)[:, None]
     pairs_E = count_ids(experts_TK.reshape(-1), num_local * rail.size * node.size)
     pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
-    told = torch.cat([sent_R[:, None], _packed(visits_RN, pairs_RN)], dim=1)
-    told = collectives.exchange_counts(told, rail, caller=caller)
-    received_R, (visits_RN, pairs_RN) = told[:, 0], _unpacked(told[:, 1:])
-    own_N, near_N = visits_RN[rail.index], pairs_RN[rail.index]
-    onward_N, far_N = visits_RN.sum(0) - own_N, pairs_RN.sum(0) - near_N
-    packed = torch.stack([_packed(own_N, onward_N), _packed(near_N, far_N)], dim=1)
-    packed = collectives.exchange_counts(packed, node, caller=caller)
-    (own_in, onward_in), (near, far) = map(_unpacked, packed.unbind(1))
-    lane = torch.stack([(own_in + onward_in).sum(), (near + far).sum()])
-    lanes = collectives.all_gather(lane[None], etp, caller=caller)
-    parts = (sent_R, received_R, own_N, own_in, onward_N, onward_in, near.sum()[None], *lanes.t())
-    copied: list[int] = HostCopy(torch.cat(parts)).tolist()
-    numbers = iter(copied)
-    out = [[next(numbers) for _ in part] for part in parts]
-    return RelayCounts(
-        across=Splits(out[0], out[1]),
-        own=Splits(out[2], out[3]),
-        onward=Splits(out[4], out[5]),
-        near_pairs=out[6][0],
-        lane_rows=out[7],
-        lane_pairs=out[8],
-    )
+    return torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1)
 
 
 def plan_relay(

@@ -10,7 +10,7 @@ ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W num
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | places T x K | all_gather of counts, then as all_to_all | none |
+| plan | experts T x K | places T x K | all_gather of counts, as all_to_all; all chunks | none |
 | fetch | weights L x W | replicas x W | all_to_all over ep | all_to_all of gradients |
 | dispatch, combine | | | as all_to_all | as all_to_all |
 
@@ -22,6 +22,7 @@ norm, the sum over expert replicas (edp) and checkpoints know homes only.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -152,23 +153,40 @@ class ReplicaDispatcher(Dispatcher):
         self.planning_seconds = 0.0
 
     def plan(self, experts_TK: Tensor) -> ReplicaPlan:
-        own = SortedByExpert(experts_TK, self.num_experts)
-        counts_OE = collectives.all_gather(own.counts_E[None], self.group, caller="moe.counts")
-        counted = HostCopy(counts_OE).tensor()
+        return self.plan_chunks([experts_TK])[0]
+
+    def plan_chunks(
+        self, chunks: Sequence[Tensor], *, is_complete: bool = False
+    ) -> list[ReplicaPlan]:
+        own = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
+        counts_CE = torch.stack([one.counts_E for one in own])
+        counts_OCE = collectives.all_gather(counts_CE[None], self.group, caller="moe.counts")
+        counted = HostCopy(counts_OCE).tensor()
         start = time.perf_counter()
-        table = counted.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
+        quotas, places = list[QuotaPlan](), list[Tensor]()
+        for experts_TK, one, counts_OE in zip(chunks, own, counted.unbind(1), strict=True):
+            found, place_S = self._assigned(counts_OE.numpy())
+            quotas.append(found)
+            places_TK = torch.full_like(experts_TK, -1)
+            places_S = upload(torch.from_numpy(place_S), experts_TK.device)
+            places_TK.view(-1).scatter_(0, one.order[: len(place_S)], places_S)
+            places.append(places_TK)
+        self.planning_seconds += time.perf_counter() - start
+        inner = self.inner.plan_chunks(places)
+        return [self._plan(*chunk) for chunk in zip(quotas, inner, strict=True)]
+
+    def _assigned(self, counts_OE: Ints) -> tuple[QuotaPlan, Ints]:
+        """Replicas and quotas of one chunk, and the place of each of its own tokens, by expert."""
+        table = counts_OE.reshape(self.ep.size, self.etp.size, self.num_experts)
         with self._loops():
             quotas = in_fetched_order(self._quotas(table.sum(axis=1)))
             place_S = own_places(
                 quotas, table, self.ep.index, self.etp.index, ranks_per_node=self.ranks_per_node
             )
         self.rank_tokens += quotas.rank_tokens
-        place_S = _rank_major(quotas, self.num_local)[place_S]
-        places_TK = torch.full_like(experts_TK, -1)
-        places_S = upload(torch.from_numpy(place_S), experts_TK.device)
-        places_TK.view(-1).scatter_(0, own.order[: len(place_S)], places_S)
-        self.planning_seconds += time.perf_counter() - start
-        inner = self.inner.plan(places_TK)
+        return quotas, _rank_major(quotas, self.num_local)[place_S]
+
+    def _plan(self, quotas: QuotaPlan, inner: AllToAllPlan) -> ReplicaPlan:
         num_home = sum(inner.rows_L[: self.num_local])
         by_expert = inner.by_expert
         sent, sent_splits, received_splits = self._fetches(quotas)
@@ -379,4 +397,4 @@ def take_rank_tokens(model: Transformer, mesh: Mesh) -> Tensor:
             if mesh["ep_etp"].index == 0:
                 found[layers.index(layer)] = torch.from_numpy(moe.dispatcher.rank_tokens)
             moe.dispatcher.rank_tokens = np.zeros_like(moe.dispatcher.rank_tokens)
-    return found.to(mesh.device)
+    return upload(found, mesh.device)

@@ -8,7 +8,7 @@ what the others send it.
 |---|---|---|---|
 | all_to_all | counts of all chunks over ep, etp | rows over ep; gathered over etp | the way back |
 | all_gather | token counts, ids 8 K a token over ep_etp | tokens gathered | sums, dense or uneven |
-| hierarchical | counts and ids per hop | a row per node, then per rank | the way back |
+| hierarchical | per hop: counts of all chunks, ids | a row per node, then per rank | the way back |
 | low_latency | headers of fixed size | fixed slots | fixed slots |
 
 Weights (4 or 8 bytes a row) travel as rows do. Backward: each one's pair, rows in full precision.
@@ -70,10 +70,12 @@ class DispatchTraffic:
         sent_by: Callable[[int], Sent],
         times: int,
         counts: int = 1,
+        spare_rows: int = 0,
     ) -> None:
-        """`counts`: of how many chunks an all-to-all exchanges the counts with those of this one;
-        0: they have gone with those of another."""
-        self.counts = counts
+        """`counts`: of how many chunks the counts are exchanged with those of this one (all_to_all
+        and hierarchical); 0: they have gone with those of another. `spare_rows`:
+        up to so many rows all_gather sums densely, whatever visits (on an accelerator)."""
+        self.counts, self.spare_rows = counts, spare_rows
         self.lines, self.model, self.plan, self.rows = lines, model, plan, rows
         self.sent_by, self.times, self.max_tokens = sent_by, times, max_tokens
         self.layout = lines.layout
@@ -203,7 +205,8 @@ class DispatchTraffic:
         lines.reduce_scatter("ep_etp", blocks, "backward", _DISPATCH, times)
         # Every lane of an ep index holds a shard of each of its experts: visits count per rank.
         visited = self.plan.etp * sum(sum(item.visits) for item in sent)
-        if visited >= sum(tokens) * len(group):
+        is_spared = sum(tokens) * slots <= self.spare_rows
+        if is_spared or visited >= sum(tokens) * len(group):
             lines.reduce_scatter("ep_etp", blocks, "forward", _COMBINE, times)
             lines.all_gather("ep_etp", blocks, "backward", _COMBINE, times)
             return
@@ -234,10 +237,13 @@ class DispatchTraffic:
             ("ep_rail", across_out, across_in),
             ("ep_node", inside_out, inside_in),
         ):
-            block = [float(counts[axis] * _INT64)] * len(out)
-            lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
+            if self.counts:
+                block = [float(self.counts * counts[axis] * _INT64)] * len(out)
+                lines.all_to_all(axis, block, block, "forward", _COUNTS, times)
             self._exchange(axis, out, into, ids, None, _COUNTS)
-        lines.all_gather("etp", [2.0 * _INT64] * self.plan.etp, "forward", _COUNTS, times)
+        if self.counts:
+            lane = [2.0 * self.counts * _INT64] * self.plan.etp
+            lines.all_gather("etp", lane, "forward", _COUNTS, times)
         self._lanes(lanes, ids, _COUNTS, backward=False)
         rows, exact = self.rows, self.exact
         for axis, out, into in (

@@ -35,6 +35,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from moemesh.config.dispatchers import spare_rows
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -70,14 +71,17 @@ def predict_ledger(
     rank: int = 0,
     routing: Routing | None = None,
     tuning: Tuning = FULL,
+    on_accelerator: bool = False,
 ) -> Ledger:
     """The ledger of `rank` after one training step (no evaluation, no checkpoint).
 
     Of an asynchronous schedule: a stream of one step, to its drained end. `routing` None: uniform;
-    `tuning`: what trains. Raises ValueError when the plan's schedule cannot be made. See also
-    `volumes`, and :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
+    `tuning`: what trains; `on_accelerator`: not on a CPU. Raises ValueError when the plan's
+    schedule cannot be made. See also `volumes`, and
+    :func:`moemesh.planner.traffic.carried_out.why_not_exact`.
     """
-    return _Step(model, plan, seq_len, global_batch, dtype, rank, routing, tuning).ledger()
+    batch = seq_len, global_batch, dtype
+    return _Step(model, plan, *batch, rank, routing, tuning, on_accelerator).ledger()
 
 
 class _Forward(NamedTuple):
@@ -100,11 +104,14 @@ class _Step:
         rank: int,
         routing: Routing | None,
         tuning: Tuning,
+        on_accelerator: bool,
     ) -> None:
         self.model, self.plan, self.batch = model, plan, global_batch
         self.layout = plan.layout
         self.element = _ELEMENT[dtype]
         self.wide = max(self.element, 4)
+        exact = plan.combine == "exact"
+        self.spare_rows = on_accelerator * spare_rows(model.hidden_size, exact=exact)
         self.is_uniform = routing is None
         self.routing = routing or uniform_routing(model, self.layout)
         self.placement = StagePlacement(model, plan, seq_len, tuning)
@@ -295,11 +302,12 @@ class _Step:
             return
         chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
         has_replicas = plan.spare_slots > 0 and plan.ep > 1
-        # Replicas and fixed slots are planned chunk by chunk.
-        together = not has_replicas and plan.dispatcher in ("all_to_all", "auto")
+        # Fixed slots are planned chunk by chunk.
+        together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
         rows = row_bytes(self.model, plan, self.element, self.wide)
         number = forward.microbatch * self.schedule.num_slices + forward.slice
         for chunk in range(chunks):
+            counts = (chunks if chunk == 0 else 0) if together else 1
 
             @cache
             def sent_by(rank: int, chunk: int = chunk) -> Sent:
@@ -317,11 +325,18 @@ class _Step:
                     is_uniform=self.is_uniform,
                 )
                 with self.lines.backward(self.placement.trains_experts(layer)):
-                    replicas.enter(times)
+                    replicas.enter(times, counts)
                 travels = cache(replicas.sent)
-            counts = (chunks if chunk == 0 else 0) if together else 1
             DispatchTraffic(
-                self.lines, self.model, plan, rows, self.max_tokens, travels, times, counts
+                self.lines,
+                self.model,
+                plan,
+                rows,
+                self.max_tokens,
+                travels,
+                times,
+                counts,
+                self.spare_rows,
             ).enter()
 
     # Between the stages.

@@ -4,7 +4,7 @@ Legend: P ranks of ep, X ranks of etp, E experts, W numbers of one expert's loca
 
 | what | over | bytes |
 |---|---|---|
-| counts of every rank | all-gather over ep_etp | 8 E a rank |
+| counts of every rank | all-gather over ep_etp, all chunks at once | 8 E a rank and chunk |
 | weights of replicas, their gradients back | all-to-all over ep | w W a replica |
 | rows | as all_to_all, to the places that the quotas name | |
 
@@ -61,12 +61,13 @@ class ReplicaTraffic:
         self.element, self.is_uniform = element, is_uniform
         self.group = members(self.layout, "ep_etp", lines.rank)
 
-    def enter(self, times: int) -> None:
-        """Counts and weights; rows follow from :meth:`sent`."""
+    def enter(self, times: int, counts: int) -> None:
+        """Counts (of `counts` chunks at once; 0: they went with those of another) and weights; rows
+        follow from :meth:`sent`."""
         model, plan, lines = self.model, self.plan, self.lines
-        block = float(model.num_experts * _INT64)
-        gathered = [block] * len(self.group)
-        lines.all_gather("ep_etp", gathered, "forward", "moe.counts", times)
+        if counts:
+            gathered = [float(counts * model.num_experts * _INT64)] * len(self.group)
+            lines.all_gather("ep_etp", gathered, "forward", "moe.counts", times)
         if self.is_uniform or not self.quotas.num_replicas:
             return
         width = model.expert_intermediate_size // plan.etp

@@ -71,24 +71,34 @@ def _medians(run: Run) -> list[Table]:
     if not rows:
         return []
     step = statistics.median(row.seconds for row in rows)
-    found = [("step", step)]
+    waits: dict[str, float | None] = {}
     for name, label in (
         ("data_seconds", "waiting for data"),
         ("communication_seconds", "exposed communication"),
     ):
         values = [value for row in rows if (value := getattr(row, name)) is not None]
-        if values:
-            found.append((label, statistics.median(values)))
-    return [
+        waits[label] = statistics.median(values) if values else None
+    found = {"step": step} | {label: wait for label, wait in waits.items() if wait is not None}
+    tables = [
         Table(
             caption="Median over all steps but the first, in milliseconds, rank 0",
             header=("Part", "Time", "Share of the step"),
             rows=[
                 (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
-                for name, seconds in found
+                for name, seconds in found.items()
             ],
         )
     ]
+    if run.planned is not None:
+        tables.append(
+            Table(
+                caption="Communication that no computation hides, in milliseconds a step: as "
+                f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
+                header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
+                rows=beside.exposed_rows(run.planned, waits["exposed communication"], step),
+            )
+        )
+    return tables
 
 
 def _of_ranks(last: Timeline, factor: float, unit: str) -> Table:
