@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moemesh.comm.transfers import all_gather_start
 from moemesh.parallel.data.buckets import ScatteredBucket, Wait
@@ -25,6 +25,26 @@ class GatheredBucket(ScatteredBucket):
         if not self.is_here:
             self._own_weights = self._own_weights.clone()
             self._release()
+
+    def _clear(self) -> None:
+        super()._clear()
+        #: Gradients as they came: the vector of all is made when it is sent, behind the sums of the
+        #: unit before. Two such vectors at once would be more memory than a rank's share.
+        self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if self.axis.size == 1:
+            super().add(parameter, gradient)
+            return
+        before = self._waiting_gradients.get(parameter)
+        self._waiting_gradients[parameter] = (
+            gradient if before is None else before.to(self.dtype) + gradient
+        )
+
+    def launch(self) -> None:
+        while self._waiting_gradients:
+            super().add(*self._waiting_gradients.popitem())
+        super().launch()
 
     def own_flat_weights(self) -> Tensor:
         return self._own_weights

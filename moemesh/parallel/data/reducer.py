@@ -164,7 +164,6 @@ class GradientReducer:
         if self.watch is not None:
             self.watch(parameter, gradient)
         bucket = self._home[parameter]
-        self._wait_for_other_units(bucket)
         bucket.add(parameter, gradient)
         if parameter in self._armed:
             self._armed.remove(parameter)
@@ -267,15 +266,12 @@ class GradientReducer:
         # Never out of order: every rank issues the same sequence.
         while self._queue and not (only_full and self._queue[0].waiting > 0):
             bucket = self._queue.popleft()
-            self._wait_for_other_units(bucket)
+            # Of weights that are sharded, the sums of one unit at a time: memory of two would be
+            # more than the rest of a step needs.
+            while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
+                self._under_way.popleft().wait()
             bucket.launch()
             if self.data != "replicate":
                 self._under_way.append(bucket)
             if len(self._under_way) > MOST_UNDER_WAY:
                 self._under_way.popleft().wait()
-
-    def _wait_for_other_units(self, bucket: ReplicatedBucket) -> None:
-        """Of weights that are sharded, whole gradients of one unit at a time: those of two, and
-        what comes from other ranks, would be more than the rest of a step needs."""
-        while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
-            self._under_way.popleft().wait()
