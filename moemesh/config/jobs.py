@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ GRACE_SECONDS = 300
 _PATIENCE = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS - 10}"
 #: Failures of a job before Kubernetes gives it up; one failure ends the pods of all its nodes.
 _FAILURES = 6
+#: Partitions, accounts, images and accelerators.
+_NAME = re.compile(r"\w([\w./:@,+-]*\w)?", re.ASCII)
 #: The port of the first rank where no launcher chooses one.
 PORT = 29500
 _SHARED = (
@@ -67,8 +69,10 @@ class Job:
     ) -> Job:
         """`ranks_per_node` None: as the plan says, else 8, or all ranks where there are fewer.
 
-        Raises ConfigError where the ranks do not fill their nodes.
+        Raises ConfigError where the ranks do not fill their nodes, and for words (of `more`) that
+        are no names of schedulers: they stand in their files as they are.
         """
+        _check_names(more)
         ranks = config.plan.world_size
         each = ranks_per_node or config.plan.ranks_per_node or min(ranks, 8)
         if ranks % each:
@@ -293,6 +297,26 @@ resources:
     --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} \\
     {self.module}
 """
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError with every name that a scheduler or YAML would read as something else."""
+    problems: list[Problem] = []
+    for key in ("partition", "account", "image", "accelerator"):
+        name = given.get(key)
+        if name is not None and not _NAME.fullmatch(name):
+            plain = re.sub(r"[^\w./:@,+-]+", "-", name, flags=re.ASCII).strip("-:./@,+")
+            problems.append(
+                Problem(
+                    code="syntax",
+                    key=key,
+                    value=name,
+                    message="a name has letters and digits, with - _ . / : @ , + between them",
+                    fix=f"--{key} {plain or 'NAME'}",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _plain(name: str) -> str:

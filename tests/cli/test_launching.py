@@ -91,6 +91,8 @@ def test_one_machine_of_skypilot_has_the_configuration_and_a_bucket(
         ([*PLAN, "--slurm", "--k8s"], "give one of"),
         ([*PLAN, "--slurm", "--ranks-per-node", "5"], "16 ranks do not fill nodes of 5"),
         (["--set", "plan.dp=0", "--slurm"], "plan.dp"),
+        ([*PLAN, "--slurm", "--partition", "big one"], "fix: --partition big-one"),
+        ([*PLAN, "--k8s", "--image", "reg/a: b"], "fix: --image reg/a:-b"),
         ([*PLAN, "--slurm", "--file", "nowhere/job"], "there is no folder nowhere"),
     ],
 )
