@@ -14,6 +14,6 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 def check_limit(name: str, value: object) -> None:
     """Raises UserError where the argument `name`, a largest norm, is no number of at least 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not value >= 0:  # also of NaN
+    # Not "below 0", which NaN is not.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
         raise UserError(f"{name} must be a number of at least 0, not {value!r}")

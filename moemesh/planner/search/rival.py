@@ -47,7 +47,7 @@ class Rival:
     where it fits), `slower` the seconds of a step and `parts` those of each part that it takes
     beyond the best (negative where it takes less), the largest first; `memory` the bytes of each
     part of the memory beyond the best; `nearest` the smallest change that fits; `beyond` the
-    assumptions of the search that it breaks."""
+    assumptions and limits of the search that it is outside of, where it may be faster."""
 
     asked: str
     verdict: Verdict
