@@ -21,7 +21,8 @@ def test_a_long_command_goes_on_behind_a_backslash_and_options_keep_their_values
     assert mark == "\b" and len(lines) == 2
     assert all(len(line) <= 76 for line in lines)
     assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(LONG)
-    assert not lines[0].rstrip(" \\").split()[-1].startswith("-")
+    assert lines[0].endswith(" \\") and not lines[1].endswith("\\")
+    assert not lines[0].removesuffix(" \\").split()[-1].startswith("-")
 
 
 def test_each_command_of_an_example_has_its_own_line() -> None:
