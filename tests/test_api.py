@@ -166,6 +166,10 @@ def loop(rank: int, plan: dict[str, Any], folder: str, resume: bool) -> Any:
     config = mm.load(None, {"model": SMALL | EXTRA, "plan": plan})
     alone = config.plan.world_size == 1
     mesh = mm.Mesh.single("cpu") if alone else mm.Mesh.create(config.plan.layout, "cpu")
+    if plan == {"dp": 2}:
+        other = mm.load(None, {"model": SMALL, "plan.tp": 2}).plan
+        with pytest.raises(UserError, match=r"dp = 1, cp = 1, tp = 2, .* the mesh pp = 1, dp = 2"):
+            mm.parallelize(config.model, other, mesh, seq_len=8, global_batch=5)
     model = mm.parallelize(
         config.model, config.plan, mesh, seq_len=8, global_batch=5, dtype="float64"
     )
