@@ -28,12 +28,15 @@ def read_recipe(text: str) -> Recipe:
         if key not in Recipe._fields:
             fix = nearest_choice(key, Recipe._fields)
             raise refused(text, f"there is no {key} in a recipe", fix)
-        kind = type(Recipe._field_defaults[key])
+        usual = Recipe._field_defaults[key]
+        kind = type(usual)
         try:
             values[key] = kind(value)
         except ValueError:
             wanted = "an integer" if kind is int else "a number"
-            raise refused(text, f"{key} must be {wanted}, not {value!r}", f"{key}=1") from None
+            raise refused(
+                text, f"{key} must be {wanted}, not {value!r}", f"{key}={usual}"
+            ) from None
     recipe = Recipe(**values)
     for key, low, high in (
         ("experts", 2, None),
