@@ -17,6 +17,8 @@ from moemesh.cli.table import table
 
 #: Problems with fewer slots in all layers together are solved before a compiler is even loaded.
 FEW_SLOTS = 400
+#: Layers with larger loads, or with smaller ones than its inverse, are scaled by a power of two.
+LARGEST_LOAD = 1e290
 #: So many slots are printed; of larger placements only the worst layers.
 MAX_PRINTED = 2048
 
@@ -143,6 +145,8 @@ def _warn(text: str) -> None:
 
 def place(settings: BalanceSettings) -> Placed:
     """Read the files, place the experts, measure. Raises BalanceError."""
+    import numpy as np
+
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.files import load_placement, load_table
@@ -156,8 +160,10 @@ def place(settings: BalanceSettings) -> Placed:
             f"nodes ({settings.nodes}) must divide gpus ({settings.gpus}), whatever the policy: "
             f"take {near} nodes"
         )
-    # All that is told are ratios: sums of loads as large as numbers can be must not overflow.
-    loads = scaled(check_loads(load_table(settings.loads, _warn), str(settings.loads)))
+    loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))
+    # All that is printed are ratios: sums of the largest numbers must not overflow, nor vanish.
+    top = loads.max(axis=1, keepdims=True)
+    loads = np.where((top > LARGEST_LOAD) | (top < 1 / LARGEST_LOAD), scaled(loads), loads)
     previous = load_placement(settings.previous) if settings.previous else None
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
