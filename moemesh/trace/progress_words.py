@@ -280,14 +280,15 @@ def left() -> None:
         own.inside = 0
         waited = time.monotonic() - own.since
         own.waited += waited
-        if own.phase in _STEP_PHASES:
+        # Behind the step ranks ask each other whether to stop, which is no time of a step.
+        if own.waited_before is not None and own.phase in _STEP_PHASES:
             own.waited_in_steps += waited
         own.write()
 
 
 def waited_in_steps() -> float | None:
-    """Seconds that the main thread has waited inside operations so far, in the phases "data" and
-    "step"; None where this process writes no record."""
+    """Seconds that the main thread has waited inside operations of steps so far, from
+    :func:`at_step` to :func:`stepped`; None where this process writes no record."""
     return None if _own is None else _own.waited_in_steps
 
 

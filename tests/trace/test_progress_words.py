@@ -211,3 +211,26 @@ def test_a_full_file_system_is_told_before_anything_is_written_to_it(
         WordFile(tmp_path / "full", 1)
     monkeypatch.setattr("os.posix_fallocate", fails(errno.EOPNOTSUPP))  # a system without it
     WordFile(tmp_path / "other", 1).close()
+
+
+def test_only_waits_inside_of_steps_are_waits_of_steps(memory: bytearray) -> None:
+    """Behind a step ranks ask each other whether to stop; the step's seconds are over."""
+    ticket = words.entered("all_reduce", "dp", "gradients", (0, 1), 8)
+
+    def wait() -> float:
+        before = words.waited_in_steps()
+        assert before is not None
+        words.waiting(ticket)
+        time.sleep(0.002)
+        words.left()
+        after = words.waited_in_steps()
+        assert after is not None
+        return after - before
+
+    words.at_step(1)
+    assert wait() >= 0.002
+    words.stepped()
+    assert wait() == 0
+    words.at_step(2)
+    words.phase("validate")
+    assert wait() == 0
