@@ -11,8 +11,6 @@ _Chunk = TypeVar("_Chunk")
 _Result = TypeVar("_Result")
 #: Bytes that are worked on at once: handing them over would take as long.
 _SMALL = 256 << 10
-#: Chunks that may wait for the thread, which does not get a core at once on a machine that is busy.
-_DEPTH = 4
 
 
 def beside(
@@ -22,9 +20,8 @@ def beside(
 ) -> Iterator[_Result]:
     """``work(chunk)`` of each chunk, in order; `size` gives its bytes.
 
-    The work goes on while `chunks` makes the next ones, and does what it does behind a chunk: what
-    it writes, for example. A few chunks may wait for it. Functions that keep Python's lock gain
-    nothing.
+    The work on one goes on while `chunks` makes the next one, and does what it does behind a chunk:
+    what it writes, for example. Functions that keep Python's lock gain nothing.
     """
     # No pool of the library: it takes no work while a process ends, which waits for its save.
     tasks: SimpleQueue[tuple[_Chunk] | None] = SimpleQueue()
@@ -38,24 +35,19 @@ def beside(
                 done.put(_Error(error))
 
     thread = threading.Thread(target=run, name="beside", daemon=True)
-    num_waiting = 0
+    waits = False
     try:
         for chunk in chunks:
-            if size(chunk) < _SMALL:
-                while num_waiting:
-                    num_waiting -= 1
-                    yield _result(done.get())
+            if waits:
+                yield _result(done.get())
+            waits = size(chunk) >= _SMALL
+            if not waits:
                 yield work(chunk)
                 continue
             if thread.ident is None:
                 thread.start()
             tasks.put((chunk,))
-            num_waiting += 1
-            if num_waiting > _DEPTH:
-                num_waiting -= 1
-                yield _result(done.get())
-        while num_waiting:
-            num_waiting -= 1
+        if waits:
             yield _result(done.get())
     finally:
         if thread.ident is not None:
