@@ -28,6 +28,8 @@ def read_recipe(text: str) -> Recipe:
         if key not in Recipe._fields:
             fix = nearest_choice(key, Recipe._fields)
             raise refused(text, f"there is no {key} in a recipe", fix)
+        if key in values:
+            raise refused(text, f"{key} is given twice", f"{key}={values[key]}")
         usual = Recipe._field_defaults[key]
         kind = type(usual)
         try:
