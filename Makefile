@@ -3,26 +3,40 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The CPU build for development: the unpinned package would bring gigabytes of CUDA libraries.
+PIP = "$(BIN)/python" -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
+# With a driver of Nvidia, pip's own choice: on Linux several gigabytes of CUDA libraries. Else the
+# CPU build from PyTorch's own index, where that answers within five seconds (CPU_WHEELS= : never).
+GPU := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
+CPU_WHEELS := $(if $(GPU),,https://download.pytorch.org/whl/cpu)
+PROBE = import os, threading, urllib.request; end = threading.Timer(5, os._exit, [1]); \
+	end.daemon = True; end.start(); urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=5)
+VERSION = import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 3.11 or newer is \
+	needed, and $(PYTHON) is ' + sys.version.split()[0] + ': make PYTHON=python3.12, say')
 OUT ?= runs/tiny
 
 .PHONY: train test test-slow check format bench gpu docs clean
 
+# A build with a local version (2.13.0+cpu) is newer than the same without one, so pip takes it. A
+# Python that the pinned version has no wheel for gets the newest that it has.
 $(VENV)/ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch $@
+	@"$(PYTHON)" -c "$(VERSION)"
+	"$(BIN)/python" -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
+	@if [ -n "$(CPU_WHEELS)" ] && "$(BIN)/python" -c "$(PROBE)" 2>/dev/null; \
+	then set -- --extra-index-url "$(CPU_WHEELS)"; else set --; fi; \
+	echo "installing $(TORCH) $$*"; \
+	$(PIP) "$$@" "$(TORCH)" 2>/dev/null || $(PIP) "$$@" "torch>=2.10"
+	$(PIP) -e '.[dev]'
+	touch "$@"
 
 train: $(VENV)/ready
-	$(BIN)/moemesh train --set plan.tp=2 --set plan.dp=2 --set plan.ep=4 --out $(OUT)
+	"$(BIN)/moemesh" train --set plan.tp=2 --set plan.dp=2 --set plan.ep=4 --out "$(OUT)"
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	"$(BIN)/python" -m pytest $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/ready
-	$(BIN)/python -m pytest -m slow
+	"$(BIN)/python" -m pytest -m slow $(PYTEST_FLAGS)
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -17,4 +17,4 @@ for layer, (slots, copies) in enumerate(zip(places, counts, strict=True)):
     share = loads[layer][slots] / copies[slots]
     heat = share.view(8, 2).sum(1)
     print(f"layer {layer}: experts of each GPU {slots.view(8, 2).tolist()}")
-    print(f"         hottest GPU {heat.max() / heat.mean():.3f} of the mean")
+    print(f"         most loaded GPU {heat.max() / heat.mean():.3f} of the mean")

@@ -47,6 +47,7 @@ def __getattr__(name: str) -> Any:
         near = get_close_matches(name, _HOMES, n=1) or sorted(_HOMES)
         hint = f"did you mean {near[0]!r}?" if len(near) == 1 else f"it has {', '.join(near)}"
         raise AttributeError(f"module 'moemesh' has no attribute {name!r}: {hint}")
+    importlib.import_module("moemesh.api.pictures")  # for notebooks; it imports nothing heavy
     home = importlib.import_module(_HOMES[name])
     value = globals()[name] = getattr(home, name, home)
     return value

@@ -189,12 +189,14 @@ def _become(
 
 
 def _run(arguments: list[str]) -> None:
-    while arguments[0] in _IGNORED:
+    paths = [os.getcwd()]
+    while arguments[0] in (*_IGNORED, "-P"):
+        paths = [] if arguments[0] == "-P" else paths
         arguments = arguments[1:]
     match arguments:
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]
-            sys.path.insert(0, os.getcwd())
+            sys.path[:0] = paths
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", program, *rest]:
             sys.argv = ["-c", *rest]

@@ -1,4 +1,4 @@
-"""Every test starts alike: one thread, one seed; long grids run their representatives."""
+"""Every test starts alike, in a place of its own; long grids run their representatives."""
 
 import sys
 from collections.abc import Generator
@@ -7,13 +7,59 @@ from typing import Any
 import hypothesis
 import pytest
 
+from moemesh.cli import progress
+from tests import sandbox
+
+# Whether a verb works for a second depends on the machine: none says so by chance.
+progress.FIRST = 1e6
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    sandbox.begin(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    sandbox.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    sandbox.watch(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        sandbox.release()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Undo the patches of a test before pytest reports on it: they may be to functions it calls."""
+    try:
+        yield
+    finally:
+        if isinstance(item, pytest.Function) and "monkeypatch" in item.funcargs:
+            item.funcargs["monkeypatch"].undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _place_of_module() -> Generator[None]:
+    """Where the fixtures of a module work."""
+    with sandbox.place():
+        yield
+
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
+def _same_start() -> Generator[None]:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
+    with sandbox.place():
+        yield
+    if found := sandbox.violations():
+        pytest.fail("a test leaves the checkout alone:\n" + "\n".join(found), pytrace=False)
 
 
 # Machines are small and shared: how long an example takes says nothing about it.

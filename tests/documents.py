@@ -29,9 +29,9 @@ from moemesh.train.preflight import untrainable
 from tests.balance import pictures as balance_pictures
 from tests.huggingface import documents as family_documents
 from tests.planner import documents as planner_documents
+from tests.sandbox import ROOT
 from tests.schedule import documents as schedule_documents
 
-ROOT = Path(__file__).parent.parent
 MEANINGS = "moemesh/config/meanings.toml"
 DOCUMENTS = (
     "README.md",

@@ -11,6 +11,7 @@ import pkgutil
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import moemesh
+from tests import sandbox
 
 _OTHERS = [
     "hypothesis",
@@ -33,5 +34,6 @@ _OURS = [
 
 for _name in [*_OTHERS, *_OURS]:
     importlib.import_module(_name)
+sandbox.watch("a process of a test")
 # Collections of the children then neither visit nor copy what is loaded here.
 gc.freeze()

@@ -1,8 +1,9 @@
 """Run a function on n gloo ranks: results and tracebacks come back.
 
 The processes are forked from a fork server that has torch and moemesh loaded, and serve as ranks in
-one call after another, each time with a new process group. A process is used again only if its
-call succeeded and left it as it was (`_Watch`): what a test does to a rank does not outlive it.
+one call after another, each time with a new process group, in the directory and with the
+environment of the caller. A process is used again only if its call succeeded and left it as it was
+(`_Watch`): what a test does to a rank does not outlive it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def run_on_ranks(
         unchanged: list[_Rank] = []
         try:
             for number, rank in enumerate(ranks):
-                rank.connection.send(_Call(number, num_ranks, work, Path(folder), timeout))
+                call = _Call(
+                    number, num_ranks, work, Path(folder), timeout, os.getcwd(), dict(os.environ)
+                )
+                rank.connection.send(call)
             results = _collect(ranks, time.monotonic() + timeout, timeout, Path(folder))
             if not fresh:
                 unchanged = _release(ranks)
@@ -130,6 +134,8 @@ class _Call:
     work: bytes
     folder: Path
     timeout: float
+    directory: str
+    environment: dict[str, str]
 
 
 class _Rank:
@@ -238,7 +244,6 @@ def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
 
 def _serve(connection: Connection) -> None:
     """Be a rank of one call after another, until the owner closes the connection or kills us."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     watch, hook = _Watch(), sys.excepthook
     try:
         while True:
@@ -266,6 +271,9 @@ def _serve(connection: Connection) -> None:
 def _answer(call: _Call, watch: _Watch) -> tuple[bool, bytes]:
     """Whether the function returned, and its pickled result or its traceback."""
     try:
+        os.chdir(call.directory)
+        os.environ.clear()
+        os.environ.update(call.environment, GLOO_SOCKET_IFNAME="lo")
         function, args = pickle.loads(call.work)
         watch.remember()
         torch.set_num_threads(1)

@@ -128,6 +128,7 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
         assert found.plan == answer.plan and found.command == answer.command
         assert answer.command is not None and answer["command"] == answer.command
         assert answer.command.startswith("moemesh train --set model.preset=tiny")
+    assert "recommended" in answers.recommended["roles"]
     # Objects, paths and names are the same.
     model, cluster = mm.load().model, load_cluster("dgx_h100")
     by_objects = {"model": model, "cluster": cluster, "seq_len": 256}

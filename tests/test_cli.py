@@ -59,12 +59,6 @@ def run(
     return code, captured.out, captured.err
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("MOEMESH__")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

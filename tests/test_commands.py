@@ -57,6 +57,8 @@ def test_arguments_folder_environment_and_streams_arrive(tmp_path: Path) -> None
             ours.stdout.split()[-3:] == theirs.stdout.split()[-3:] == ["this", "typed", "__main__"]
         )
         assert str(tmp_path) in ours.stdout and "'one', '--two'" in ours.stdout
+    for python in (commands.python(), sys.executable):
+        assert "No module named script" in run(python, "-P", "-m", "script", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize("name", ENDS)

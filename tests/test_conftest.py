@@ -62,6 +62,19 @@ def test_an_id_without_a_case_is_an_error(pytester: pytest.Pytester, name: str) 
     assert names(output) == []
 
 
+def test_what_a_test_patches_does_not_reach_pytest(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile("""
+        def test_patches(monkeypatch):
+            for name in ("shutil.get_terminal_size", "os.fspath", "pathlib.Path.exists"):
+                monkeypatch.setattr(name, None)
+            raise ValueError("reported")
+    """)
+    pytester.runpytest("-vv").stdout.fnmatch_lines(
+        ["*test_patches FAILED*", "*ValueError: reported"]
+    )
+
+
 def test_a_test_without_cases_has_no_representatives(pytester: pytest.Pytester) -> None:
     program = GRID.replace("def test_plain", '@pytest.mark.representative("x")\ndef test_plain')
     assert "test_it.py::test_plain has no case 'x'" in collected(pytester, program)

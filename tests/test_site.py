@@ -13,8 +13,17 @@ from tests.waiting import PATIENCE
 
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
-        cwd=ROOT,
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--site-dir",
+            tmp_path / "site",
+            "--config-file",
+            ROOT / "mkdocs.yml",
+        ],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

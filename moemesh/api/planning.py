@@ -10,15 +10,23 @@ from typing import Any
 from moemesh.config.cluster import Cluster
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.shown import Shown
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of
-from moemesh.planner.search.command import not_trained, plan_named, to_json, train_command
+from moemesh.planner.search.command import (
+    candidate_json,
+    not_trained,
+    plan_named,
+    to_json,
+    train_command,
+)
 from moemesh.planner.shapes.load import Model
+from moemesh.trace.memory import format_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Answer(Shown):
     """One layout and its price; ``answer[key]`` is a key of `details`.
 
     ``plan``: a Plan, or the PlannedLayout where no keys of [plan] say it. ``seconds`` of one step,
@@ -26,6 +34,8 @@ class Answer:
     trains the layout (None where ``not_trained`` names what ``moemesh train`` does not carry out).
     ``details``: the object that the verb prints with ``--json``, for this layout.
     """
+
+    shown = ("plan", "seconds", "memory_bytes", "command", "not_trained")
 
     plan: Plan | PlannedLayout
     seconds: float
@@ -39,14 +49,23 @@ class Answer:
         return self.details[key]
 
 
-class Answers(list[Answer]):
-    """The best layouts, fastest first. ``details`` is the object that ``moemesh plan --json``
-    prints (certificate, binding limit, sensitivity, ...), ``why`` its judgement of each layout that
-    was asked about, in the order of asking."""
+class Answers(Shown, list[Answer]):
+    """The best layouts, fastest first; ``recommended`` is as fast as the first within the model's
+    error, and safer or simpler where one is (``answer["roles"]``). ``details`` is the object that
+    ``moemesh plan --json`` prints (certificate, binding limit, sensitivity, ...), ``why`` its
+    judgement of each layout that was asked about, in the order of asking."""
 
-    def __init__(self, answers: Iterable[Answer], details: dict[str, Any]) -> None:
+    def __init__(
+        self, answers: Iterable[Answer], recommended: Answer, details: dict[str, Any]
+    ) -> None:
         super().__init__(answers)
-        self.details = details
+        self.recommended, self.details = recommended, details
+
+    def facts(self) -> dict[str, object]:
+        return {
+            f"{place}": f"{one.seconds:.4g} s, {format_bytes(one.memory_bytes)}, {one.plan!r}"
+            for place, one in enumerate(self)
+        }
 
     @property
     def why(self) -> list[dict[str, Any]]:
@@ -93,18 +112,18 @@ def plan(
         settings=settings,
     )
     details = to_json(found)
-    answers = (
+    recommended, *answers = (
         _answer(
             plan_of(candidate.layout),
             candidate.layout,
             found.model,
             candidate.breakdown,
             candidate.memory.needed,
-            said,
+            candidate_json(found, candidate),
         )
-        for candidate, said in zip(found.candidates, details["plans"], strict=True)
+        for candidate in (found.candidates[0], *found.fastest_first)
     )
-    return Answers(answers, details)
+    return Answers(answers, recommended, details)
 
 
 def estimate(

@@ -19,6 +19,7 @@ from moemesh.config.load import Resolved, S, build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.shown import Shown
 from moemesh.config.sources import Leaf
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
@@ -94,8 +95,8 @@ def parallelize(
     return ParallelModel(parallel, config)
 
 
-@dataclass(eq=False)
-class ParallelModel:
+@dataclass(eq=False, repr=False)
+class ParallelModel(Shown):
     """The part of a model that one rank trains; :func:`parallelize` makes it."""
 
     parallel: hub.ParallelModel
@@ -108,6 +109,10 @@ class ParallelModel:
         for name, own in self.parallel.model.named_parameters():
             is_short = own.dtype == torch.bfloat16
             self._masters[name] = nn.Parameter(own.detach().float()) if is_short else own
+
+    def facts(self) -> dict[str, object]:
+        own = sum(one.numel() for one in self.parameters())
+        return {"mesh": self.parallel.mesh, "own_parameters": own, "num_steps": self.num_steps}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Logical name -> this rank's shard, for an optimizer; of bfloat16 weights their fp32

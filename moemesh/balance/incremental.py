@@ -40,7 +40,7 @@ class Replan:
     """A placement with what it costs to get there; maps as `rebalance_experts` returns them.
 
     `moved` [layers] replicas that a GPU did not hold before; `before`, `after`, `bound` [layers]
-    loads of the hottest GPU over the mean: with the previous placement, the new one, and what no
+    loads of the fullest GPU over the mean: with the previous placement, the new one, and what no
     placement falls below. `transfers` holds the rounds of each layer (see `transfers`).
     """
 
@@ -66,10 +66,10 @@ def rebalance_incremental(
     margin: float = 0.2,
     min_gain: float = 0.0,
 ) -> Replan:
-    """Move few replicas so that the hottest GPU is within `tolerance` of the bound again.
+    """Move few replicas so that the most loaded GPU is within `tolerance` of the bound again.
 
     `loads` [layers, experts]; `previous` [layers, slots] the placement in use (or the three maps of
-    `rebalance_experts`). A layer stays as it is while its hottest GPU is within `tolerance` of the
+    `rebalance_experts`). A layer stays as it is while its fullest GPU is within `tolerance` of the
     bound, or while less than `min_gain` of its load could be saved. Otherwise it is brought to
     `(1 - margin) x tolerance`, so that the next small drift does not move experts again
     (hysteresis). A layer whose groups are not on one node each (hierarchical policy) is planned

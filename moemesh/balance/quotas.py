@@ -321,7 +321,7 @@ def fill_runs(
 def shadow_experts(
     counts: Any, home: Any, *, shadow_rows: float, max_shadows: int | None = None
 ) -> QuotaPlan:
-    """Replicate the hottest experts on every rank, as long as that pays (FasterMoE's rule).
+    """Replicate the most loaded experts on every rank, as long as that pays (FasterMoE's rule).
 
     `counts` [ranks, experts] tokens that each rank sends to each expert, `home` [experts]. Every
     rank computes its own tokens of a shadowed expert. With S shadows a layer costs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,34 @@ from moemesh.balance.inputs import (
     scaled,
 )
 from moemesh.balance.search import published, solve
+from moemesh.config.shown import Shown
+
+
+class _Maps(NamedTuple):
+    physical_to_logical: Any
+    logical_to_physical: Any
+    replica_count: Any
+
+
+class ExpertPlacement(Shown, _Maps):
+    """The three maps of :func:`rebalance_experts`, a tuple; `loads` [layers, experts] are given."""
+
+    loads: Floats
+    num_gpus: int
+
+    @property
+    def gpu_loads(self) -> tuple[Floats, Floats]:
+        """Load of each GPU [layers, GPUs] with the experts in order, and with these replicas."""
+        slots = np.asarray(self.physical_to_logical)
+        return loads_in_order(self.loads, self.num_gpus), gpu_loads(
+            self.loads, slots, self.num_gpus
+        )
+
+    def facts(self) -> dict[str, object]:
+        (layers, slots), experts = np.shape(self.physical_to_logical), self.loads.shape[1]
+        sizes = {"layers": layers, "experts": experts, "slots": slots, "gpus": self.num_gpus}
+        before, after = (balance_of(loads).max() for loads in self.gpu_loads)
+        return sizes | {"max_over_mean_before": before, "max_over_mean_after": after}
 
 
 def rebalance_experts(
@@ -29,8 +57,8 @@ def rebalance_experts(
     *,
     effort: Effort = "quality",
     policy: Policy | None = None,
-) -> tuple[Any, Any, Any]:
-    """Place replicas of experts on GPUs so that the hottest GPU of each layer carries least.
+) -> ExpertPlacement:
+    """Place replicas of experts on GPUs so that the most loaded GPU of each layer carries least.
 
     `weight` [layers, experts] holds loads; a replica carries an equal share of its expert's. Each
     GPU gets `num_replicas / num_gpus` slots, in order. Hierarchical policy (groups of experts stay
@@ -47,7 +75,9 @@ def rebalance_experts(
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
     slots = solve(scaled(loads), shape, check_effort(effort))
-    return like(weight, *maps_of(slots, shape.num_experts))
+    placed = ExpertPlacement(*like(weight, *maps_of(slots, shape.num_experts)))
+    placed.loads, placed.num_gpus = loads, num_gpus
+    return placed
 
 
 def rebalance_published(
@@ -75,7 +105,7 @@ def lower_bound(
     *,
     policy: Policy | None = None,
 ) -> Any:
-    """Loads [layers] that the hottest GPU cannot fall below, whatever the placement.
+    """Loads [layers] that the most loaded GPU cannot fall below, whatever the placement.
 
     The mean, the smallest possible largest replica, and linear programs over replica counts for
     pigeonhole arguments (see `bounds`); in the hierarchical policy over all divisions of the groups
@@ -97,6 +127,15 @@ def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
     return slots, replicas, counts
 
 
+def loads_in_order(loads: Floats, num_gpus: int) -> Floats:
+    """Load of each GPU [layers, GPUs] with one replica of each expert, in order, as evenly as their
+    number allows."""
+    found = np.zeros((len(loads), num_gpus))
+    for expert in range(loads.shape[1]):
+        found[:, expert * num_gpus // loads.shape[1]] += loads[:, expert]
+    return found
+
+
 def gpu_loads(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
     """Load of each GPU [layers, GPUs] when experts' loads are split evenly over their replicas."""
     counts = np.stack([np.bincount(row, minlength=loads.shape[1]) for row in slots])
@@ -106,7 +145,7 @@ def gpu_loads(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
 
 
 def balance_of(loads: Floats) -> Floats:
-    """Load of the hottest GPU over the mean, per layer; 1 for a layer without any load."""
+    """Load of the most loaded GPU over the mean, per layer; 1 for a layer without any load."""
     mean = loads.mean(axis=1)
     return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
 

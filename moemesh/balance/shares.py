@@ -1,6 +1,6 @@
 """A fixed placement and a known load: the share of each expert's load that each replica takes.
 
-A linear program minimises the load of the hottest GPU, then of the next hottest, and so on: a GPU
+A linear program minimises the load of the most loaded GPU, then of the next, and so on: a GPU
 whose constraint has a price is at the optimum in every solution, so it keeps that load and the next
 program is about the others.
 """
@@ -26,7 +26,7 @@ class Split:
     """How known loads are split over the replicas of a placement.
 
     `shares` [layers, slots] of its expert's load that each slot takes (an expert's sum to 1),
-    `gpu_loads` [layers, GPUs], and `balance` [layers], the hottest GPU's load over the mean.
+    `gpu_loads` [layers, GPUs], and `balance` [layers], the most loaded GPU's load over the mean.
     """
 
     shares: Any
@@ -38,7 +38,7 @@ def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
     """Split known loads over the replicas of a fixed placement, best possible for every GPU.
 
     `loads` [layers, experts], `placement` [layers, slots] of logical experts. No other split has a
-    less loaded hottest GPU, and among those none a less loaded second, and so on. Results are of
+    smaller largest load of a GPU, and among those none a smaller second, and so on. Results are of
     the kind of `loads`. Raises ValueError.
     """
     given = check_loads(loads, "loads")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from moemesh.bench.drill_rank import FIRED, JUDGED, WENT_ON, Spec, read_time
 from moemesh.bench.drill_results import Fault, Kind, Outcome, ResultsFile, Row, Trial
+from moemesh.comm.supervisor import python_command
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
 SETTINGS: dict[str, Any] = {
@@ -91,9 +92,9 @@ class Drill:
         self, arguments: Sequence[str], spec: Spec | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run ``moemesh``, with the fault of `spec` if there is one."""
-        entry = ["moemesh"] if spec is None else ["moemesh.bench.drill_rank", spec.text()]
+        module = ["moemesh"] if spec is None else ["moemesh.bench.drill_rank", spec.text()]
         return subprocess.run(
-            [self.python, "-m", *entry, *arguments],
+            python_command(*module, *arguments, python=self.python),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_SECONDS,

@@ -212,7 +212,7 @@ def _nan(drill: Drill) -> Outcome:
 def _differing_copy(drill: Drill) -> Outcome:
     more = {"train__vote_every": 1, "train__on_mismatch": "majority"}
     plan = "tp=2 dp=2 ep=4"
-    return _changed_weight(drill, "flip", plan, "vote", "the copy of RANK differs", **more)
+    return _changed_weight(drill, "flip", plan, "copies", "the copy of RANK differs", **more)
 
 
 # Things that must not matter: the run ends as if they had not been.

@@ -7,7 +7,6 @@ word, which every rank passes, are where they come, and the judge's verdict is w
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -22,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moemesh.trace import progress_words
+from moemesh.comm.supervisor import python_command
+from moemesh.trace import machine, progress_words
 
 #: Files in the drill's folder: times (monotonic seconds) of the fault, of the verdict, and of the
 #: first step behind it.
@@ -116,9 +116,10 @@ def _act(spec: Spec) -> None:
         _call_alone()
     elif spec.action == "sockets":
         pids = (os.getpid(), _launcher(folder)["pid"])
-        (folder / FOUND).write_text("\n".join(_open_to_all(pids)))
+        found = machine.open_sockets(pids)
+        (folder / FOUND).write_text("not shown" if found is None else "\n".join(found))
     else:
-        second = [sys.executable, "-m", "moemesh", *_launcher(folder)["arguments"]]
+        second = python_command("moemesh", *_launcher(folder)["arguments"])
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         done = subprocess.run(second, capture_output=True, text=True, env=environment)
         is_refused = done.returncode == 2 and "in use by another run" in done.stderr
@@ -161,23 +162,6 @@ def _limit_files(size: int) -> None:
 
 def _launcher(folder: Path) -> dict[str, Any]:
     return json.loads((folder / LAUNCHER).read_text())
-
-
-def _open_to_all(pids: Sequence[int]) -> list[str]:
-    """TCP sockets of `pids` that listen on more than loopback, as /proc shows them."""
-    sockets: set[str] = set()
-    for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # the listing itself has one
-            sockets.add(os.readlink(file))
-    found: list[str] = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[i] for i in (1, 3, 9))
-            is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
-            is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
-            if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
-                found.append(f"{table} {address}")
-    return found
 
 
 def arm(spec: Spec) -> None:
@@ -315,7 +299,7 @@ def main() -> None:
             note_verdicts(folder)
         else:
             take_time_of_verdicts(folder)
-        launch.ENTRY = ("-m", "moemesh.bench.drill_rank", spec.text())
+        launch.MODULE = ("moemesh.bench.drill_rank", spec.text())
     runpy.run_module("moemesh", run_name="__main__", alter_sys=True)
 
 

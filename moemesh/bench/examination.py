@@ -23,6 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 from moemesh.bench import environment
 from moemesh.comm.devices import signs_of_gpus
+from moemesh.comm.supervisor import python_command
+from moemesh.trace.machine import SHARED_MEMORY
 from moemesh.trace.memory import format_bytes
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -159,7 +161,7 @@ def _clock(file: Path) -> Finding:
     return Finding("clock", "pass", "this machine and the disk of the runs agree")
 
 
-def _shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
     if not folder.is_dir():
         return
     size = shutil.disk_usage(folder).total
@@ -196,8 +198,8 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Finding]:
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
-    except OSError as error:
-        text = f"{host} has no address ({error.strerror or error})"
+    except (OSError, UnicodeError) as error:
+        text = f"{host} has no address ({getattr(error, 'strerror', None) or error})"
         yield Finding("host name", "fail", text, f"a line for {host} in /etc/hosts")
     else:
         is_local = address.startswith("127.")
@@ -277,7 +279,7 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
         port = server.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
-    command = [sys.executable, "-m", "moemesh.bench.torch_check"]
+    command = python_command("moemesh.bench.torch_check")
     ranks = [
         subprocess.Popen(
             command,

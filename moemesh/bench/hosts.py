@@ -1,7 +1,7 @@
 """Several hosts on one Linux machine: network namespaces, a bridge, and links of a given rate.
 
     with hosts(2, "1gbit") as names:            # needs root, `ip` and `tc`
-        run_ranks(names, ranks_per_host=2, command=[sys.executable, "-m", ...])
+        run_ranks(names, ranks_per_host=2, command=python_command(...))
 
 Every host is a namespace of its own with one interface, :data:`INTERFACE`, that leads to a bridge
 in a further namespace; the machine's own network is never touched. Token buckets shape what a host

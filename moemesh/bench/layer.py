@@ -27,6 +27,7 @@ from moemesh.bench.shapes import SHAPES
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
+from moemesh.trace.machine import keep_freed_memory, processor
 
 
 def run(settings: LayerSettings, found: Path | None = None) -> dict[str, Any] | None:
@@ -52,7 +53,7 @@ def run(settings: LayerSettings, found: Path | None = None) -> dict[str, Any] | 
 
 def _measured(settings: LayerSettings, ranks: launch.Ranks) -> dict[str, Any]:
     # Ranks that torchrun started are left alone by the launcher, but a figure must say one thing.
-    keeps = launch.keep_freed_memory()
+    keeps = keep_freed_memory()
     mesh = Mesh.create(Layout(dp=ranks.world_size, ep=ranks.world_size), ranks.device)
     results = [
         {"shape": shape, **_sizes(shape), "dtype": dtype, "ranks": ranks.world_size}
@@ -77,11 +78,8 @@ def _sizes(shape: str) -> dict[str, int]:
 
 
 def _machine(keeps_freed_memory: bool) -> dict[str, Any]:
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": models[0] if models else platform.processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),

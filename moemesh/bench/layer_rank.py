@@ -5,12 +5,10 @@ Legend: T own tokens, K slots per token, E experts, L local experts, H hidden.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from moemesh.model.moe import MoE
 from moemesh.model.visibility import Visibility
 from moemesh.ops import swiglu
 from moemesh.parallel.expert.build import make_dispatcher
+from moemesh.trace.machine import peak_growth, return_freed_memory
 
 #: Turns before the clock starts: the heap still grows in the first ones.
 WARM_UP_TURNS = 3
@@ -246,20 +245,11 @@ def _peak_bytes(layer: MeasuredLayer) -> int | None:
 
     Over weights and tokens. None where the kernel or the C library cannot tell (not Linux, glibc).
     """
-    status = Path("/proc/self/status")
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if not status.exists() or trim is None:
+    if not return_freed_memory():  # or the layer would use unseen what making the weights has freed
         return None
-    trim(0)  # hand back what making the weights has freed, or the layer would use it unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
-
-    def kilobytes(field: str) -> int:
-        lines = status.read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(field)).split()[1])
-
-    before = kilobytes("VmRSS:")
+    grown = peak_growth()
     layer()
-    return (kilobytes("VmHWM:") - before) * 1024
+    return grown()
 
 
 def single_sequence(num_tokens: int, chosen_TK: Tensor | None = None) -> Context:

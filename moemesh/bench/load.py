@@ -13,8 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -36,6 +35,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.transformer import Transformer
 from moemesh.parallel.placement import Placement, placements
+from moemesh.trace.machine import drop_from_cache, peak_growth
 
 _KIND = "qwen3_moe"
 _DTYPE = torch.bfloat16
@@ -107,11 +107,10 @@ def _measured(path: Path, model: ModelConfig, mesh: Mesh, settings: LoadSettings
     for is_cold in (False, True):
         times: dict[str, list[float]] = {"load": [], "plain": []}
         for _ in range(settings.rounds + 1):
-            with _peak() as grown:
-                weights = HuggingFaceWeights.open(path, model)
-                seconds = _timed(mesh, path, is_cold, partial(weights.load_into, shards))
-            times["load"].append(seconds)
-            read, peak = weights.folder.bytes_read, max(peak, grown())
+            grown = peak_growth()
+            weights = HuggingFaceWeights.open(path, model)
+            times["load"].append(_timed(mesh, path, is_cold, partial(weights.load_into, shards)))
+            read, peak = weights.folder.bytes_read, max(peak, grown() or 0)
             plain = partial(_plain_read, path, shards, mesh)
             times["plain"].append(_timed(mesh, path, is_cold, plain))
         # The first round warms the cache, and code up.
@@ -204,23 +203,6 @@ def _drop_from_cache(file: Path) -> None:
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_cache(handle)
     finally:
         os.close(handle)
-
-
-@contextmanager
-def _peak() -> Iterator[Callable[[], int]]:
-    """Bytes by which the process' resident memory grows at most, inside, over what it has before;
-    mapped files count."""
-    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
-    before = _status("VmRSS")
-    yield lambda: max(_status("VmHWM") - before, 0)
-
-
-def _status(key: str) -> int:
-    """A line of Linux' /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)

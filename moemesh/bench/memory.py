@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import MemorySettings
-from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout, shard_range
@@ -37,6 +36,7 @@ from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.ledger import Ledger
+from moemesh.trace.machine import keep_freed_memory
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.states import state_bytes
@@ -272,7 +272,7 @@ def _by_rank(mesh: Mesh, own: dict[str, int]) -> dict[str, list[int]]:
 
 def _seconds(mesh: Mesh, settings: MemorySettings) -> dict[str, list[float]]:
     """Strategy -> seconds of its step in each round; the steps before the first are not counted."""
-    launch.keep_freed_memory()
+    keep_freed_memory()
     contenders = {name: _Contender.build(mesh, settings, name) for name in settings.wanted}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(_STEPS_BEFORE + settings.rounds):

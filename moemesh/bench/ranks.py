@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,8 @@ from moemesh.bench import hosts
 from moemesh.bench.options import BenchError, Settings
 from moemesh.bench.settings import HostSettings
 from moemesh.comm import cuda, launch
+from moemesh.comm.supervisor import python_command
+from moemesh.trace.machine import keep_freed_memory
 
 #: A benchmark that takes longer is stopped.
 TIMEOUT_SECONDS = 1200.0
@@ -36,7 +37,7 @@ def on_ranks(
     """
     if launch.joined():
         ranks = launch.start(device, TIMEOUT_SECONDS)
-        launch.keep_freed_memory()
+        keep_freed_memory()
         if num_ranks and ranks.world_size != num_ranks:
             raise BenchError(f"{ranks.world_size} ranks were started for ranks = {num_ranks}")
         result = measure(ranks)
@@ -52,7 +53,7 @@ def on_ranks(
                 hosts.run_ranks(
                     names,
                     ranks_per_host=settings.node,
-                    command=[sys.executable, "-m", "moemesh", *arguments],
+                    command=python_command("moemesh", *arguments),
                     timeout=TIMEOUT_SECONDS,
                 )
         else:

@@ -23,7 +23,7 @@ class HostSettings(Settings):
     """Ranks on nodes, or on emulated hosts; 0 nodes or hosts are none."""
 
     ranks: Annotated[int, "Ranks; all share the experts.", {"min": 1}] = 4
-    ranks_per_node: Annotated[int, "Where node borders lie; 0: one node.", {"min": 0}] = 0
+    ranks_per_node: Annotated[int, "Ranks of a node; 0: one node.", {"min": 0}] = 0
     hosts: Annotated[int, "Emulate as many hosts (Linux, root); 0: none.", {"min": 0}] = 0
     link: Annotated[str, "Rate of each host's link."] = "1gbit"
 
@@ -85,7 +85,7 @@ class LayerSettings(Settings):
 class DeviceSettings(Settings):
     """One MoE layer on simulated devices; `cluster` has their data sheet and links."""
 
-    shape: Annotated[Literal["A", "B", "tiny"], "As of `bench layer`."] = "B"
+    shape: Annotated[Literal["A", "B", "tiny"], "Shape, as of `bench layer`."] = "B"
     cluster: Annotated[str, "Preset or file: rates of its devices and links."] = "dgx_h100"
     ranks: Annotated[int, "Devices that share the experts; 1: no exchanges.", {"min": 1}] = 4
 
@@ -102,7 +102,7 @@ class DispatchSettings(HostSettings):
     experts: Annotated[int, "Experts of the layer.", {"min": 1}] = 64
     top_k: Annotated[int, "Experts per token.", {"min": 1}] = 8
     groups: Annotated[int, "Placement groups of the workload.", {"min": 1}] = 8
-    tokens: Annotated[int, "Tokens of all ranks together.", {"min": 1}] = 4096
+    tokens: Annotated[int, "Tokens of all ranks together.", {"tokens": True}] = 4096
     hidden: Annotated[int, "Numbers of a token's row.", {"min": 1}] = 512
     width: Annotated[int, "Width of one expert.", {"min": 1}] = 256
     payload: Annotated[Literal["same", "fp8"], "Dispatched rows."] = "same"
@@ -138,7 +138,7 @@ class LinksSettings(HostSettings):
     sizes: Annotated[str, "Bytes of the full tensor, with commas; k, m, g."] = "1k,8k,64k,512k,4m"
     operations: Annotated[str, "Names with commas, or all."] = "all"
     rounds: Annotated[int, "Timed repetitions.", {"min": 1}] = 9
-    device: Annotated[Literal["cpu", "cuda"], "Where the tensors are."] = "cpu"
+    device: Annotated[Literal["cpu", "cuda"], "Device of the tensors."] = "cpu"
 
     def check(self) -> None:
         if self.ranks < 2:
@@ -175,9 +175,7 @@ class PipelineSettings(Settings):
     ranks: Annotated[int, "Pipeline ranks.", {"min": 1}] = 4
     microbatches: Annotated[int, "Microbatches of a step.", {"min": 1}] = 16
     stages_per_rank: Annotated[int, "Chunks on a rank.", {"min": 1}] = 1
-    seconds: Annotated[
-        float, "How long a stage sleeps for F, I and W each; 0: not.", {"min": 0}
-    ] = 0.0
+    seconds: Annotated[float, "Seconds that a stage sleeps for F, I and W each.", {"min": 0}] = 0.0
     rounds: Annotated[int, "Timed steps.", {"min": 1}] = 5
 
 
@@ -207,7 +205,7 @@ class ReplicasSettings(Settings):
     ranks: Annotated[str, "Numbers of ranks, with commas."] = "2,4"
     workload: Annotated[str, "Loads with commas, or all (see below)."] = "W2,W6"
     spare_slots: Annotated[int, "Spare slots of each rank.", {"min": 1}] = 2
-    policy: Annotated[Literal["quota", "shadow"], "Which experts get replicas."] = "quota"
+    policy: Annotated[Literal["quota", "shadow"], "Experts that get replicas."] = "quota"
     rounds: Annotated[int, "Timed steps of each.", {"min": 1}] = 7
     layers: int = 2
     hidden: int = 128
@@ -249,13 +247,13 @@ class MemorySettings(Settings):
     strategy: Annotated[str, "Values of plan.data with commas, or all."] = "all"
     servers: Annotated[int, "Servers of parameter_server.", {"min": 1}] = 1
     rounds: Annotated[int, "Timed steps of each.", {"min": 1}] = 7
-    dtype: Annotated[Literal["float32", "bfloat16"], "Of the weights."] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], "Type of the weights."] = "float32"
     layers: Annotated[int, "Layers.", {"min": 1}] = 12
     hidden: Annotated[int, "Hidden size.", {"min": 8}] = 256
     width: Annotated[int, "Width of an expert.", {"min": 1}] = 384
     experts: Annotated[int, "Experts of a layer.", {"min": 2}] = 4
     sequences: Annotated[int, "Sequences of a step.", {"min": 1}] = 4
-    seq_len: Annotated[int, "Tokens of a sequence.", {"min": 1}] = 32
+    seq_len: Annotated[int, "Tokens of a sequence.", {"tokens": True}] = 32
     microbatches: Annotated[int, "Microbatches of a step.", {"min": 1}] = 1
     seed: int = 0
 
@@ -283,10 +281,10 @@ class MemorySettings(Settings):
 class TokenizeSettings(Settings):
     """Text of the standard library and a tokenizer that is trained on it."""
 
-    megabytes: Annotated[int, "Of text.", {"min": 1}] = 8
-    document_bytes: Annotated[int, "Of a document, about.", {"min": 1}] = 2000
+    megabytes: Annotated[int, "Megabytes of text.", {"min": 1}] = 8
+    document_bytes: Annotated[int, "Bytes of a document, about.", {"min": 1}] = 2000
     vocabulary: Annotated[int, "Ids of the tokenizer.", {"min": 300}] = 16000
-    processes: Annotated[int, "As of moemesh tokenize.", {"min": 1}] = 1
+    processes: Annotated[int, "Processes, as of moemesh tokenize.", {"min": 1}] = 1
     rounds: Annotated[int, "Timed rounds; all take turns in each.", {"min": 1}] = 5
 
 
@@ -308,7 +306,7 @@ class LoadSettings(Settings):
     ranks: Annotated[int, "Ranks.", {"min": 1}] = 4
     tp: Annotated[int, "Ranks that share the heads and the width of an expert.", {"min": 1}] = 1
     rounds: Annotated[int, "Timed repetitions.", {"min": 1}] = 3
-    folder: Annotated[str, "Where to write the weights; default: among temporary files."] = ""
+    folder: Annotated[str, "Folder of the weights; default: among temporary files."] = ""
 
     @property
     def plan(self) -> "Plan":

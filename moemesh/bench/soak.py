@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.bench.drill_rank import ORDER, SOAK, Spec, read_notes
+from moemesh.comm.supervisor import python_command
 
 #: Two ranks, small enough for two cores; all else is the default of `moemesh train`.
 SETTINGS = {
@@ -52,7 +53,8 @@ def soak(
     folder = out.parent / f"{out.name}.soak"
     folder.mkdir(parents=True)
     spec = Spec(action=SOAK, rank=0, step=0, place="", folder=str(folder))
-    command = [python, "-m", "moemesh.bench.drill_rank", spec.text(), "train", "--out", str(out)]
+    module = ("moemesh.bench.drill_rank", spec.text())
+    command = python_command(*module, "train", "--out", str(out), python=python)
     settings = SETTINGS | dict(one.split("=", 1) for one in overrides)
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 _Chunk = TypeVar("_Chunk")
@@ -34,25 +36,35 @@ def beside(
             except BaseException as error:
                 done.put(_Error(error))
 
-    thread = threading.Thread(target=run, name="beside", daemon=True)
-    waits = False
+    def taken_back() -> tuple[_Chunk] | None:
+        """The chunk that was handed over, where the thread has not come to it."""
+        with suppress(Empty):
+            return tasks.get_nowait()
+        return None
+
+    has_thread = waits = False
     try:
-        for chunk in chunks:
+        for chunk in itertools.chain(chunks, [None]):
             if waits:
-                yield _result(done.get())
-            waits = size(chunk) >= _SMALL
-            if not waits:
+                waits = False
+                task = taken_back()
+                yield _result(done.get()) if task is None else work(*task)
+            if chunk is None:
+                break
+            if size(chunk) < _SMALL:
                 yield work(chunk)
                 continue
-            if thread.ident is None:
-                thread.start()
             tasks.put((chunk,))
-        if waits:
-            yield _result(done.get())
+            waits = True
+            if not has_thread:
+                has_thread = True
+                # Not waited for: where memory is short it may not begin, and nothing says so.
+                with suppress(RuntimeError):
+                    _thread.start_new_thread(run, ())
     finally:
-        if thread.ident is not None:
-            tasks.put(None)
-            thread.join()
+        if waits and taken_back() is None:
+            done.get()
+        tasks.put(None)
 
 
 class _Error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 import stat
 import time
@@ -24,6 +25,7 @@ from moemesh.checkpoint.beside import beside
 from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.config.errors import UserError
+from moemesh.trace.machine import drop_from_cache
 
 #: The object that marks a folder of an object store.
 MARK = "begun.json"
@@ -50,14 +52,25 @@ class CheckpointError(UserError):
 
 
 def explain(error: OSError, path: Place, needed: int | None = None) -> CheckpointError:
-    """The error with its path and, where the disk is full, the bytes needed and free."""
-    hint = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        wanted = "" if needed is None else f"{needed:,} bytes needed, "
+    """The error with its path and, where there is no room, the bytes needed and their bound."""
+    wanted, hint = "" if needed is None else f"{needed:,} bytes needed, ", ""
+    if error.errno == errno.ENOSPC:
         hint = f": {wanted}{free_bytes(path):,} free"
+    elif error.errno == errno.EDQUOT:
+        hint = f": {wanted}the quota of this user, group or project is used up"
+    elif error.errno == errno.EFBIG and (limit := file_limit()) is not None:
+        hint = f": {wanted}this process may write {limit:,} into a file (ulimit -f)"
+    elif error.errno == errno.EFBIG:
+        hint = f": {wanted}more than this file system takes in one file"
     elif error.errno == errno.ENOENT:
-        hint = ": is the checkpoint folder on a file system that all ranks share?"
+        hint = ": is its folder on a file system that all ranks share?"
     return CheckpointError(f"{path}: {error.strerror or error}{hint}")
+
+
+def file_limit() -> int | None:
+    """Bytes that this process may write into one file; None where it is not limited."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def free_bytes(path: Place) -> int:
@@ -162,11 +175,16 @@ def replace_file(path: Place, content: bytes) -> None:
 
 
 def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """As :func:`replace_file`, for content that comes in parts."""
+    """As :func:`replace_file`, for content that comes in parts. An error leaves no other file."""
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)
-    write_file(temporary, chunks)
-    os.replace(temporary, path)
+    try:
+        write_file(temporary, chunks)
+        os.replace(temporary, path)
+    except OSError as error:  # that of a full disk names no file
+        with suppress(OSError):
+            remove_file(temporary)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync_folder(path.parent)
 
 
@@ -302,8 +320,8 @@ def reading(path: Place, *, from_disk: bool = False) -> Iterator[BinaryIO]:
     file_size(path)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb", buffering=0) as file:
-        if from_disk and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if from_disk:
+            drop_from_cache(handle)
         yield file
 
 

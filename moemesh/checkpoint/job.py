@@ -1,4 +1,4 @@
-"""One save on one rank: written in a thread, told to the other ranks by files, tried again.
+"""One save on one rank: written beside training, told to the other ranks by files, tried again.
 
 A writer thread calls no collective, because threads of different ranks would enter theirs at
 different points between the collectives of training, and every group, a group of its own included,
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
 
 class Job:
-    """One save on one rank, in a thread of its own or not."""
+    """One save on one rank: :meth:`run` it in another thread than the one that waits for it."""
 
     def __init__(
         self,
@@ -115,17 +115,9 @@ class Job:
         #: What this rank could not report, and in which attempt (None: in any), because the folder
         #: takes nothing any more.
         self.untold: tuple[int | None, str] | None = None
-        # No daemon: where training ends in an error, the interpreter still waits for the save.
-        self._thread = threading.Thread(target=self.run, name=f"save-{step}", daemon=False)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it has ended, or so long."""
         self._ended.wait(seconds)
 
     def stop(self) -> None:
@@ -139,6 +131,12 @@ class Job:
         self._told[attempt] = problem
 
     def run(self) -> None:
+        try:
+            self._save()
+        finally:
+            self._ended.set()
+
+    def _save(self) -> None:
         problem: str | None
         nonfinite: Sequence[str] = ()
         is_lost = False
@@ -153,9 +151,9 @@ class Job:
             problem, is_lost = str(error), True
         except Exception as error:  # whatever it is: the others must not wait for this rank
             problem = f"{type(error).__name__}: {error}"
+            self.untold = None, problem
         seconds = time.monotonic() - self._since
         self.outcome = Outcome(self._step, problem, seconds, nonfinite, is_lost)
-        self._ended.set()
 
     # --- rank 0 ---
 

@@ -114,7 +114,7 @@ class Ownership:
                 raise _owned(folder, body)
             _remove_older(claim)
         except (CheckpointError, OSError) as error:
-            raise OwnedError(f"{folder}: its owner cannot be told ({error})") from error
+            raise OwnedError(f"{folder}: its owner cannot be determined ({error})") from error
         return Ownership(claim, own)
 
     def release(self) -> None:

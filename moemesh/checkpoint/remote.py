@@ -54,6 +54,13 @@ class RemotePath:
             raise RemoteError(f"{address}: {error}") from error
         return RemotePath(filesystem, path)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the objects are in the memory of this process, and of no other."""
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        return isinstance(self._filesystem, MemoryFileSystem)
+
     def __str__(self) -> str:
         return str(self._filesystem.unstrip_protocol(self._path))
 
@@ -226,6 +233,8 @@ def place_of(text: str | Path) -> Place:
     """What a text of the user means: ``scheme://...`` an object store, all else a path."""
     match = _ADDRESS.fullmatch(str(text))
     if match is None:
+        if "::" in str(text):
+            raise RemoteError(f"{text}: name one store; addresses in a chain are not understood")
         return Path(text).expanduser()
     scheme, rest = match.groups()
     if not rest.startswith("//"):  # pathlib was there before us

@@ -8,10 +8,14 @@ disk), `finish` carries the news.
 
 from __future__ import annotations
 
+import atexit
 import json
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from moemesh.checkpoint.files import CheckpointError
@@ -48,6 +52,20 @@ class Saver:
         self._in_background = in_background
         self._staging = Staging(ranks_on_machine)
         self._job: Job | None = None
+        jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs = jobs
+
+        def work() -> None:
+            for job in iter(jobs.get, None):
+                job.run()
+                del job  # and its tensors
+
+        # Started now: at a save there may be no memory for a thread, or not enough for it to begin.
+        worker = threading.Thread(target=work, name="save", daemon=True)
+        worker.start()
+        weakref.finalize(self, jobs.put, None)
+        # The interpreter waits for the save under way, also where training ended in an error.
+        atexit.register(lambda: (jobs.put(None), worker.join()))
         self._news: list[str] = []
         #: Why the last save was not in the background although it was to be.
         self.why_blocking: str | None = None
@@ -88,7 +106,7 @@ class Saver:
             self.folder, self.rank, self.world_size, self.keep, self._news.append, self._lost
         )
         self._job = Job(part, step, replies[0]["identity"], keyed, content, since)
-        self._job.start()
+        self._jobs.put(self._job)
         if not stages:
             self._settle(self._job)
 
@@ -104,7 +122,7 @@ class Saver:
         if hurry:
             job.hurry()
         outcome = self._settle(job)
-        job.join()
+        job.wait()
         if self.rank == 0:
             job.sweep()
         self._job = None

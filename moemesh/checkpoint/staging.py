@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moemesh.checkpoint.load import Shard
+from moemesh.trace.machine import available_bytes
 
 #: Largest share of the memory that is free on a machine, for the buffers of all its ranks.
 LARGEST_SHARE = 0.5
@@ -34,25 +34,31 @@ class Staging:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def missing(self, keyed: Mapping[str, Shard]) -> str | None:
-        """Why the copies would not fit, or None where they would."""
+        """Why the copies do not fit, or None where there is a buffer for them."""
         needed = _num_bytes(keyed)
         if needed <= self.num_bytes:
             return None
         bound = int(available_bytes() * LARGEST_SHARE / self._ranks) + self.num_bytes
-        if needed <= bound:
-            return None
-        return f"{needed:,} bytes to stage, at most {bound:,} are left to this rank"
+        if needed > bound:
+            return f"{needed:,} bytes to stage, at most {bound:,} are left to this rank"
+        try:
+            self._reserve(needed, pins=any(shard.tensor.is_cuda for shard in keyed.values()))
+        except RuntimeError:  # torch's word for no memory
+            return f"{needed:,} bytes to stage, which cannot be allocated"
+        return None
 
-    def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The same shards with copies of their tensors, until the next call."""
-        needed = _num_bytes(keyed)
-        on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
+    def _reserve(self, needed: int, *, pins: bool) -> None:
         if needed > self.num_bytes:
             self._unpin()
             self._buffer = None  # first, so that there are never two
             self._buffer = torch.empty(needed, dtype=torch.uint8)
-            if on_cuda:
+            if pins:
                 self._pin(self._buffer)
+
+    def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The same shards with copies of their tensors, until the next call."""
+        on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
+        self._reserve(_num_bytes(keyed), pins=on_cuda)
         copies: dict[str, Shard] = {}
         end = 0
         with torch.no_grad():
@@ -84,23 +90,6 @@ class Staging:
             return
         with suppress(RuntimeError):  # CUDA would give the error to the next kernel of a step
             torch.zeros(1, device="cuda")
-
-
-def available_bytes() -> int:
-    """Memory that processes of this machine can still take, in bytes; no bound where it is not
-    known."""
-    found = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                found = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
-            found = min(found, max(int(limit) - int(used), 0))
-    except (OSError, ValueError):
-        pass
-    return found
 
 
 def _num_bytes(keyed: Mapping[str, Shard]) -> int:

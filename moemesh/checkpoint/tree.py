@@ -18,6 +18,7 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.store import Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, local_part
+from moemesh.config.shown import short_repr
 
 #: Leaves that JSON holds; of the containers only empty ones are leaves.
 _VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
@@ -29,6 +30,9 @@ class Sharded(NamedTuple):
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return short_repr(self, self._asdict())
 
     def row(self, place: int) -> Sharded:
         """One row of the part, as a part of a tensor of its own."""

@@ -1,9 +1,7 @@
 """The verb balance: place experts for a file of loads, print the balance before and after."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +11,16 @@ import typer
 
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
+from moemesh.cli.progress import progress
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 #: Problems with fewer slots in all layers together are solved before a compiler is even loaded.
 FEW_SLOTS = 400
 #: Layers with larger loads, or with smaller ones than its inverse, are scaled by a power of two.
 LARGEST_LOAD = 1e290
-#: So many slots are printed; of larger placements only the worst layers.
-MAX_PRINTED = 2048
+#: So many layers are printed, and of the experts of each so many characters.
+MOST_LAYERS, MOST_CHARACTERS = 8, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,26 @@ class BalanceSettings:
         "JSON, CSV, NumPy file, or a run's folder.",
         {"argument": True, "metavar": "LOADS"},
     ]
-    gpus: Annotated[int, "GPUs; all get equally many slots."]
+    gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
     replicas: Annotated[
-        int | None, "Slots in all; one per expert (only a permutation) if not given."
+        int | None,
+        "Slots in all, or physical experts (EPLB: num_replicas). By default one for each expert: a "
+        "permutation.",
     ] = None
-    nodes: Annotated[int, "Nodes of the GPUs."] = 1
-    groups: Annotated[int, "Groups of experts that share a node."] = 1
+    redundant: Annotated[
+        int | None,
+        "Slots beyond one for each expert, in place of --replicas (vLLM: num_redundant_experts).",
+        {"min": 0, "names": ("--redundant", "--num-redundant-experts")},
+    ] = None
+    nodes: Annotated[int, "Nodes of the GPUs (EPLB: num_nodes)."] = 1
+    groups: Annotated[int, "Groups of experts that share a node (EPLB: num_groups)."] = 1
     previous: Annotated[
         Path | None, "Placement in use: move few replicas.", {"metavar": "FILE"}
     ] = None
-    tolerance: Annotated[float, "With --previous: how far from the bound is near enough."] = 0.05
+    tolerance: Annotated[float, "With --previous: distance from the bound that is accepted."] = 0.05
     shares: Annotated[
         bool,
-        "With --previous: move nothing, split each expert's load over its replicas.",
+        "Move nothing: split each expert's load over its replicas; with --previous.",
         {"names": ("--shares",)},
     ] = False
     effort: Annotated[str, "fast, quality or seconds."] = "quality"
@@ -56,15 +63,11 @@ class BalanceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The three maps, loads per GPU [layers, GPUs] before and after, the bound over the mean.
+    """The three `maps` of the balancer, loads per GPU [layers, GPUs] before and after, and the
+    bound over the mean. `moved` replicas a layer and their `transfers` with a previous placement,
+    `shares` [layers, slots] where nothing is moved."""
 
-    `moved` replicas a layer and their `transfers` with a previous placement, `shares` [layers,
-    slots] where nothing is moved.
-    """
-
-    physical_to_logical: Any
-    logical_to_physical: Any
-    replica_count: Any
+    maps: tuple[Any, Any, Any]
     loads_before: Any
     loads_after: Any
     bound: Any
@@ -73,27 +76,20 @@ class Placed:
     shares: Any = None
 
     @property
-    def before(self) -> Any:
-        """Load of the hottest GPU over the mean, per layer."""
+    def balance(self) -> tuple[Any, Any]:
+        """Load of the most loaded GPU over the mean, per layer, before and after."""
         from moemesh.balance import balance_of
 
-        return balance_of(self.loads_before)
-
-    @property
-    def after(self) -> Any:
-        from moemesh.balance import balance_of
-
-        return balance_of(self.loads_after)
+        return balance_of(self.loads_before), balance_of(self.loads_after)
 
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints. Loads per GPU are left out: they follow from the rest."""
+        names = ("physical_to_logical", "logical_to_physical", "replica_count")
         shown: dict[str, Any] = {
-            "physical_to_logical": self.physical_to_logical.tolist(),
-            "logical_to_physical": self.logical_to_physical.tolist(),
-            "replica_count": self.replica_count.tolist(),
-            "balance": self.after.tolist(),
+            **{name: one.tolist() for name, one in zip(names, self.maps, strict=True)},
+            "balance": self.balance[1].tolist(),
             "bound": self.bound.tolist(),
-            "balance_before": self.before.tolist(),
+            "balance_before": self.balance[0].tolist(),
         }
         if self.moved is not None:
             shown["moved"] = list(self.moved)
@@ -113,30 +109,35 @@ def balance(
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the load of each GPU.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the JSON object there, as --previous reads it."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Place replicas of experts on GPUs for given loads; one row of loads is one layer.
 
-    Example:
+    Examples:
 
         moemesh balance loads.json --replicas 288 --gpus 32 --nodes 4 --groups 8
-    """
-    from moemesh.balance import BalanceError
-    from moemesh.report.balance import balance_heat_maps
 
-    placed = place(settings)
+        moemesh balance loads.json --redundant 32 --gpus 32 --out placement.json
+    """
+    from moemesh.report.balance import balance_heat_maps
+    from moemesh.report.files import write_texts
+
+    with progress("placing experts", quiet=as_json):
+        placed = place(settings)
+    texts = [] if out is None else [(out, strict_json(placed.to_json()))]
     if svg is not None:
-        drawn = balance_heat_maps(placed.loads_before, placed.loads_after)
-        try:
-            svg.write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise BalanceError(f"{svg}: {error.strerror or error}") from error
+        texts.append((svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
+    write_texts(texts)
     if settings.policy is None and settings.groups % settings.nodes:
         _warn(
             f"nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
             "so the policy is global: experts of a group, and replicas, may be on any node"
         )
-    typer.echo(json.dumps(placed.to_json()) if as_json else _text(placed, settings))
+    typer.echo(strict_json(placed.to_json()) if as_json else _text(placed, settings))
 
 
 def _warn(text: str) -> None:
@@ -168,6 +169,20 @@ def place(settings: BalanceSettings) -> Placed:
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
     replicas = settings.replicas
+    if settings.redundant is not None:
+        if replicas is not None:
+            raise BalanceError(
+                "give --replicas, or --redundant: the slots beyond one for an expert"
+            )
+        experts = loads.shape[1]
+        replicas = experts + settings.redundant
+        if settings.gpus > 0 and (over := replicas % settings.gpus):
+            near = [replicas - over, replicas - over + settings.gpus]
+            fixes = " or ".join(str(slots - experts) for slots in near if slots >= experts)
+            raise BalanceError(
+                f"{experts} experts and --redundant {settings.redundant} make {replicas} slots, "
+                f"no multiple of {settings.gpus} GPUs: take --redundant {fixes}"
+            )
     if replicas is None:
         replicas = loads.shape[1] if previous is None else previous.shape[-1]
     if previous is not None and previous.shape[-1] != replicas:
@@ -185,7 +200,13 @@ def place(settings: BalanceSettings) -> Placed:
 def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
     import numpy as np
 
-    from moemesh.balance import gpu_loads, lower_bound, rebalance_experts, rebalance_published
+    from moemesh.balance import (
+        gpu_loads,
+        loads_in_order,
+        lower_bound,
+        rebalance_experts,
+        rebalance_published,
+    )
 
     sizes = (replicas, settings.groups, settings.nodes, settings.gpus)
     if settings.policy == "published":
@@ -194,17 +215,11 @@ def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
     else:
         policy = settings.policy
         maps = rebalance_experts(loads, *sizes, effort=_effort(settings.effort), policy=policy)
-    # Before: experts in order, as evenly as their number allows.
-    before = np.zeros((len(loads), settings.gpus))
-    for expert in range(loads.shape[1]):
-        before[:, expert * settings.gpus // loads.shape[1]] += loads[:, expert]
     mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / settings.gpus, 1e-300)
     bound = lower_bound(loads, *sizes, policy=policy) / mean
     return Placed(
-        physical_to_logical=maps[0],
-        logical_to_physical=maps[1],
-        replica_count=maps[2],
-        loads_before=before,
+        maps=maps,
+        loads_before=loads_in_order(loads, settings.gpus),
         loads_after=gpu_loads(loads, maps[0], settings.gpus),
         bound=np.where(loads.any(axis=1), bound, 1.0),
     )
@@ -223,9 +238,7 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
         slots = np.asarray(previous, np.int64)
         maps = maps_of(slots, loads.shape[1])
         return Placed(
-            physical_to_logical=maps[0],
-            logical_to_physical=maps[1],
-            replica_count=maps[2],
+            maps=maps,
             loads_before=gpu_loads(loads, slots, settings.gpus),
             loads_after=split.gpu_loads,
             bound=np.array(split.balance),  # the optimum of this placement
@@ -241,9 +254,7 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
         policy=settings.policy,
     )
     return Placed(
-        physical_to_logical=replan.physical_to_logical,
-        logical_to_physical=replan.logical_to_physical,
-        replica_count=replan.replica_count,
+        maps=(replan.physical_to_logical, replan.logical_to_physical, replan.replica_count),
         loads_before=gpu_loads(loads, np.asarray(previous, np.int64), settings.gpus),
         loads_after=gpu_loads(loads, replan.physical_to_logical, settings.gpus),
         bound=np.array(replan.bound),
@@ -261,50 +272,49 @@ def _effort(text: str) -> Any:
 
 
 def _text(placed: Placed, settings: BalanceSettings) -> str:
-    before, after, bound = placed.before, placed.after, placed.bound
+    from moemesh.report.section import plural
+    from moemesh.report.svg import clip
+
+    (before, after), bound = placed.balance, placed.bound
+    physical, _, counts = placed.maps
+    (layers, slots), experts = physical.shape, counts.shape[1]
+    shown = range(min(layers, MOST_LAYERS))
     header = ["layer", "before", "after", "bound", "gap", "most replicas"]
     rows = [
         [
             str(layer),
             *(f"{value[layer]:.3f}" for value in (before, after, bound)),
             f"{max(after[layer] / bound[layer] - 1.0, 0.0):.2%}",
-            str(placed.replica_count[layer].max()),
+            str(counts[layer].max()),
         ]
-        for layer in range(len(after))
+        for layer in shown
     ]
-    layers, slots = placed.physical_to_logical.shape
-    sizes = ((layers, "layer"), (placed.replica_count.shape[1], "expert"), (slots, "slot"))
-    named = [f"{number} {name}{'s' * (number > 1)}" for number, name in sizes]
+    limit = f"(no placement below {bound.mean():.3f})" if placed.shares is None else "by shares"
     lines = [
-        f"{named[0]}: {named[1]} in {named[2]} on {settings.gpus} GPU{'s' * (settings.gpus > 1)}",
-        f"hottest GPU / mean {before.mean():.3f} -> {after.mean():.3f} "
-        f"(no placement below {bound.mean():.3f})",
+        f"{plural(layers, 'layer')}: {plural(experts, 'expert')} in {plural(slots, 'slot')} "
+        f"({slots - experts:,} redundant) on {plural(settings.gpus, 'GPU')}",
+        f"most loaded GPU / mean GPU{', mean over layers' * (layers > 1)}: "
+        f"{before.mean():.3f} -> {after.mean():.3f} {limit}",
     ]
-    if placed.shares is not None:
-        lines[1] = f"hottest GPU / mean {before.mean():.3f} -> {after.mean():.3f} by shares"
+    if layers > 1:
+        worst = [f"{value.max():.3f} (layer {value.argmax()})" for value in (before, after)]
+        lines.append(f"most loaded GPU / mean GPU, worst layer: {' -> '.join(worst)}")
     if placed.moved is not None:
         rounds = max(len(steps) for steps in placed.transfers)
         lines.append(f"{sum(placed.moved)} replicas move, in at most {rounds} rounds a layer")
         header.append("moved")
-        for row, moved in zip(rows, placed.moved, strict=True):
+        for row, moved in zip(rows, placed.moved, strict=False):
             row.append(str(moved))
-    shown = [table(header, rows, left=0), "experts of each GPU:"]
-    return "\n".join([*lines, *shown, *_gpu_lines(placed, after, settings.gpus)])
-
-
-def _gpu_lines(placed: Placed, after: Any, num_gpus: int) -> Iterator[str]:
-    """The experts of each GPU, one line a layer; with shares, the share of each replica."""
-    layers = list(range(len(after)))
-    slots = placed.physical_to_logical
-    if slots.size > MAX_PRINTED:
-        keep = max(MAX_PRINTED // slots.shape[1], 1)
-        layers = sorted(sorted(layers, key=lambda layer: -after[layer])[:keep])
-        yield f"(the {keep} worst layers; --json prints all)"
-    for layer in layers:
-        names = [str(expert) for expert in slots[layer]]
+    lines += [table(header, rows, left=0), "experts of each GPU:"]
+    per_gpu = slots // settings.gpus
+    for layer in shown:
+        names = [str(expert) for expert in physical[layer]]
         if placed.shares is not None:
             pairs = zip(names, placed.shares[layer], strict=True)
             names = [f"{name} ({share:.0%})" for name, share in pairs]
-        per_gpu = len(names) // num_gpus
-        gpus = (names[start : start + per_gpu] for start in range(0, len(names), per_gpu))
-        yield f"layer {layer}: " + " | ".join(" ".join(gpu) for gpu in gpus)
+        gpus = [" ".join(names[start : start + per_gpu]) for start in range(0, slots, per_gpu)]
+        lines.append(clip(f"layer {layer}: {' | '.join(gpus)}", MOST_CHARACTERS))
+    if layers > MOST_LAYERS or lines[-1].endswith("…"):
+        first = f"the first {len(shown)} of {plural(layers, 'layer')}"
+        lines.append(f"({first}; --json prints the whole placement, --out FILE writes it)")
+    return "\n".join(lines)

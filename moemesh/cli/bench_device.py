@@ -1,7 +1,6 @@
 """The verb `bench device`: what a MoE layer asks of GPUs, counted without one."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from moemesh.bench.settings import DeviceSettings
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 
 @bench_app.command("device", short_help="Kernels, waits, exposed exchanges of a MoE layer on GPUs.")
@@ -32,7 +32,7 @@ def bench_device(
     if result is None:
         return
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(strict_json(result, indent=2))
         return
     typer.echo(_device_text(result))
 

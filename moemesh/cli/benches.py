@@ -1,7 +1,6 @@
 """Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory, ..."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ from moemesh.bench.shapes import SHAPES
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
+from moemesh.trace.strict_json import strict_json
 
 #: Below the help of a verb; click keeps the lines of a block that begins with a backspace.
 _LOADS = f"\b\nLoads, as routed tokens per expert:\n{described(WORKLOADS)}"
@@ -44,10 +44,10 @@ def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | N
         return
     if out is not None:
         try:
-            out.write_text(json.dumps(result, indent=2))
+            out.write_text(strict_json(result, indent=2))
         except OSError as error:
             raise BenchError(f"--out {out}: {error.strerror or error}") from error
-    typer.echo(json.dumps(result, indent=2) if as_json else text(result))
+    typer.echo(strict_json(result, indent=2) if as_json else text(result))
 
 
 @bench_app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
@@ -93,7 +93,7 @@ bench_app.command("layers", hidden=True)(bench_layer)
 @options_from(LinksSettings, operations=completion.collectives)
 def bench_links(
     settings: LinksSettings,
-    name: Annotated[str, typer.Option(help="Of the cluster in the file.")] = "measured",
+    name: Annotated[str, typer.Option(help="Name of the cluster in the file.")] = "measured",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
     ] = None,
@@ -190,7 +190,7 @@ def bench_tokenize(
     _print(tokenizing.run(settings), tokenize_text, as_json, out)
 
 
-@bench_app.command("checkpoint", short_help="How long a step waits for a save.")
+@bench_app.command("checkpoint", short_help="Seconds that a step waits for a save.")
 @options_from(CheckpointSettings)
 def bench_checkpoint(
     settings: CheckpointSettings,

@@ -1,7 +1,6 @@
 """The verb checkpoint diff: which tensors of two checkpoints differ, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +8,7 @@ import typer
 from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.stored import Stored
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LINES = 20
 
 
-@checkpoint_app.command(short_help="Which tensors of two checkpoints differ, and by how much.")
+@checkpoint_app.command(short_help="List tensors that differ in two checkpoints, and by how much.")
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest), or RUN/step-N.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
@@ -59,8 +59,7 @@ def diff(
     }
     differs = bool(rows or others or ours ^ theirs)
     if as_json:
-        # Python writes the word Infinity, which is no JSON.
-        typer.echo(json.dumps(_finite(content), indent=1))
+        typer.echo(strict_json(content, indent=1))
         raise typer.Exit(int(differs))
     _say_difference(content, all_lines=all_lines)
     raise typer.Exit(int(differs))
@@ -71,14 +70,6 @@ def _changed(a: "Stored", b: "Stored") -> dict[str, list[Any]]:
     keys = sorted({*a.state, *b.state})
     pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and value in (float("inf"), -float("inf")) else value
 
 
 def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
@@ -112,7 +103,7 @@ def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
         if len(names) > _LINES and not all_lines:
             typer.echo(f"... and {len(names) - _LINES} more only in {side}: --all shows them")
     for key, (old, new) in content["state"].items():
-        if len(text := f"{key}: {json.dumps(old)} and {json.dumps(new)}") <= 100:
+        if len(text := f"{key}: {strict_json(old)} and {strict_json(new)}") <= 100:
             typer.echo(text)
         else:
             typer.echo(f"{key}: differs")

@@ -1,7 +1,6 @@
 """The verbs checkpoint ls, verify and prune: what lies on the disk, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -13,6 +12,7 @@ import typer
 from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find, held
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
@@ -27,7 +27,7 @@ Place = Annotated[
 ]
 
 
-@checkpoint_app.command(short_help="Steps, sizes, layouts, and which are verified.")
+@checkpoint_app.command(short_help="List steps, sizes and layouts, and which are verified.")
 def ls(place: Place, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Nothing is read but manifests and headers.
 
@@ -57,7 +57,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     left = unfinished(found.folder)
     if as_json:
         content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
-        typer.echo(json.dumps(content, indent=1))
+        typer.echo(strict_json(content, indent=1))
         return
     header = ["step", "size", "tensors", "layout", "verified", "age"]
     typer.echo(table(header, [_row(row) for row in rows], left=1))
@@ -65,7 +65,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
         if row["problem"]:
             typer.echo(f"step {row['step']} cannot be used: {row['problem']}")
     for name in left:
-        typer.echo(f"{name}: being written or deleted, or left by a run that died")
+        typer.echo(f"{name}: being written or deleted, or left over from a run that was killed")
 
 
 def _row(row: dict[str, Any]) -> list[str]:
@@ -96,7 +96,7 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-@checkpoint_app.command(short_help="Read every byte back; name what is damaged.")
+@checkpoint_app.command(short_help="Read every byte back; name damaged files and tensors.")
 def verify(
     place: Place,
     all_lines: Annotated[
@@ -104,7 +104,7 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every chunk of every file with its digest, as the disk holds it.
+    """Compare every chunk of every file on the disk with its digest.
 
     Names the first damage of each file and how many there are (each one, with tensor and chunk, by
     --all and --json), and the tensors with numbers that are not finite. Exit code 1 where anything
@@ -142,7 +142,7 @@ def verify(
             _say_verified(found.path(step), told, names, size)
     if as_json:
         folder = str(found.folder)
-        typer.echo(json.dumps({"folder": folder, "checkpoints": content}, indent=1))
+        typer.echo(strict_json({"folder": folder, "checkpoints": content}, indent=1))
     raise typer.Exit(int(is_damaged))
 
 
@@ -191,13 +191,14 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print what would be deleted; delete nothing."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Keep the newest verified checkpoints with finite numbers, delete the older ones.
 
-    What is not known to be verified is read back first; the last verified checkpoint is never
+    A checkpoint that is not verified is read back first; the last verified checkpoint is never
     deleted. A folder in which a run is at work is refused. Example:
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
@@ -226,7 +227,7 @@ def prune(
     if as_json:
         kept = [one._asdict() for one in plan.kept]
         content = {"kept": kept, "deleted": plan.doomed, "leftovers": plan.leftovers}
-        typer.echo(json.dumps({**content, "dry_run": dry_run}, indent=1))
+        typer.echo(strict_json({**content, "dry_run": dry_run}, indent=1))
         return
     for one in plan.kept:
         why = f"damaged: {one.problem}" if one.problem else "verified"

@@ -10,14 +10,26 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, cluster_app
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.config.cluster import Cluster
 
 #: Latencies that no data sheet prints: typical of NVLink and InfiniBand.
 _INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
-#: Rates from which on a link is called by a kind's name, in bytes/s of one device and direction.
-_NVLINK, _PCIE, _NETWORK = 100e9, 10e9, 20e9
+#: Kinds of links inside a node and between nodes, each from this rate of one device and direction
+#: on, in bytes/s.
+_INSIDE = (
+    (100e9, "NVLink or NVSwitch, direct from device to device"),
+    (10e9, "PCIe, shared with the host and its cards"),
+    (0.0, "slower than PCIe: through the host's memory or loopback"),
+)
+_BETWEEN = (
+    (100e9, "as fast as NVLink (one domain over several nodes)"),
+    (20e9, "InfiniBand or RoCE with RDMA, a card for each device"),
+    (1e9, "Ethernet, or cards that several devices share"),
+    (0.0, "slow Ethernet: little but a pipeline or rare sums should cross it"),
+)
 
 
 @cluster_app.command("init", short_help="Write a commented cluster file.")
@@ -38,12 +50,12 @@ def init(
     ] = None,
     links: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `moemesh bench links --json` printed here."),
+        typer.Option(metavar="FILE", help="File with the output of `moemesh bench links --json`."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a cluster file with the meaning and unit of every key, to be edited.
 
@@ -100,22 +112,23 @@ def show(
 
     found = load_cluster(cluster)
     if as_json:
-        typer.echo(json.dumps(_facts(found), indent=2))
+        typer.echo(strict_json(_facts(found), indent=2))
     else:
         typer.echo(cluster_text(found))
 
 
-@cluster_app.command("list", short_help="Packaged clusters, and devices with a data sheet.")
+@cluster_app.command("list", short_help="List packaged clusters, and devices with a data sheet.")
 def list_clusters(as_json: AsJson = False) -> None:
     """List what --cluster knows by name, and what `cluster init --device` does."""
     from moemesh.config.cluster import load_cluster
     from moemesh.config.sources import preset_names
+    from moemesh.planner.speed import peak_flops
     from moemesh.planner.timing.hardware import ACCELERATORS
 
     found = [load_cluster(name) for name in preset_names("clusters")]
     if as_json:
         facts = [_facts(one) for one in found]
-        typer.echo(json.dumps({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
+        typer.echo(strict_json({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
         return
     header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
     rows = [
@@ -123,7 +136,7 @@ def list_clusters(as_json: AsJson = False) -> None:
             one.name,
             f"{one.gpus_per_node} {one.accelerator or 'processes'}",
             _size(one.memory_bytes),
-            f"{_half(one) / 1e12:,.4g}",
+            f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}",
             _rate(one.intra_node_bandwidth),
             _rate(one.inter_node_bandwidth),
         )
@@ -154,15 +167,13 @@ def cluster_text(found: "Cluster") -> str:
         "in every layer (tp, cp, and ep where it fits) belongs inside a node; data and pipeline "
         "parallelism cross nodes."
         if ratio > 1
-        else "Links between nodes are as fast as those inside: nothing asks groups to stay in one.",
+        else "Links between nodes are as fast as those inside: groups may span nodes.",
         f"A product with less than {balance:,.0f} operations a byte in bfloat16 waits for memory, "
         "one with more for arithmetic; `moemesh estimate` prints the intensities of a layout.",
     ]
     if found.links:
-        ranks = max(curve.ranks for curve in found.links)
-        told.append(
-            f"{len(found.links)} measured collectives of up to {ranks} ranks replace forms."
-        )
+        most = max(curve.ranks for curve in found.links)
+        told.append(f"{len(found.links)} measured collectives of up to {most} ranks replace forms.")
     if found.constants:
         told.append(f"{len(found.constants)} constants of the time model are its own.")
     facts = [
@@ -171,9 +182,9 @@ def cluster_text(found: "Cluster") -> str:
         ("memory", f"{_size(found.memory_bytes)} a device, {usable:.1%} usable, "
                    f"{_rate(found.memory_bandwidth)}"),
         ("inside a node", f"{_rate(inside)} a device and direction, "
-                          f"{found.intra_node_latency * 1e6:.3g} us: {_inside(inside)}"),
+                          f"{found.intra_node_latency * 1e6:.3g} us: {_kind(inside, _INSIDE)}"),
         ("between nodes", f"{_rate(across)} a device and direction ({across * 8 / 1e9:,.4g} Gb/s), "
-                          f"{found.inter_node_latency * 1e6:.3g} us: {_between(across)}"),
+                          f"{found.inter_node_latency * 1e6:.3g} us: {_kind(across, _BETWEEN)}"),
     ]  # fmt: skip
     width = max(len(name) for name, _ in facts)
     lines = [found.name]
@@ -187,24 +198,8 @@ def cluster_text(found: "Cluster") -> str:
     return "\n".join(lines)
 
 
-def _inside(rate: float) -> str:
-    """The kind of link that has such a rate inside a node."""
-    if rate >= _NVLINK:
-        return "NVLink or NVSwitch, direct from device to device"
-    if rate >= _PCIE:
-        return "PCIe, shared with the host and its cards"
-    return "slower than PCIe: through the host's memory or loopback"
-
-
-def _between(rate: float) -> str:
-    """The kind of network that has such a rate."""
-    if rate >= _NVLINK:
-        return "as fast as NVLink (one domain over several nodes)"
-    if rate >= _NETWORK:
-        return "InfiniBand or RoCE with RDMA, a card for each device"
-    if rate >= 1e9:
-        return "Ethernet, or cards that several devices share"
-    return "slow Ethernet: little but a pipeline or rare sums should cross it"
+def _kind(rate: float, kinds: tuple[tuple[float, str], ...]) -> str:
+    return next(kind for least, kind in kinds if rate >= least)
 
 
 def _facts(found: "Cluster") -> dict[str, Any]:
@@ -232,15 +227,13 @@ def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
     if found is None:
         message = "no data sheet of a device with this name is packaged"
         fix = nearest_choice(name, tuple(ACCELERATORS))
-        raise ConfigError(
-            [Problem(code="not-a-choice", key="device", value=name, message=message, fix=fix)]
-        )
+        problem = Problem(code="not-a-choice", key="device", value=name, message=message, fix=fix)
+        raise ConfigError([problem])
     half, eight, four = found.peak_flops
     peaks = {"bfloat16": half}
-    if eight > half:
-        peaks["float8"] = eight
-    if four > eight:
-        peaks["float4"] = four
+    peaks |= ({"float8": eight} if eight > half else {}) | (
+        {"float4": four} if four > eight else {}
+    )
     cluster = Cluster(
         name=called,
         nodes=1,
@@ -260,37 +253,22 @@ def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
 def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
     """What `moemesh bench links --json` measured. Raises UserError for any other file."""
     from moemesh.bench.link_cluster import cluster_of
-    from moemesh.config.errors import UserError
+    from moemesh.config.errors import ConfigError, UserError
 
     try:
         result = json.loads(links.read_text(encoding="utf-8"))
         found = cluster_of(result, called)
     except OSError as error:
         raise UserError(f"{links}: {error.strerror or error}") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ZeroDivisionError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"{links}: not what `moemesh bench links --json` prints "
             f"({type(error).__name__}: {error})"
         ) from error
     if problems := found.check():
-        from moemesh.config.errors import ConfigError
-
         raise ConfigError(problems)
     where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
     return found, f"Measured by `moemesh bench links`: {where}."
-
-
-def _half(found: "Cluster") -> float:
-    from moemesh.planner.speed import peak_flops
-
-    return peak_flops(found, "bfloat16")
 
 
 def _size(number: float) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, config_app, load
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.config.load import Resolved
@@ -75,11 +76,10 @@ def config_schema() -> None:
     With Taplo or Even Better TOML: moemesh config schema > moemesh.schema.json, and in the first
     line of the file: #:schema ./moemesh.schema.json
     """
-    import json
 
     from moemesh.config.json_schema import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    typer.echo(strict_json(json_schema(), indent=1))
 
 
 @config_app.command("diff")
@@ -93,14 +93,13 @@ def config_diff(
     The word behind a key says what the difference means for a run that goes on: free, layout (the
     same result), training (another course) or model (refused).
     """
-    import json
 
     from moemesh.config.toml import format_value
     from moemesh.train.configuration_pairs import compared
 
     found = compared(first, second)
     if as_json:
-        typer.echo(json.dumps([one._asdict() for one in found]))
+        typer.echo(strict_json([one._asdict() for one in found]))
         return
     for one in found:
         typer.echo(f"{one.key}   ({one.kind})")
@@ -162,11 +161,10 @@ def _show_plain(resolved: "Resolved", origin: bool) -> None:
 
 
 def _show_json(resolved: "Resolved", origin: bool) -> None:
-    import json
 
     from moemesh.config.load import config_values
 
     shown: dict[str, object] = {"config": config_values(resolved.config)}
     if origin:
         shown["origins"] = resolved.origins
-    typer.echo(json.dumps(shown, indent=2))
+    typer.echo(strict_json(shown, indent=2))

@@ -1,7 +1,6 @@
 """Verbs of data: tokenize, data show."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, data_app, load
+from moemesh.trace.strict_json import strict_json
 
 #: Seconds between two lines of progress where there is no terminal.
 LINE_SECONDS = 10
@@ -34,7 +34,7 @@ def tokenize(
     ],
     data_format: Annotated[
         Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset"],
-        typer.Option("--format", help="Of the files, as data.format; auto: by their names."),
+        typer.Option("--format", help="Format of the files, as data.format; auto: by their names."),
     ] = "auto",
     text_key: Annotated[
         str, typer.Option(metavar="KEY", help="Key or column of a text, as data.text_key.")
@@ -42,7 +42,7 @@ def tokenize(
     append_eod: Annotated[
         bool,
         typer.Option(
-            "--append-eod", help="Behind each document the tokenizer's eos_token, not a newline."
+            "--append-eod", help="Append the tokenizer's eos_token to each document, not a newline."
         ),
     ] = False,
     eod_token: Annotated[
@@ -52,10 +52,10 @@ def tokenize(
         Literal["fail", "skip"], typer.Option(help="A record that cannot be read.")
     ] = "fail",
     bad_record_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="With skip: the most that may be bad.")
+        float, typer.Option(min=0.0, max=1.0, help="Largest share of bad records; with skip.")
     ] = 0.01,
     processes: Annotated[
-        int, typer.Option(min=1, help="So many files at once; one file uses all cores, too.")
+        int, typer.Option(min=1, help="Number of files at once; one file uses all cores, too.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -87,7 +87,7 @@ def tokenize(
     with _progress(job.num_bytes, len(job.parts)) as advance:
         facts = job.run(processes=processes, on_note=note, advance=advance)
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        typer.echo(strict_json(facts, indent=2))
         return
     typer.echo(
         f"{facts['prefix']}.bin: {facts['num_tokens']:,} tokens in {facts['num_documents']:,} "
@@ -99,11 +99,11 @@ def tokenize(
 def data_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="So many samples.")] = 4,
-    step: Annotated[int, typer.Option(min=1, help="From the first sample of this step on.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 4,
+    step: Annotated[int, typer.Option(min=1, help="Begin with the first sample of this step.")] = 1,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Of the run: long texts are tokenized into its cache."),
+        typer.Option(metavar="DIR", help="The run's folder, for the cache of long texts."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -131,7 +131,7 @@ def data_show(
     position = (step - 1) * data.global_batch
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)
     if as_json:
-        typer.echo(json.dumps(samples_json(opened, shown, data.global_batch)))
+        typer.echo(strict_json(samples_json(opened, shown, data.global_batch)))
     else:
         typer.echo(samples_text(opened, shown, data.global_batch))
 

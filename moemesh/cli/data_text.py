@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moemesh.data.samples import Samples
 
 #: On a terminal, what carries loss is green and all else dim; elsewhere it stands in these marks.
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_GREEN, _CYAN, _DIM, _PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[2m", "\x1b[0m"
 _OPEN, _CLOSE = "{+", "+}"
 
 
@@ -83,8 +83,10 @@ def _documents(samples: "Samples", one: "Preview", marked: bool, on_terminal: bo
             place += f"{one.positions[first]}" if first < samples.seq_len else "of the last target"
             if first == 0 and one.continued:
                 place += f", from its token {one.continued:,} on"
-            lines += [place, ""]
+            lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
         lines[-1] += _piece(piece.text, piece.learned, marked, on_terminal)
+    if padding := int((one.documents[:-1] < 0).sum()):
+        lines.append(f"--- {padding:,} tokens of padding")
     return lines
 
 

@@ -1,7 +1,6 @@
 """The verb dispatch: who sends which rows to whom, under each dispatcher."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +8,9 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
+from moemesh.cli.options import tokens as option_tokens
 from moemesh.cli.table import table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.planner.dispatch_times import DispatchLoad, DispatchTime
@@ -31,7 +32,8 @@ def show_dispatch(
         ),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help='Such as "dp=4,ep=4"; by default that of the routing.')
+        str | None,
+        typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.'),
     ] = None,
     dispatcher: Annotated[
         list[str] | None,
@@ -41,10 +43,13 @@ def show_dispatch(
         int | None, typer.Option(min=1, help="Experts (random routing). [default: 8, or 256]")
     ] = None,
     experts_per_token: Annotated[
-        int | None, typer.Option(min=1, help="Of each token. [default: 2, or 8]")
+        int | None, typer.Option(min=1, help="Experts of each token. [default: 2, or 8]")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each rank. [default: 8, or 4096]")
+        int | None,
+        typer.Option(
+            metavar="N", parser=option_tokens, help="Tokens of each rank. [default: 8, or 4096]"
+        ),
     ] = None,
     hidden_size: Annotated[
         int | None, typer.Option(min=1, help="Channels of a row. [default: 1024, or 7168]")
@@ -62,27 +67,25 @@ def show_dispatch(
         typer.Option(
             metavar="C",
             autocompletion=completion.clusters,
-            help="With --compare: cluster preset or TOML file.",
+            help="Cluster preset or TOML file; with --compare.",
         ),
     ] = None,
     ep: Annotated[
         list[int] | None,
-        typer.Option(help="With --compare: ranks that share the experts. [default: 8 16 32 64]"),
+        typer.Option(help="Ranks that share the experts; with --compare. [default: 8 16 32 64]"),
     ] = None,
     groups: Annotated[
-        int | None, typer.Option(min=0, help="With --compare: groups of experts; 0: no limit.")
+        int | None, typer.Option(min=0, help="Groups of experts, 0: no limit; with --compare.")
     ] = None,
     groups_kept: Annotated[
-        int | None, typer.Option(min=1, help="With --compare: groups that a token may choose from.")
+        int | None, typer.Option(min=1, help="Groups that a token may choose from; with --compare.")
     ] = None,
     payload: Annotated[
         str | None,
-        typer.Option(help="With --compare: fp8 (default) or bfloat16 on the way to the experts."),
+        typer.Option(help="Payload of dispatch, fp8 (default) or bfloat16; with --compare."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of a row. [default: bfloat16]")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the random routing.", show_default="0")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of rows. [default: bfloat16]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the routing.", show_default="0")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -154,7 +157,7 @@ def show_dispatch(
         ]
         write_texts([(svg, draw(panels) + "\n")])
     if as_json:
-        typer.echo(json.dumps(to_json(example)))
+        typer.echo(strict_json(to_json(example)))
     else:
         typer.echo(dispatch_text(example))
 
@@ -199,7 +202,7 @@ def _compare(
     settings = DispatchLoad(**load, fp8=payload == "fp8")
     found = [row for ranks in ep for row in dispatch_times(machine, settings, ranks, wanted)]
     if as_json:
-        typer.echo(json.dumps([row.to_json() for row in found], indent=2))
+        typer.echo(strict_json([row.to_json() for row in found], indent=2))
     else:
         typer.echo(compare_text(machine.name, settings, found))
 
@@ -236,7 +239,7 @@ def compare_text(cluster: str, load: "DispatchLoad", found: "list[DispatchTime]"
             table(header, rows, left=2),
             "",
             "copies of a token leave its rank, across: its node. MB that a rank sends. GB/s:",
-            "over the network card where nodes are crossed, else over the links of the node.",
+            "over the network between nodes, or the links inside of a node.",
             "Uniform routing; links at the calibrated share of their data sheet, or measured.",
         ]
     )
@@ -261,7 +264,7 @@ def dispatch_text(example: "RoutingExample") -> str:
             if len(example.choices) <= MOST_RANKS:
                 lines.append(_matrix(_rows(found, one)))
         summary.append((name, *_totals(found)))
-    header = ("forward", "sent, all ranks", "most of a rank", "received, most of a rank", "counts")
+    header = ("forward", "sent, all ranks", "busiest rank", "received, busiest rank", "counts")
     lines += ["", table(header, summary)]
     lines.append("Bytes over wires; counts are ids and sizes that go before the rows.")
     if len(example.choices) > MOST_RANKS:

@@ -1,7 +1,6 @@
 """The verb doctor: what of this machine stands in the way of a run."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +8,13 @@ from typing import Annotated
 import typer
 
 from moemesh.cli.application import AsJson, app
+from moemesh.trace.strict_json import strict_json
 
 
 @app.command(short_help="Check this machine for what stands in the way of a run.")
 def doctor(
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where runs are to be written.")
+        Path, typer.Option("--out", metavar="DIR", help="Folder that runs will be written to.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -35,7 +35,7 @@ def doctor(
                 typer.echo(f"{'':21}fix: {one.fix}")
     verdicts = [one.verdict for one in found]
     if as_json:
-        typer.echo(json.dumps([one._asdict() for one in found]))
+        typer.echo(strict_json([one._asdict() for one in found]))
     else:
         counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("pass", "warn", "fail"))
         typer.echo(counts)

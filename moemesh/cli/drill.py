@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, app
+from moemesh.trace.strict_json import strict_json
 
 
 @app.command(hidden=True, short_help="Inject faults into tiny runs and check how they end.")
@@ -26,7 +27,7 @@ def drill(
             "that stand there.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of ranks, steps and plans.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn ranks, steps and plans.")] = 0,
     soak: Annotated[
         float, typer.Option(metavar="SECONDS", help="Instead: one run of two ranks for so long.")
     ] = 0.0,
@@ -46,7 +47,6 @@ def drill(
     faults. --soak is one run of `train` instead, with a kill, a stop, an endless loop or an
     exception --every 300 seconds, whose effective time and false alarms are counted.
     """
-    import json
 
     from moemesh.bench import drill as drills
     from moemesh.bench import drill_faults  # noqa: F401  # adds its rows
@@ -74,7 +74,7 @@ def drill(
     if as_json:
         cells = [dict(zip(HEADER, row.cells(), strict=True)) for row in rows]
         reached = [dict(zip(FIGURES, one.cells(), strict=True)) for one in found]
-        typer.echo(json.dumps({"rows": cells, "figures": reached}))
+        typer.echo(strict_json({"rows": cells, "figures": reached}))
     else:
         typer.echo(markdown(FIGURES, [one.cells() for one in found]))
         typer.echo("")
@@ -92,7 +92,6 @@ def _soak(
     results: Path | None,
 ) -> None:
     """Carry out a soak and print its report as JSON."""
-    import json
     import tempfile
 
     from moemesh.bench import soak
@@ -112,6 +111,6 @@ def _soak(
             say=lambda text: typer.echo(text, err=True),
         )
     ResultsFile(results).add_soak(report)
-    typer.echo(json.dumps(report, indent=1))
+    typer.echo(strict_json(report, indent=1))
     if not soak.is_good(report):
         raise typer.Exit(1)

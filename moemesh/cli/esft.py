@@ -7,14 +7,15 @@ from typing import Annotated, Literal
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, esft_app
+from moemesh.cli.options import tokens
 
 
-@esft_app.command(short_help="Which experts of each layer the data of a task uses: a table.")
+@esft_app.command(short_help="Write a table of the experts that the data of a task uses.")
 def scores(
     source: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A run, or a folder of transformers.")
     ],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Of the task: as data.path.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Data of the task, as data.path.")],
     out: Annotated[Path, typer.Option("--out", metavar="TABLE.json", help="The table to write.")],
     threshold: Annotated[
         float | None,
@@ -40,7 +41,7 @@ def scores(
         typer.Option(
             "--seq-len",
             metavar="S",
-            min=1,
+            parser=tokens,
             help="Tokens of a window, at most the positions of the model.",
             show_default="4096, or the positions of the model where they are fewer",
         ),

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from moemesh.cli.arguments import Group, Verb
+
 #: The columns of a line of an example, two of indentation by click and four of its own left out.
 _COLUMNS = 72
 _INDENT = "    "
@@ -16,8 +18,17 @@ _INDENT = "    "
 class Verbs(typer.Typer):
     """Commands whose docstrings may hold examples: paragraphs that are indented by four."""
 
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(
+            cls=Group,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+            no_args_is_help=True,
+            **keywords,
+        )
+
     def command(self, *names: Any, **keywords: Any) -> Callable[[Any], Any]:
-        register = super().command(*names, **keywords)
+        register = super().command(*names, cls=Verb, **keywords)
 
         def add(verb: Any) -> Any:
             verb.__doc__ = with_examples(verb.__doc__ or "")

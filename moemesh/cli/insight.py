@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import gc
-import json
 import os
 import shutil
 from contextlib import nullcontext, suppress
@@ -14,6 +13,7 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.trace.run import Run
@@ -73,11 +73,7 @@ def report(
 
 
 @app.command(short_help="Say what bounds a run, or why it failed.")
-def explain(
-    run: RunFolder,
-    cluster: Cluster = None,
-    as_json: AsJson = False,
-) -> None:
+def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) -> None:
     """Say in one paragraph how a run stands, what bounds its speed or why it failed, and the
     command to run next; below, on a line each: failures it survived, skipped steps, alarms, losses,
     time, speed, memory. The cluster is train.cluster, if no other is named. Examples:
@@ -90,7 +86,7 @@ def explain(
 
     explanation = explain_run(_read(run, cluster))
     if as_json:
-        typer.echo(json.dumps(explanation.to_json(), indent=2))
+        typer.echo(strict_json(explanation.to_json(), indent=2))
     else:
         width = min(shutil.get_terminal_size((100, 24)).columns, 100)
         typer.echo(explanation.wrapped(max(width, 40)))
@@ -125,16 +121,17 @@ def profile(
     ] = None,
 ) -> None:
     """Take a few steps with torch's profiler on all ranks, write their traces as one file for
-    Perfetto, on one clock, and print a verdict. The run is a new one, without checkpoints.
+    Perfetto, on one clock, and print a verdict, whose shares of a step are those of steps without
+    the profiler. The run is a new one, without checkpoints.
 
     Example:
 
         moemesh profile first.toml --steps 3 --out profiles/first
     """
     from moemesh.report.verdict import verdict
-    from moemesh.trace.profile import FOLDER, WARM_UP, read_profile
+    from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP, read_profile
 
-    short = [f"train.steps={steps + WARM_UP + 1}", "train.validate_every=0"]
+    short = [f"train.steps={steps + WARM_UP + PLAIN + 1}", "train.validate_every=0"]
     short += ["train.checkpoint_every=0", "train.resume=never"]
     chosen = [*(overrides or []), *short]
     name = config.stem if config is not None else "default"
@@ -143,13 +140,14 @@ def profile(
 
     prepared = prepare(load(config, chosen), config, path)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as of `moemesh train`
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
     if code := command.train(config, chosen, path, prepared=prepared, profile_steps=steps):
         raise typer.Exit(code)
     found = read_profile(path / FOLDER)
     trace = path / "profile.json"
-    trace.write_text(json.dumps(found.to_json()), encoding="utf-8")
+    trace.write_text(strict_json(found.to_json()), encoding="utf-8")
     typer.echo("\n".join([*verdict(found), f"trace       {trace}  (open it in ui.perfetto.dev)"]))
 
 

@@ -29,14 +29,14 @@ def launch(
     k8s: Annotated[bool, typer.Option("--k8s", help="A job for Kubernetes.")] = False,
     sky: Annotated[bool, typer.Option("--sky", help="A task for SkyPilot.")] = False,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="By default that of the plan, or 8.")
+        int | None, typer.Option(min=1, help="Ranks of a node. [default: that of the plan, or 8]")
     ] = None,
     hours: Annotated[float, typer.Option(min=0.1, help="Slurm: time limit.")] = 24.0,
     partition: Annotated[str | None, typer.Option(help="Slurm.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm.")] = None,
     image: Annotated[str | None, typer.Option(help="Kubernetes: image with moemesh.")] = None,
     accelerator: Annotated[str | None, typer.Option(help="SkyPilot: such as H100.")] = None,
-    file: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write it.")] = None,
+    file: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print it; write and start nothing.")
     ] = False,

@@ -1,17 +1,17 @@
 """The verb layout: who holds what under a plan."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from moemesh.cli import completion
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
-from moemesh.cli.table import table
+from moemesh.cli.options import MODEL, PLAN, tokens
+from moemesh.cli.progress import progress
+from moemesh.cli.table import interval, spans, table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.planner.holdings import Holdings, RankShare
@@ -28,21 +28,12 @@ MOST_ROWS, MOST_GROUPS = 32, 8
 def show_layout(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=completion.plans,
-            help='Such as "tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
-        ),
+    plan: Annotated[str | None, PLAN] = None,
+    model: Annotated[str | None, MODEL] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(metavar="S", parser=tokens, help="Tokens of one sequence; 4k is 4096."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=completion.models,
-            help="Preset, folder of transformers, config.json or TOML file.",
-        ),
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of one step.")] = None,
     rank: Annotated[
         list[int] | None, typer.Option("--rank", min=0, help="Only this rank. May be repeated.")
@@ -93,10 +84,9 @@ def show_layout(
 
         num_experts = 0 if held.model is None else held.model.num_experts
         write_texts([(svg, draw(held.layout, num_experts) + "\n")])
-    if as_json:
-        typer.echo(json.dumps(held.to_json(ranks or None)))
-    else:
-        typer.echo(layout_text(held, ranks))
+    with progress("counting shares", quiet=as_json):
+        text = strict_json(held.to_json(ranks or None)) if as_json else layout_text(held, ranks)
+    typer.echo(text)
 
 
 def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
@@ -179,22 +169,3 @@ def _notes(held: "Holdings") -> list[str]:
             "loads of a step decide which."
         )
     return notes
-
-
-def interval(numbers: range) -> str:
-    """Consecutive numbers: ``0-3``, ``5``, or ``-`` for none."""
-    if not numbers:
-        return "-"
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers in few words: ``0-3``, ``0 4 8 12``, ``0 8 ... 504``."""
-    if not numbers:
-        return "-"
-    steps = {later - number for number, later in pairwise(numbers)}
-    if steps <= {1}:
-        return interval(range(numbers[0], numbers[-1] + 1))
-    if len(numbers) > 6 and len(steps) == 1:
-        return f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
-    return " ".join(map(str, numbers))

@@ -1,6 +1,7 @@
 """Options of a verb from the fields of a frozen dataclass."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -8,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from moemesh.cli import completion
 from moemesh.cli.completion import Complete
 
 
@@ -18,7 +20,8 @@ def options_from(
 
     An option's field is annotated `Annotated[type, help]` or `Annotated[type, help, keywords]`,
     keywords being those of `typer.Option` (`min`, `metavar`, ...), `names` the option's own names
-    and `argument` True for an argument. Its default is the field's. The verb gets an instance.
+    `argument` True for an argument, and `tokens` True for a number of tokens ("4k"). Its default is
+    the field's. The verb gets an instance.
     `completions` complete the values of fields in a shell.
     """
 
@@ -42,6 +45,26 @@ def options_from(
     return decorate
 
 
+def tokens(text: str | int) -> int:
+    """The value of an option: tokens of a sequence or a batch, "4096" or "4k"; at least 1."""
+    from moemesh.config.errors import ConfigError
+    from moemesh.planner.quantities import read_tokens
+
+    try:
+        found = read_tokens(str(text), 1024)  # a default is a number already
+    except ConfigError as error:
+        (problem,) = error.problems
+        raise typer.BadParameter(f"{text!r}: {problem.message}; {problem.fix}") from None
+    if found != int(found):
+        raise typer.BadParameter(f"{text} is {found:,} tokens: a whole number is needed")
+    return int(found)
+
+
+def tokens_of_any_sign(text: str | int) -> int:
+    """The same for verbs that name all that is wrong at once."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", str(text).strip()) else tokens(text)
+
+
 def _parameters(settings: type, completions: Mapping[str, Complete]) -> list[inspect.Parameter]:
     hints = get_type_hints(settings, include_extras=True)
     found: list[inspect.Parameter] = []
@@ -52,6 +75,8 @@ def _parameters(settings: type, completions: Mapping[str, Complete]) -> list[ins
         keywords: dict[str, Any] = dict(more[0]) if more else {}
         make = typer.Argument if keywords.pop("argument", False) else typer.Option
         names = keywords.pop("names", ())
+        if keywords.pop("tokens", False):
+            keywords |= {"parser": tokens, "metavar": "N"}
         if field.name in completions:
             keywords["autocompletion"] = completions[field.name]
         found.append(
@@ -63,3 +88,29 @@ def _parameters(settings: type, completions: Mapping[str, Complete]) -> list[ins
             )
         )
     return found
+
+
+#: Options of every verb that is asked about a model on a cluster.
+MODEL = typer.Option(
+    "--model",
+    metavar="M",
+    autocompletion=completion.models,
+    help="Preset, folder of transformers, config.json or TOML file.",
+)
+CLUSTER = typer.Option(
+    "--cluster", metavar="C", autocompletion=completion.clusters, help="Preset or TOML file."
+)
+PLAN = typer.Option(
+    "--plan",
+    metavar="PLAN",
+    autocompletion=completion.plans,
+    help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
+)
+LENGTH = typer.Option(
+    "--seq-len",
+    metavar="S",
+    parser=tokens_of_any_sign,
+    help="Tokens of one sequence; 4k is 4096.",
+)
+BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
+NODES = typer.Option("--nodes", metavar="N", help="In place of the cluster's own number.")

@@ -1,7 +1,6 @@
 """The verb `partition`: stages, operator strategies and the plan that they imply."""
 
 # No `from __future__ import annotations` here: typer reads the annotations.
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +8,10 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
-from moemesh.cli.table import table
+from moemesh.cli.options import CLUSTER, LENGTH, NODES
+from moemesh.cli.progress import progress
+from moemesh.cli.table import interval, table
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.planner.stages.answer import OperatorAssignment, Partition
@@ -28,21 +30,17 @@ def partition(
             help="Preset, config.json, TOML file, or branching-alexnet.",
         ),
     ],
-    cluster: Annotated[
-        str, typer.Option(autocompletion=completion.clusters, help="Preset or TOML file.")
-    ],
+    cluster: Annotated[str, CLUSTER],
     global_batch: Annotated[int, typer.Option(help="Sequences (or images) of one step.")],
     method: Annotated[str, typer.Option(help="dp, ilp, random, learned, or all.")] = "dp",
-    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes, in place of the cluster's own number.")
-    ] = None,
+    seq_len: Annotated[int, LENGTH] = 4096,
+    nodes: Annotated[int | None, NODES] = None,
     stages: Annotated[
         int | None, typer.Option(help="Number of stages; of branching-alexnet, of devices.")
     ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of one step.")] = None,
     schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
-    evaluations: Annotated[int, typer.Option(help="What random and learned may try.")] = 10_000,
+    evaluations: Annotated[int, typer.Option(help="Divisions that they may try.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of random and learned.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -55,22 +53,23 @@ def partition(
     from moemesh.planner.stages.answer import METHODS
     from moemesh.planner.stages.partition import compare
 
-    found = compare(
-        METHODS if method == "all" else (method,),
-        model=model,
-        cluster=cluster,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        nodes=nodes,
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        evaluations=evaluations,
-        seed=seed,
-    )
+    with progress("cutting the model", quiet=as_json):
+        found = compare(
+            METHODS if method == "all" else (method,),
+            model=model,
+            cluster=cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            nodes=nodes,
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            evaluations=evaluations,
+            seed=seed,
+        )
     if as_json:
         rows = {"methods": [one.summary() for one in found]} if method == "all" else {}
-        typer.echo(json.dumps({**found[0].to_json(), **rows}, indent=2))
+        typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))
     else:
         typer.echo(
             _text(found[0]) if len(found) == 1 else f"{_text(found[0])}\n\n{_methods(found)}"
@@ -93,8 +92,8 @@ def _text(found: "Partition") -> str:
     rows = [
         (
             str(number),
-            _range(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
-            _range(stage.ranks),
+            interval(stage.layers) if stage.layers else ", ".join(stage.operators) or "-",
+            interval(stage.ranks),
             f"{stage.seconds:.6g}",
             format_bytes(round(stage.memory_bytes)),
             f"{stage.in_flight:g}",
@@ -175,10 +174,6 @@ def _methods(found: "Sequence[Partition]") -> str:
         for one in found
     ]
     return table(heads, rows)
-
-
-def _range(numbers: range) -> str:
-    return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
 
 
 def _count(number: int, word: str) -> str:

@@ -1,7 +1,6 @@
 """The verb schedule: simulate, draw and check a pipeline."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,10 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
+from moemesh.cli.progress import progress
 from moemesh.cli.table import table
 from moemesh.schedule.request import Request
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.schedule.answer import Answer
@@ -35,7 +36,9 @@ def show_schedule(
     request: Request,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace for Perfetto.")] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="As text, or .csv.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save it: text, or .csv.")
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Compare all schedules, in place of a name.")
     ] = False,
@@ -61,7 +64,8 @@ def show_schedule(
     from moemesh.schedule import files
     from moemesh.schedule.answer import answer, saved
 
-    found = answer(request)
+    with progress(f"schedule {request.name}", quiet=as_json):
+        found = answer(request)
     timeline = found.simulation.timeline
     if svg is not None or trace is not None:
         from moemesh.report import timeline_files
@@ -70,7 +74,7 @@ def show_schedule(
     if save is not None:
         files.save(found.schedule, save)
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(strict_json(found.to_json()))
     elif as_text:
         typer.echo(timeline_text.draw(timeline))
     else:
@@ -82,9 +86,10 @@ def show_schedule(
 def _compare_all(request: Request, as_json: bool) -> None:
     from moemesh.schedule.comparison import compare, comparison_rows
 
-    found = compare(request)
+    with progress("comparing schedules", quiet=as_json):
+        found = compare(request)
     if as_json:
-        typer.echo(json.dumps([one.to_json() for one in found]))
+        typer.echo(strict_json([one.to_json() for one in found]))
         return
     header = (
         "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"

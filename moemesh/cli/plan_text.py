@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
-from math import ceil, floor
+from collections.abc import Mapping
+from math import floor
 from typing import Any
 
 from moemesh.cli.table import table
-from moemesh.config.train import TrainConfig
-from moemesh.planner.intervals import Interval
-from moemesh.planner.layout import PlannedLayout
+from moemesh.config.plan import DEGREES, Plan
+from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.layout import PlannedLayout, shown
 from moemesh.planner.layout_sources import untrained
-from moemesh.planner.search.command import Planned, not_trained, plan_keys, train_command
+from moemesh.planner.search.command import (
+    Planned,
+    not_trained,
+    plan_keys,
+    still_to_choose,
+    train_command,
+)
 from moemesh.planner.search.rival import Rival
-from moemesh.planner.search.search import Candidate
+from moemesh.planner.search.search import Candidate, counted
 from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
 
 WIDTH = 80
-#: Columns of the table of layouts, as keys of [plan], and their heads.
-COLUMNS: dict[str, str] = {
-    "pp": "pp",
-    "dp": "dp",
-    "cp": "cp",
-    "tp": "tp",
-    "ep": "ep",
-    "etp": "etp",
-    "schedule": "schedule",
-    "microbatches": "parts",
-    "data": "data",
-    "recompute": "recompute",
-    "attention_exit": "exit",
-    "dispatcher": "dispatch",
-}
-#: Long values in the table.
-_SHORT_WORDS = {
-    "interleaved_1f1b": "1f1b",
-    "replicate": "copies",
-    "selective": "part",
-    "reduce_scatter": "scatter",
-    "all_reduce": "reduce",
-    "all_to_all": "all2all",
-    "hierarchical": "nodes",
-}
-_LEGEND = {
-    "pp": "pp dp cp tp: pipeline, data, context and tensor ranks",
-    "ep": "ep etp: ranks that share the experts, and that share one expert",
-    "schedule": "schedule: of the pipeline; 1f1b x2 is interleaved_1f1b with stages_per_rank = 2",
-    "microbatches": "parts: microbatches of a step and replica",
-    "data": "data: copies (replicate), or zero1 to zero3",
-    "recompute": "recompute: part is selective",
-    "attention_exit": "exit: the collective behind attention (reduce_scatter, all_to_all)",
-    "dispatcher": "dispatch: of tokens to experts (all_to_all; nodes is hierarchical)",
-}
+#: Keys of [plan] that the table of the page shows.
+COLUMNS = (
+    *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
+    "dispatcher",
+)  # fmt: skip
 INTERVAL = "80 %: the interval that held four in five runs of sources which the fit had not seen"
 #: What the parts of a step are.
 PARTS = {
@@ -72,123 +49,128 @@ PARTS = {
 }
 
 
-def plan_text(planned: Planned, asked: str) -> str:
-    """The best layouts; `asked` are options that `moemesh estimate` takes, too."""
+def plan_text(planned: Planned, asked: str, file: str = "", *, explain: bool = False) -> str:
+    """The answer in about twenty lines; `asked` are options that `moemesh estimate` takes, too,
+    `file` the configuration that was written, `explain` adds what the answer rests on."""
     best, cluster = planned.candidates[0], planned.cluster
     capacity = cluster.memory_bytes * planned.usable_share
-    nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
     lines = [
-        f"{planned.model.shape.name} on {cluster.num_devices} "
-        f"{'device' if cluster.num_devices == 1 else 'devices'} of {cluster.name} ({nodes})",
-        f"{best.layout.seq_len:,} tokens a sequence, {best.layout.global_batch:,} sequences a step",
-        f"{format_bytes(cluster.memory_bytes)} a device, {format_bytes(round(capacity))} of it "
-        f"usable ({planned.usable_share:.1%}; --headroom leaves more)",
+        *wrapped(f"{heading(planned)}, {batch_words(best)}"),
+        *_rows(planned),
         "",
-        *_layouts(planned.candidates),
+        *wrapped(risk_of_memory(planned)),
+        *(line for told in published(planned) for line in wrapped(told)),
+        *wrapped(certified(planned)),
+    ]
+    for rival in planned.rivals:
+        lines += ["", f"why not {rival.asked}?"]
+        for sentence in rival_sentences(rival, best, capacity):
+            lines += wrapped(f"  {sentence}", "    ")
+    lines += _handoff(planned, best, file)
+    if not explain:
+        return "\n".join([*lines, "more: --explain, --html FILE, --why PLAN, --headroom, --tokens"])
+    lines += [
         "",
-        _figures(planned),
         *wrapped(
-            f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"
+            f"{format_bytes(cluster.memory_bytes)} a device, {format_bytes(round(capacity))} of it "
+            f"usable ({planned.usable_share:.1%}; --headroom leaves more)"
         ),
-        *wrapped(risk_of_memory(planned, best, capacity)),
+        *wrapped(f"{memory_unit(planned)[0]}: {PREDICTED_PEAK}, of the fullest device; {INTERVAL}"),
         *wrapped(mfu_words(planned)),
         "",
         *_step(best),
         "",
         *_memory(best, capacity),
         *wrapped(f"binding: {planned.advice.binding}"),
-    ]  # fmt: skip
+    ]
     if planned.advice.why_not:
         lines += ["", "faster, and too large for the memory:"]
         lines += [line for why in planned.advice.why_not for line in wrapped(f"- {why}", "  ")]
-    for rival in planned.rivals:
-        lines += ["", *rival_text(rival, best, capacity)]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *_certificate(planned, best),
-            *_still_to_choose(planned, best),
-            "",
-            *command_lines(planned, best, asked),
-        ]
-    )
-
-
-def _layouts(candidates: Sequence[Candidate]) -> list[str]:
-    """The table of layouts: what differs, or is no default, in columns; the rest in a line."""
-    rows = [cells(found.layout) for found in candidates]
-    shown = [
-        name
-        for name in COLUMNS
-        if len({row[name] for row in rows}) > 1 or (name in ("pp", "dp", "cp", "tp", "ep"))
+    trains = not not_trained(best.layout, planned.model)
+    left_out, assumed = counted(planned.certificate.rejected), planned.certificate.assumptions
+    lines += [
+        "",
+        *wrapped(
+            f"computing alone takes {planned.certificate.compute_floor_seconds:.3f} s a step; left "
+            f"out: {left_out}"
+        ),
+        *wrapped(f"assumed: {'; '.join(assumed)}"),
+        *(wrapped(f"still to choose: {still_to_choose(planned, best)}, --out") if trains else ()),
+        "",
+        *command_lines(planned, best, asked),
     ]
-    header = ("#", *(COLUMNS[name] for name in shown))
-    body = [
-        (str(number), *(row[name] for name in shown)) for number, row in enumerate(rows, start=1)
-    ]
-    same = [f"{COLUMNS[name]} {rows[0][name]}" for name in COLUMNS if name not in shown]
-    every = "every layout: " if len(rows) > 1 else "with "
-    return [
-        table(header, body),
-        *(wrapped(every + ", ".join(same)) if same else ()),
-        *wrapped("; ".join(legend(rows))),
-    ]
+    return "\n".join(lines)
 
 
-def legend(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """The meanings of the columns of which a row (:func:`cells`) has a value."""
-    return [text for name, text in _LEGEND.items() if any(row[name] != "-" for row in rows)]
+def heading(planned: Planned) -> str:
+    """The model and the machine."""
+    cluster = planned.cluster
+    devices = f"{cluster.num_devices:,} {'device' if cluster.num_devices == 1 else 'devices'}"
+    nodes = f"{cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}"
+    return f"{planned.model.shape.name} on {devices} of {cluster.name} ({nodes})"
+
+
+def batch_words(best: Candidate) -> str:
+    """The batch of a step."""
+    layout = best.layout
+    return f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step"
+
+
+def figures(planned: Planned) -> list[tuple[str, ...]]:
+    """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
+    _, unit = memory_unit(planned)
+    rows: list[tuple[str, ...]] = []
+    for found in planned.candidates:
+        speed, tokens = planned.speed(found), planned.tokens
+        costs = (f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}") if tokens else ()
+        rows.append(
+            (
+                *(f"{found.seconds:.3f}", between(planned.seconds_interval(found), 1)),
+                f"{found.memory.needed / unit:.1f}",
+                between(planned.memory_interval(found), unit),
+                f"{speed.tokens_per_second:,.0f}",
+                f"{speed.tokens_per_second_per_gpu:,.1f}",
+                *(f"{speed.mfu:.1%}", *costs),
+            )
+        )
+    return rows
+
+
+def _rows(planned: Planned) -> list[str]:
+    """Figures of every layout, each above its roles and keys: the first's, and where others differ
+    from these."""
+    first, texts = plan_keys(planned.candidates[0].layout), list[str]()
+    for number, found in enumerate(planned.candidates, start=1):
+        keys, usual = plan_keys(found.layout), vars(Plan()) if number == 1 else first
+        said = keys_text({key: x for key, x in keys.items() if x != usual.get(key)})
+        roles = f"{', '.join(found.roles)}: " if found.roles else ""
+        alike = f" (+{found.alike} like it)" if found.alike else ""
+        texts.append(f"{roles}{said}{'' if number == 1 else ', else as 1'}{alike}")
+    heads = ("seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
+    # With costs the line is full without the speed of one device.
+    rows = [(*row[:5], *row[6:]) if planned.tokens else row for row in figures(planned)]
+    heads = (*heads[:5], "MFU", "days", "GPU-hours") if planned.tokens else heads
+    numbered = [(str(number), *row) for number, row in enumerate(rows, start=1)]
+    top, *lines = table(("#", *heads), numbered).split("\n")
+    found = [top]
+    for line, text in zip(lines, texts, strict=True):
+        found += [line, *wrapped(f"   {text}", "   ")]
+    return found
+
+
+def keys_text(keys: Mapping[str, Any]) -> str:
+    """Keys of [plan] as a person reads them: "pp=2 dp=8 schedule=zb_v"."""
+    return " ".join(f"{key}={shown(x)}" for key, x in keys.items() if key != "ranks_per_node")
 
 
 def cells(layout: PlannedLayout) -> dict[str, str]:
-    """The short words of a layout by key of [plan]; "-" for what has no meaning in it."""
-    keys: Mapping[str, Any] = plan_keys(layout)
-    found = {name: _SHORT_WORDS.get(str(keys[name]), str(keys[name])) for name in COLUMNS}
-    if keys["stages_per_rank"] > 1:
-        found["schedule"] += f" x{keys['stages_per_rank']}"
+    """The values of a layout by key of [plan]; "-" for what has no meaning in it."""
+    keys = plan_keys(layout)
+    found = {name: str(keys[name]) for name in COLUMNS}
     for key, name in (("pp", "schedule"), ("tp", "attention_exit"), ("ep", "dispatcher")):
         if keys[key] == 1:
             found[name] = "-"
     return found
-
-
-def _figures(planned: Planned) -> str:
-    rows: list[tuple[str, ...]] = []
-    tokens = planned.tokens
-    name, unit = memory_unit(planned)
-    for number, found in enumerate(planned.candidates, start=1):
-        speed = planned.speed(found)
-        memory = planned.memory_interval(found)
-        row = (
-            str(number),
-            f"{found.seconds:.3f}",
-            between(planned.seconds_interval(found), 1.0),
-            f"{found.memory.needed / unit:.1f}",
-            between(memory, unit),
-            f"{speed.tokens_per_second:,.0f}",
-            f"{speed.tokens_per_second_per_gpu:,.1f}",
-            f"{speed.mfu:.1%}",
-        )
-        rows.append(row)
-    header = ("#", "seconds", "80 %", name, "80 %", "tokens/s", "a GPU", "MFU")
-    found = table(header, rows)
-    if tokens is None:
-        return found
-    costs = [
-        (
-            str(number),
-            f"{planned.speed(one).days(tokens):,.1f}",
-            between(_scaled(planned, one, tokens), 1.0),
-            f"{(hours := planned.speed(one).gpu_hours(tokens)):,.0f}",
-            between(
-                Interval(*(hours * x / one.seconds for x in planned.seconds_interval(one))), 1.0
-            ),
-        )
-        for number, one in enumerate(planned.candidates, start=1)
-    ]
-    of_tokens = table(("#", "days", "80 %", "GPU-hours", "80 %"), costs)
-    return f"{found}\n\n{tokens:.4g} tokens, steps alone (no evaluation, no restart):\n{of_tokens}"
 
 
 def memory_unit(planned: Planned) -> tuple[str, float]:
@@ -202,11 +184,6 @@ def mfu_words(planned: Planned) -> str:
     peak = planned.speed(planned.candidates[0]).peak_flops / 1e12
     devices = planned.cluster.num_devices
     return f"MFU: model FLOPs of a step / (seconds x {devices} devices x {peak:,.4g} TFLOP/s)"
-
-
-def _scaled(planned: Planned, found: Candidate, tokens: float) -> Interval:
-    days, interval = planned.speed(found).days(tokens), planned.seconds_interval(found)
-    return Interval(*(days * one / found.seconds for one in interval))
 
 
 def between(interval: Interval, unit: float) -> str:
@@ -260,24 +237,48 @@ def _memory(best: Candidate, capacity: float) -> list[str]:
     )
 
 
-def risk_of_memory(planned: Planned, best: Candidate, capacity: float) -> str:
-    """A sentence where the memory that fits may not do so on another software; else empty."""
-    high = planned.memory_interval(best).high
-    if high <= capacity:
-        return ""
-    return (
-        f"the first layout may run out of memory: its 80 % interval reaches "
-        f"{format_bytes(round(high))}, above the {format_bytes(round(capacity))} that are usable; "
-        "a larger --headroom asks for a layout with more room"
-    )
+def risk_of_memory(planned: Planned) -> str:
+    """Whether the first layout may run out of memory on another software, and what would not."""
+    first, *others = planned.candidates
+    device = format_bytes(planned.cluster.memory_bytes)
+    high = format_bytes(round(planned.memory_interval(first).high))
+    if planned.is_safe(first):
+        return f"risk: none seen; the 80 % interval of 1 ends at {high} of a device's {device}"
+    told = f"risk: 1 may run out of memory: its 80 % interval ends at {high} of a device's {device}"
+    for number, one in enumerate(others, start=2):
+        if planned.is_safe(one):
+            slower = one.seconds / first.seconds - 1
+            return f"{told}; {number} is the first whose interval fits, {slower:.1%} slower"
+    if planned.has_safe:
+        return f"{told}; a larger --top shows the first whose interval fits"
+    return f"{told}, and no layout's fits: more --nodes leave more room"
 
 
-def rival_text(rival: Rival, best: Candidate, capacity: float) -> list[str]:
-    """Why a layout that was named is not the answer."""
-    lines = [f"why not {rival.asked}?"]
-    for sentence in rival_sentences(rival, best, capacity):
-        lines += wrapped(f"  {sentence}", "    ")
+def published(planned: Planned) -> list[str]:
+    """Runs of others beside the predictions of their layouts."""
+    lines: list[str] = []
+    for run in planned.published:
+        low, high = shipped_intervals().of_seconds(run.predicted, planned.generation)
+        words = "within its error" if low <= run.seconds <= high else "other software"
+        told = f"published: {run.layout.world_size:,} x {run.device}, {run.seconds:.4g} s"
+        if planned.tokens is not None:
+            told += f", {run.speed.gpu_hours(planned.tokens):,.0f} GPU-hours"
+        told += f" in {run.layout.precision} ({run.source}); predicted for it "
+        told += f"{run.predicted:.4g} s, x {run.predicted / run.seconds:.2f}: {words}"
+        if run.here != run.predicted:
+            told += f"; in your number type {run.here:.4g} s"
+        lines.append(told)
     return lines
+
+
+def certified(planned: Planned) -> str:
+    """The certificate in a sentence."""
+    proof, best = planned.certificate, planned.candidates[0]
+    gap = best.seconds / proof.lower_bound_seconds - 1
+    return (
+        f"certificate: of {proof.examined:,} layouts none that fits beats "
+        f"{proof.lower_bound_seconds:.3f} s (1: {gap:+.1%})"
+    )
 
 
 def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]:
@@ -325,47 +326,23 @@ def _too_large(rival: Rival, found: Candidate, capacity: float) -> list[str]:
     return told
 
 
-def _certificate(planned: Planned, best: Candidate) -> list[str]:
-    certificate = planned.certificate
-    gap = best.seconds / certificate.lower_bound_seconds - 1
-    return [
-        *wrapped(
-            f"certificate: {certificate.examined:,} layouts examined; none of them that fits is "
-            f"faster under this model (lower bound {certificate.lower_bound_seconds:.3f} s, gap "
-            f"{gap:.1%}); computing alone takes {certificate.compute_floor_seconds:.3f} s"
-        ),
-        *wrapped(
-            "left out: "
-            + "; ".join(f"{name} {count:,}" for name, count in certificate.rejected.items())
-        ),
-        *wrapped("assumed: " + "; ".join(certificate.assumptions)),
-    ]
+def _handoff(planned: Planned, best: Candidate, file: str) -> list[str]:
+    """The two calls that run the answer, or why there are none."""
+    if refused := not_trained(best.layout, planned.model):
+        lines = wrapped(f"this version plans {', '.join(refused)} and does not train it")
+        if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
+            lines.append("the best of what it trains: the same call with --trainable")
+        return lines
+    name = shlex.quote(file or "plan.toml")
+    told = f"wrote {name}:" if file else f"the same call with --write {name}, then:"
+    return [told, f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
 
 
 def command_lines(planned: Planned, best: Candidate, asked: str) -> list[str]:
-    """The call that trains the layout, or why there is none."""
-    if not (refused := not_trained(best.layout, planned.model)):
+    """The call that trains the layout; of what is not trained, the one that prices it."""
+    if not not_trained(best.layout, planned.model):
         return folded(train_command(best.layout, planned.model))
-    lines = [
-        *folded(f"moemesh estimate {asked} --plan {best.layout.text}"),
-        *wrapped(f"this version plans {', '.join(refused)} and does not train it"),
-    ]
-    if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
-        lines.append("the best of what it trains: the same call with --trainable")
-    return lines
-
-
-def _still_to_choose(planned: Planned, best: Candidate) -> list[str]:
-    """What the command leaves at its default, which is made for a first run."""
-    if not_trained(best.layout, planned.model):
-        return []
-    train = TrainConfig()
-    steps = f"train.steps (now {train.steps})"
-    if planned.tokens is not None:
-        each = best.layout.seq_len * best.layout.global_batch
-        steps = f"train.steps = {ceil(planned.tokens / each)} for the tokens"
-    data = "data.path, data.tokenizer" if planned.model.path is None else "data.path"
-    return wrapped(f"still to choose: {steps}, train.lr (now {train.lr:g}), {data}, --out")
+    return folded(f"moemesh estimate {asked} --plan {best.layout.text}")
 
 
 def wrapped(line: str, indent: str = "    ") -> list[str]:

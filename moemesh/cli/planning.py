@@ -1,9 +1,10 @@
 """Verbs of the planner: estimate, plan, validate, calibrate."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 import shlex
+from dataclasses import replace
 from enum import StrEnum
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,9 @@ import typer
 
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
+from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
+from moemesh.cli.progress import progress
+from moemesh.trace.strict_json import strict_json
 
 
 class Precision(StrEnum):
@@ -33,33 +37,9 @@ Headroom = Annotated[
 
 @app.command(short_help="Price one layout, without running it.")
 def estimate(
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            metavar="C",
-            autocompletion=completion.clusters,
-            help="Cluster preset or TOML file.",
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="M",
-            autocompletion=completion.models,
-            help="Preset, config.json or TOML file.",
-        ),
-    ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            autocompletion=completion.plans,
-            help='"tp=8,pp=4,...", a preset or a TOML file.',
-        ),
-    ] = None,
+    cluster: Annotated[str, CLUSTER],
+    model: Annotated[str | None, MODEL] = None,
+    plan: Annotated[str | None, PLAN] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -69,12 +49,8 @@ def estimate(
             "--global-batch: with its dtype and optimizer.",
         ),
     ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", metavar="S", help="Tokens of a sequence.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", metavar="B", help="Sequences of a step.")
-    ] = None,
+    seq_len: Annotated[int | None, LENGTH] = None,
+    global_batch: Annotated[int | None, BATCH] = None,
     rank: Annotated[
         str,
         typer.Option(
@@ -109,19 +85,21 @@ def estimate(
         from moemesh.config.load import load_run
         from moemesh.planner.run_estimate import estimate_run
 
-        source = config / "config.toml" if config.is_dir() else config
-        found = estimate_run(load_run([source]).config, cluster, rank=rank, headroom=headroom)
+        with progress("estimating", quiet=as_json):
+            run = load_run([config]).config
+            found = estimate_run(run, cluster, rank=rank, headroom=headroom)
     elif model is None or plan is None:
         raise typer.BadParameter("give --model and --plan, or --config")
     else:
         from moemesh.planner.estimate import estimate_named
 
-        found = estimate_named(
-            model, cluster, plan, seq_len, global_batch, rank=rank, headroom=headroom
-        )
+        with progress("estimating", quiet=as_json):
+            found = estimate_named(
+                model, cluster, plan, seq_len, global_batch, rank=rank, headroom=headroom
+            )
     wanted = None if cache is None else read_cache_size(cache)
     if as_json:
-        typer.echo(json.dumps(found.to_json(wanted), indent=2))
+        typer.echo(strict_json(found.to_json(wanted), indent=2))
         return
     from moemesh.cli.planning_text import estimate_text
 
@@ -137,21 +115,19 @@ def _refuse_beside_config(*given: object) -> None:
 
 @app.command(short_help="Find the best layouts of a model on a cluster.")
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(autocompletion=completion.models, help="Preset, config.json or TOML file."),
-    ],
-    cluster: Annotated[
-        str, typer.Option(autocompletion=completion.clusters, help="Preset or TOML file.")
-    ],
-    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")],
-    global_batch: Annotated[int, typer.Option(help="Sequences of one step.")],
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes, in place of the cluster's own number.")
+    model: Annotated[str, MODEL],
+    cluster: Annotated[str, CLUSTER],
+    seq_len: Annotated[int, LENGTH],
+    global_batch: Annotated[int, BATCH],
+    nodes: Annotated[int | None, NODES] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="Number of layouts to show. [default: those with a role; of --json 5]"
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many layouts to show.")] = 5,
     precision: Annotated[
-        Precision, typer.Option(help="Of the matrix products.")
+        Precision, typer.Option(help="Precision of the matrix products.")
     ] = Precision.BFLOAT16,
     anywhere: Annotated[
         bool, typer.Option("--anywhere", help="Let tensor groups cross nodes, too.")
@@ -167,7 +143,7 @@ def plan(
     why: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PLAN", help='Why not this one: "tp=8,ep=64,data=zero3". May be repeated.'
+            metavar="PLAN", help='Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.'
         ),
     ] = None,
     settings: Annotated[
@@ -176,54 +152,79 @@ def plan(
             "--set",
             metavar="KEY=VALUE",
             autocompletion=completion.settings,
-            help="What trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
+            help="Key of what trains: lora.rank=8, train.freeze=[...], train.train_only=[...].",
         ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the answer as a page, offline.")
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the first layout as a file for train."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also parts of time and memory, limits, assumptions.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the best layouts of a model on a cluster, with reasons and a certificate.
 
     Seconds, tokens a second, MFU and memory with 80 % intervals; with --tokens days and GPU-hours;
-    with --why what is wrong with a layout that you name. Examples:
+    with --why what is wrong with a layout that you name. The first layout is as fast as the
+    fastest and safer or simpler where one is; `moemesh train` takes what --write writes. Examples:
 
-        moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4096 --global-batch 256
+        moemesh plan --model qwen3-30b-a3b --cluster dgx_h100 --seq-len 4k --global-batch 256 \\
+            --trainable --write plan.toml
 
         moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 64 --seq-len 4096 \\
             --global-batch 15360 --tokens 14.8T --why tp=8,ep=64,data=zero3
     """
-    from moemesh.planner.search.command import plan_named, to_json
+    from moemesh.planner.search.command import PLAN_FILE, plan_file, plan_named, to_json
+    from moemesh.report.files import check_target, write_texts
 
-    found = plan_named(
-        model,
-        cluster,
-        seq_len,
-        global_batch,
-        nodes=nodes,
-        top=top,
-        precision=precision.value,
-        anywhere=anywhere,
-        trainable=trainable,
-        tokens=tokens,
-        headroom=headroom,
-        why=why or (),
-        settings=settings or (),
-    )
+    for path, kind in ((html, ""), (write, PLAN_FILE)):
+        if path is not None:
+            check_target(path, kind)
+    with progress("searching layouts", quiet=as_json) as tell:
+        found = plan_named(
+            model,
+            cluster,
+            seq_len,
+            global_batch,
+            nodes=nodes,
+            top=5 if top is None else top,
+            precision=precision.value,
+            anywhere=anywhere,
+            trainable=trainable,
+            tokens=tokens,
+            headroom=headroom,
+            why=why or (),
+            settings=settings or (),
+            tell=tell,
+        )
     words = ["--model", model, "--cluster", cluster, "--seq-len", seq_len]
     asked = shlex.join(map(str, [*words, "--global-batch", global_batch]))
     if html is not None:
         from moemesh.cli.plan_page import plan_html
-        from moemesh.report.files import write_texts
 
         write_texts([(html, plan_html(found, asked))])
+    answer = to_json(found)
+    is_written = write is not None and not answer["plans"][0]["not_trained"]
+    if write is not None and is_written:
+        write_texts([(write, plan_file(found))])
     if as_json:
-        typer.echo(json.dumps(to_json(found), indent=2))
-        return
-    from moemesh.cli.plan_text import plan_text
+        typer.echo(strict_json(answer, indent=2))
+    else:
+        from moemesh.cli.plan_text import plan_text
 
-    typer.echo(plan_text(found, asked))
+        is_shown = [one.roles or top or explain for one in found.candidates[:top]]
+        found = replace(found, candidates=tuple(compress(found.candidates, is_shown)))
+        typer.echo(plan_text(found, asked, str(write) if is_written else "", explain=explain))
+    if write is not None and not is_written:
+        from moemesh.config.errors import UserError
+
+        refused = ", ".join(answer["plans"][0]["not_trained"])
+        raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
 
 
 RunsTable = Annotated[
@@ -252,8 +253,7 @@ def validate(
         Path | None, typer.Option("--plot", metavar="FILE", help="Write an SVG picture.")
     ] = None,
     cross: Annotated[
-        bool,
-        typer.Option("--cross-validate", help="Refit without each group, model, stack."),
+        bool, typer.Option("--cross-validate", help="Refit without each group, model, stack.")
     ] = False,
     intervals: Annotated[
         Path | None,
@@ -285,7 +285,7 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", metavar="CLUSTER.toml", help="File to write.")],
     archs: ArchsFile = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Which cluster of the table.")
+        str | None, typer.Option("--cluster", metavar="NAME", help="Cluster of the table.")
     ] = None,
     shared: Annotated[
         bool, typer.Option("--shared", help="Fit all clusters and what they share.")

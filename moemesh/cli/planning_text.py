@@ -39,12 +39,8 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         f"{found.usable_share:.1%} of the device is usable",
         *_worst_routing(found),
     ]
-    usable = round(found.cluster.memory_bytes * found.usable_share)
-    if found.peak["fits"] and found.memory_interval.high > usable:
-        lines.append(
-            "            it may run out of memory: the interval reaches above "
-            f"{format_bytes(usable)}"
-        )
+    if found.peak["fits"] and found.memory_interval.high > found.cluster.memory_bytes:
+        lines.append("            it may run out of memory: the interval reaches above the device")
     if isinstance(near := found.instead, str):
         lines.append(f"            {near}")
     elif near is not None:

@@ -47,7 +47,7 @@ def _memory(prepared: Preparation) -> str:
     ranks = range(0, plan.world_size, 1 if few else per_stage)
     worst = max((predicted_memory(prepared.readable, rank) for rank in ranks), key=lambda p: p.peak)
     states = worst.peak - worst.activations
-    whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the most of a rank"
+    whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     return (
         f"{format_bytes(worst.peak)} {PREDICTED_HELD}, of {whose}: {format_bytes(states)} of "
         f"weights, gradients and optimizer, {format_bytes(worst.activations)} of activations"
@@ -98,7 +98,9 @@ def _samples(prepared: Preparation) -> Iterator[str]:
     text = f"samples  {samples.num_training:,} for training, read {times:.3g} times"
     yield f"{text}; {samples.num_validation:,} for validation"
     if (learned := samples.num_learned) is not None:
+        yield f"chat     conversations by the template of {config.data.tokenizer}"
         yield f"         {learned:,} tokens bear loss"
+    yield from prepared.opened.notes
 
 
 def _resume(prepared: Preparation) -> str:

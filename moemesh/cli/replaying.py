@@ -17,7 +17,7 @@ def replay(
     ],
     alone: Annotated[
         bool,
-        typer.Option("--alone", help="On one rank, whatever the plan of the run was."),
+        typer.Option("--alone", help="Replay on one rank, whatever the plan of the run was."),
     ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -1,7 +1,6 @@
 """The verb repro: the first steps of a run once more, compared bit by bit."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import AsJson, app
+from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.train.repro import Comparison
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @app.command(short_help="Repeat the first steps of a run and compare the losses bit by bit.")
 def repro(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 20,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder of the second run; default: RUN-repro."),
@@ -41,7 +41,7 @@ def repro(
     found, causes, folder = repeat(run, out, steps, say, shows_steps=not as_json)
     if as_json:
         result = {**asdict(found), "differences": causes, "folder": str(folder)}
-        typer.echo(json.dumps(result, indent=1))
+        typer.echo(strict_json(result, indent=1))
     else:
         typer.echo("\n" + _text(found, causes, folder))
     raise typer.Exit(0 if found.first_step is None else 1)

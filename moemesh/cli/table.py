@@ -1,8 +1,9 @@
-"""The one look of all tables that verbs print."""
+"""The one look of all tables that verbs print, and numbers in few words."""
 
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
@@ -39,3 +40,22 @@ def _wrapped(lines: Sequence[Sequence[str]], columns: int, left: int) -> str:
     with console.capture() as captured:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def interval(numbers: range) -> str:
+    """Consecutive numbers: ``0-3``, ``5``, or ``-`` for none."""
+    if not numbers:
+        return "-"
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in few words: ``0-3``, ``0 4 8 12``, ``0 8 ... 504``."""
+    if not numbers:
+        return "-"
+    steps = {later - number for number, later in pairwise(numbers)}
+    if steps <= {1}:
+        return interval(range(numbers[0], numbers[-1] + 1))
+    if len(numbers) > 6 and len(steps) == 1:
+        return f"{numbers[0]} {numbers[1]} ... {numbers[-1]}"
+    return " ".join(map(str, numbers))

@@ -21,14 +21,14 @@ def train(
     allow_change: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow-change", metavar="KEY", help="On resume, accept another value of this key."
+            "--allow-change", metavar="KEY", help="Accept another value of this key on resume."
         ),
     ] = None,
     auto_layout: Annotated[
         bool,
         typer.Option(
             "--auto-layout",
-            help="Where other ranks are there than the plan needs: choose a plan for them.",
+            help="Choose another plan where the plan's ranks are not available.",
         ),
     ] = False,
     ranks: Annotated[
@@ -37,7 +37,7 @@ def train(
             "--ranks",
             metavar="N",
             min=1,
-            help="With --auto-layout: ranks to start here; by default one for each GPU.",
+            help="Ranks to start here with --auto-layout; by default one for each GPU.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -69,15 +69,19 @@ def train(
             "--profile",
             metavar="N",
             min=1,
-            help="Profile N steps behind two of warm-up on every rank into DIR/profile, and end.",
+            help="Profile N steps behind four without it on every rank into DIR/profile, and end.",
         ),
     ] = None,
 ) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
-    Without a file it trains the preset "tiny" on Python's own library sources. Example:
+    Without a file it trains the preset "tiny" on Python's own library sources. The folder of a run
+    in place of a file goes on with that run; with --out it starts a new one of its configuration.
+    Examples:
 
         moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
+
+        moemesh train runs/first --set train.steps=400
     """
     from moemesh.comm.slurm import ranks_of_slurm
 
@@ -122,6 +126,8 @@ def train(
     # Read when torch loads OpenMP. Threads that spin while they wait make a step up to 40 times
     # slower as soon as another process wants a core (measured, docs/log.md 2026-11-20).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if profile is not None:  # torch's profiler says on the terminal that it starts
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
     code = command.train(

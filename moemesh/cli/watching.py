@@ -22,11 +22,10 @@ _POLL_SECONDS = 1.0
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     every: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Seconds between looks; default 2, in a pipe 30."),
+        float | None, typer.Option(min=0.1, help="Seconds between looks; default 2, in a pipe 30.")
     ] = None,
     wait: Annotated[
-        float, typer.Option(min=0.0, help="So many seconds are waited for a run to begin.")
+        float, typer.Option(min=0.0, help="Seconds to wait for a run to begin.")
     ] = 60.0,
 ) -> None:
     """Show a run from the files of its folder, here or on a shared disk, until it has ended.
@@ -62,7 +61,8 @@ def _print_lines(watched: "Watched", every: float | None) -> tuple[bool, str]:
     seconds, shown, step = _PIPE_SECONDS if every is None else every, -float("inf"), None
     while True:
         for event in watched.look():
-            typer.echo(f"{event.time}  {event.kind}: {' '.join(event.text.split())}")
+            for line in event.text.splitlines():
+                typer.echo(f"{event.time}  {event.kind}: {line.rstrip()}")
         end, row, now = watched.end(), watched.view.row, time.monotonic()
         is_new = row is not None and row.step != step
         if is_new and (end is not None or now - shown >= seconds):

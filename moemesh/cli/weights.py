@@ -2,12 +2,14 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from moemesh.cli.application import AsJson, Overrides, app
+from moemesh.cli.options import tokens
 
 
 @app.command(short_help="Write a run's weights for transformers, or start a run from such.")
@@ -25,7 +27,7 @@ def convert(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"] | None,
-        typer.Option("--dtype", help="Of the weights; by default that of the run or the folder."),
+        typer.Option("--dtype", help="Type of weights; by default that of the run or the folder."),
     ] = None,
     like: Annotated[
         Path | None,
@@ -96,19 +98,8 @@ def convert(
         weight_sources.check_weights(source)
         if apply is not None:
             weight_sources.check_folder(apply)
-        from moemesh.train import conversion
-
-        if adapter:
-            conversion.write_adapter(source, out, dtype=dtype)
-        elif delta:
-            conversion.write_trained(source, out, dtype=dtype)
-        elif apply is not None:
-            conversion.apply_delta(source, out, apply, on_file=say)
-        _tell_written(out, "adapter" if adapter else "delta" if delta else "folder")
-        typer.echo(str(out))
-        return
-
-    if upcycle is not None:
+        kind = "adapter" if adapter else "delta" if delta else "folder"
+    elif upcycle is not None:
         from moemesh.train.recipe import read_recipe
 
         for flag, given in (("--like", like), ("--expert-layout", expert_layout)):
@@ -116,25 +107,30 @@ def convert(
                 raise typer.BadParameter(f"{flag} does not go with --upcycle", param_hint=flag)
         recipe = read_recipe(upcycle)
         weight_sources.check_weights(source)
+        kind = "run" if to == "moemesh" else "folder"
+    else:
+        target = weight_sources.target_of(source, to, dtype, expert_layout)
+        kind = "run" if target == "moemesh" else "folder"
+    weight_sources.refuse_occupied(source, out, kind)
+    from moemesh.train import conversion
+
+    if adapter:
+        conversion.write_adapter(source, out, dtype=dtype)
+    elif delta:
+        conversion.write_trained(source, out, dtype=dtype)
+    elif apply is not None:
+        conversion.apply_delta(source, out, apply, on_file=say)
+    elif upcycle is not None:
         from moemesh.train.upcycling import upcycle as make
 
         make(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
-        _tell_written(out, "run" if to == "moemesh" else "folder")
-        typer.echo(
-            str(out)
-            if to != "moemesh"
-            else f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
+    else:
+        conversion.convert(
+            source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say
         )
-        return
-    weight_sources.target_of(source, to, dtype, expert_layout)
-    from moemesh.train.conversion import convert as run
-
-    written = run(source, out, to, dtype=dtype, like=like, expert_layout=expert_layout, on_file=say)
-    _tell_written(out, "run" if written == "moemesh" else "folder")
-    follow = (
-        f"moemesh train {out / 'config.toml'} --out {out}" if written == "moemesh" else str(out)
-    )
-    typer.echo(follow if written == "huggingface" else f"a run to go on with: {follow}")
+    typer.echo(weight_sources.written_text(out, kind), err=True)
+    start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
+    typer.echo(start if kind == "run" else str(out))
 
 
 @app.command(short_help="Compute the loss of a run or of a folder of transformers on a text.")
@@ -148,7 +144,10 @@ def evaluate(
     seq_len: Annotated[
         int | None,
         typer.Option(
-            "--seq-len", metavar="S", min=1, help="Tokens of a window; of a run: its data.seq_len."
+            "--seq-len",
+            metavar="S",
+            parser=tokens,
+            help="Tokens of a window; of a run: its data.seq_len.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -175,9 +174,21 @@ def generate(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder of transformers.")
     ],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Answer --prompt by the chat template; without it, talk at the terminal.",
+        ),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="With --chat: a system turn.")
+    ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Most tokens to add.")
+        int, typer.Option("--max-tokens", metavar="N", parser=tokens, help="Most tokens to add.")
     ] = 100,
     temperature: Annotated[
         float | None,
@@ -189,7 +200,7 @@ def generate(
         float,
         typer.Option("--top-p", min=0.0, max=1.0, help="Draw from tokens of this probability."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Random seed.")] = 0,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -198,9 +209,15 @@ def generate(
     One device by default; --set plan.tp=4 --set plan.ep=4 spread the weights over more. Example:
 
         moemesh generate runs/first --prompt "def main(" --max-tokens 50
+        moemesh generate runs/tuned --chat --prompt "What is 3 + 4?"
     """
     from moemesh.comm.slurm import rank_of
 
+    if prompt is None and not (chat and sys.stdin.isatty()):
+        need = "--chat without it talks at a terminal, and stdin is none" if chat else "is missing"
+        raise typer.BadParameter(need, param_hint="--prompt")
+    if system is not None and not chat:
+        raise typer.BadParameter("is a turn of a conversation: add --chat", param_hint="--system")
     _check(source, overrides or [])
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
@@ -211,6 +228,8 @@ def generate(
         source,
         prompt,
         overrides or [],
+        chat=chat,
+        system=system,
         max_tokens=max_tokens,
         temperature=temperature or 0.0,
         top_p=top_p,
@@ -218,13 +237,6 @@ def generate(
         as_json=as_json,
     )
     raise typer.Exit(code)
-
-
-def _tell_written(out: Path, kind: Literal["run", "folder", "adapter", "delta"]) -> None:
-    """On stderr what was written and a command that uses it; stdout keeps the path alone."""
-    from moemesh.train.weight_sources import written_text
-
-    typer.echo(written_text(out, kind), err=True)
 
 
 def _length_of_run(source: Path, given: list[str]) -> int:

@@ -8,9 +8,10 @@ from pathlib import Path
 from shutil import which
 
 from moemesh.config.errors import UserError
+from moemesh.trace.machine import NVIDIA_DRIVER
 
 #: What the drivers of Nvidia (also under Windows) and AMD show of themselves.
-_SIGNS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+_SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _TOOLS = ("nvidia-smi", "rocm-smi")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Each rank reads them before its first use of CUDA. A stream for each group of ranks: with fewer
@@ -31,7 +32,7 @@ def num_gpus() -> int:
     we may open none (a container without them on a machine that has some)."""
     if not any(os.access(one, os.R_OK | os.W_OK) for one in Path("/dev").glob("nvidia[0-9]*")):
         return 0
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return len(list((NVIDIA_DRIVER / "gpus").glob("*")))
 
 
 def num_visible_gpus(environment: Mapping[str, str]) -> int:
@@ -67,7 +68,7 @@ def signs_of_gpus() -> list[str]:
 
 
 def _signs() -> Iterator[str]:
-    yield from (sign for sign in _SIGNS if Path(sign).exists())
+    yield from (str(sign) for sign in _SIGNS if Path(sign).exists())
     yield from (found for tool in _TOOLS if (found := which(tool)))
 
 

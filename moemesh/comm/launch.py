@@ -1,19 +1,19 @@
 """Starting ranks on this machine, joining those that torchrun started, and stopping.
 
-A rank of ours is ``python -m moemesh`` with the arguments of the launcher, so that it runs the very
-same path as one of torchrun's or of srun's; `moemesh.comm.supervisor` starts and watches it. Ranks
-of one machine meet in a file, over no port. This is the only module that reads the environment.
+A rank of ours is ``python -P -m moemesh`` with the arguments of the launcher, so that it runs the
+very same path as one of torchrun's or of srun's; `moemesh.comm.supervisor` starts and watches it.
+Ranks of one machine meet in a file, over no port. Only this module reads the environment.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +55,11 @@ from moemesh.comm.supervisor import (
 from moemesh.comm.verdict import Limits
 from moemesh.config.errors import is_user_error
 from moemesh.trace import progress_words
+from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
 from moemesh.trace.word_file import RANK_BYTES
 
-#: What Python runs as a rank where the caller does not say.
-ENTRY = ("-m", "moemesh")
+#: The module that Python runs as a rank where the caller does not say, and its first arguments.
+MODULE = ("moemesh",)
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _PATIENCE_SECONDS = 1200.0
@@ -197,7 +198,7 @@ def start(device: Device, timeout_seconds: float, dtype: str = "float32") -> Ran
     local_rank = _variable("LOCAL_RANK", 0)
     ranks_per_node = _variable("LOCAL_WORLD_SIZE", world_size)
     chosen = cuda.choose(device, local_rank, ranks_per_node, dtype)
-    torch.set_num_threads(max(1, _num_cores() // ranks_per_node))
+    torch.set_num_threads(max(1, usable_cores() // ranks_per_node))
     ranks = Ranks(
         rank=rank,
         world_size=world_size,
@@ -279,20 +280,6 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
     progress_words.failed()
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks instead of handing them back to the kernel; whether it could.
-
-    Every large tensor would otherwise be faulted in page by page again: an expert MLP takes 1.2
-    times as long. The price is a higher peak.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    return bool(mallopt(m_mmap_threshold, 1 << 30) and mallopt(m_trim_threshold, 2**31 - 1))
-
-
 def launch(
     num_ranks: int,
     arguments: Sequence[str],
@@ -349,7 +336,7 @@ def run_ranks(
         for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
             file.unlink(missing_ok=True)
     ended = Supervisor(
-        python_command(entry or ENTRY, arguments),
+        [sys.executable, *entry, *arguments] if entry else python_command(*MODULE, *arguments),
         num_ranks,
         logs=logs,
         limits=limits or Limits(patience=_PATIENCE_SECONDS),
@@ -371,12 +358,6 @@ def _variable(name: str, default: int) -> int:
     return int(os.environ.get(name, default)) if joined() else default
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _report_and_print(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
@@ -393,11 +374,18 @@ def _launcher() -> Path:
 
 
 def _die_with_the_launcher(folder: Path) -> None:
-    """Have Linux kill this rank when the launcher dies without having been able to: a rank that
-    lived on would write into a folder that the next run believes to have for itself."""
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    """End this rank when the launcher dies without having been able to: a rank that lived on would
+    write into a folder that the next run believes to have for itself. The kernel does it, else a
+    thread that looks each second."""
+    is_seen_to, parent = die_with_parent(), os.getppid()
     # It may have died before: then its lock is free.
     if not has_supervisor(folder):
         os._exit(128 + signal.SIGKILL)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(128 + signal.SIGKILL)
+
+    if not is_seen_to:
+        threading.Thread(target=look, daemon=True).start()

@@ -15,6 +15,7 @@ from typing import Any
 
 from moemesh.comm.signs import Told
 from moemesh.trace.lock import is_locked
+from moemesh.trace.machine import SHARED_MEMORY
 
 WORDS, STORE, LOCK = "words", "store", "lock"
 #: A rank writes the stacks of its threads when it gets this signal.
@@ -47,8 +48,8 @@ def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
 
 def shared_memory() -> Path:
     """Where folders of ranks are: in memory, or among temporary files."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    is_there = os.access(SHARED_MEMORY, os.W_OK)
+    return SHARED_MEMORY if is_there else Path(tempfile.gettempdir())
 
 
 def lock(folder: Path) -> int:

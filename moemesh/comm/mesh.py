@@ -23,6 +23,7 @@ from moemesh.comm.groups import new_group
 from moemesh.config.arguments import check_kind
 from moemesh.config.errors import UserError
 from moemesh.config.layout import AXES, Layout
+from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 
 #: Axes whose hosts tell one another numbers, beside those of all ranks: sizes of exchanges, and
@@ -82,11 +83,13 @@ class Axis:
         )
 
 
-class Mesh:
+class Mesh(Shown):
     """All axes of a `Layout` (the names of `moemesh.config.layout.AXES`) for one rank.
 
     `rank` counts from 0 among the ranks of the mesh; the `ranks` of its axes are global ones.
     """
+
+    shown = ("rank", "layout", "device")
 
     def __init__(
         self,
@@ -211,9 +214,6 @@ class Mesh:
             return axis
         ranks = self.layout.group_of(name, self.rank)
         return replace(axis, group=self._host_groups[ranks], device=torch.device("cpu"))
-
-    def __repr__(self) -> str:
-        return f"Mesh(rank {self.rank} of {self.layout}, {self.device})"
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         return Axis(

@@ -25,6 +25,7 @@ from pathlib import Path
 from moemesh.comm.meeting import LOCK, PREFIX, WORDS, has_supervisor, shared_memory
 from moemesh.comm.peers import ADDRESS, listen
 from moemesh.comm.signs import GONE
+from moemesh.trace.machine import process_namespace, zombie_exit_code
 from moemesh.trace.word_file import Word, WordFile
 
 #: What tells one start of ranks from any other.
@@ -93,7 +94,9 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     None where processes of others cannot be watched: outside of Linux, where the kernel gives no
     handles of them, or where the folder is not one's own.
     """
-    if not _has_handles():
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
         return None
     folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
     listener = listen(node.master) if node.has_others else None
@@ -115,15 +118,6 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     return None
 
 
-def _has_handles() -> bool:
-    """Whether the kernel gives handles of processes, and lets them be used."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        return False
-    return True
-
-
 def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
     """Make the folder with all that ranks need; False where it is there. Raises OSError where there
     is no room for it."""
@@ -132,7 +126,7 @@ def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         WordFile(made / WORDS, node.world_size, reserved=node.ranks).unmap()
-        (made / _PROCESSES).write_text(_processes())
+        (made / _PROCESSES).write_text(process_namespace())
         if listener is not None:
             (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
     except OSError:
@@ -150,14 +144,8 @@ def _is_ours(folder: Path) -> bool:
     """Whether the watcher of a folder sees the processes that this one sees."""
     with suppress(OSError):
         is_own = folder.stat().st_uid == os.getuid()
-        return is_own and (folder / _PROCESSES).read_text() == _processes()
+        return is_own and (folder / _PROCESSES).read_text() == process_namespace()
     return False
-
-
-def _processes() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _discard(folder: Path) -> None:
@@ -204,7 +192,8 @@ class Guests:
         """Until `seconds` are over or a process has ended."""
         for handle, _ in self._poll.poll(1000 * seconds):
             rank = self._handles.pop(handle)
-            self._codes[rank] = _exit_code(self._pids[rank])
+            code = zombie_exit_code(self._pids[rank])
+            self._codes[rank] = GONE if code is None else code
             self._poll.unregister(handle)
             os.close(handle)
 
@@ -214,13 +203,3 @@ class Guests:
             if one == rank:
                 with suppress(OSError):
                     signal.pidfd_send_signal(handle, number)
-
-
-def _exit_code(pid: int) -> int:
-    """Of a process that has ended and that its parent has not asked about yet."""
-    with suppress(OSError, IndexError, ValueError):
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        if fields[0] == b"Z":
-            return os.waitstatus_to_exitcode(int(fields[49]))
-    return GONE

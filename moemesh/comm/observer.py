@@ -12,6 +12,7 @@ from typing import Protocol
 from moemesh.comm.meeting import STACK_SIGNAL, read_told, stack_file
 from moemesh.comm.signs import Seen
 from moemesh.comm.verdict import Verdict
+from moemesh.trace.machine import process_state
 from moemesh.trace.word_file import Word, WordFile
 
 #: Between two looks at ranks of which one does not move.
@@ -19,7 +20,6 @@ LOOK_SECONDS = 0.03
 _STACK_SECONDS = 0.3
 #: After a verdict the other ranks have so long to put their own errors into their logs.
 _FOLLOW_SECONDS = 1.0
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Processes(Protocol):
@@ -66,7 +66,7 @@ class Observer:
             self._is_still = True
             if code is None:
                 pid = word.pid if word is not None else self._processes.pid(rank)
-                state, cpu_seconds = _state(pid)
+                state, cpu_seconds = process_state(pid)
         may_have_told = code is not None or (word is not None and word.failed)
         return Seen(
             rank=rank,
@@ -110,16 +110,6 @@ class Observer:
         """Of the exceptions that ranks told of."""
         told = {rank: read_told(self.folder, rank) for rank in self.ranks}
         return {rank: one.trace for rank, one in told.items() if one is not None and one.trace}
-
-
-def _state(pid: int) -> tuple[str, float]:
-    """State and CPU seconds of a process; ("", 0) where the system does not tell."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
-    except (OSError, IndexError, ValueError):
-        return "", 0.0
 
 
 def _size(file: Path) -> int:

@@ -57,7 +57,7 @@ class Store(Protocol):
 def listen(master: str) -> socket.socket | None:
     """A listener on the address from which this host reaches `master`, and on no other; None where
     there is no way to it."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # UnicodeError: a name that no name server could have
         for family, _, _, _, place in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # sends nothing
@@ -192,7 +192,7 @@ class Peers:
                 peer.address, peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )[0]
             made = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
+        except (OSError, UnicodeError):
             return
         wait = 2 * _AGAIN_SECONDS if peer.lost else _GREETING_SECONDS
         link = _Link(socket=made, until=now + wait, peer=peer, is_made=False)

@@ -36,7 +36,7 @@ class Told:
 class Seen:
     """One rank at one moment. ``exit_code`` None: alive; negative: killed by that signal.
 
-    ``state``: as in ``/proc/PID/stat``, "" where it is not known or the rank has moved since the
+    ``state``: the letter of the kernel, "" where it is not known or the rank has moved since the
     look before; ``cpu_seconds``: of all its threads, where the state is known. ``word`` None: it
     has not come as far as to write one.
     """

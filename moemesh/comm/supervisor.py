@@ -1,7 +1,7 @@
 """The supervisor of the ranks of this machine: starts them, watches them, ends them all.
 
-Every rank is a process and a session of its own. Its progress word, its state in ``/proc`` and what
-it tells of an exception go to the :class:`moemesh.comm.verdict.Judge`; after a verdict the stacks
+Every rank is a process and a session of its own. Its progress word, its state and what it
+tells of an exception go to the :class:`moemesh.comm.verdict.Judge`; after a verdict the stacks
 of all ranks are written, and the ranks are ended. torch is not imported.
 """
 
@@ -260,6 +260,7 @@ class Supervisor:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def python_command(entry: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """This interpreter with `entry` and `arguments`."""
-    return [sys.executable, *entry, *arguments]
+def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """`python`, or this interpreter, running `module` with `arguments`. It imports nothing from the
+    current directory (-P), whatever the files there are called; PYTHONPATH counts."""
+    return [python or sys.executable, "-P", "-m", module, *arguments]

@@ -342,7 +342,7 @@ def _network_cut(seen: Sequence[Seen], lost: tuple[LostHost, ...], waited: float
         if not missing:
             continue
         hosts = " and ".join(f"{host.name} with {_ranks(host.ranks)}" for host in lost)
-        text = f"host {hosts} cannot be reached: the network is cut, or the host died"
+        text = f"host {hosts} cannot be reached: the network is cut, or the host is down"
         place = f" in {at}" if at is not None else ""
         return Verdict(
             kind="network-cut",

@@ -19,6 +19,7 @@ FREE = frozenset(
         "data.bad_record_share",
         "data.cache",
         "train.checkpoint_async",
+        "train.checkpoint_folder",
         "train.checkpoint_every",
         "train.checkpoints_kept",
         "train.cluster",
@@ -36,6 +37,8 @@ FREE = frozenset(
 #: Keys outside [train] and [data] that change the course of training, but no stored tensor.
 TRAINING = frozenset(
     {
+        "model.path",  # its numbers are in the checkpoints
+        "lora.path",
         "model.aux_loss_coefficient",
         "model.aux_loss_layers",
         "model.aux_loss_probabilities",

@@ -14,7 +14,7 @@ class ClusterKey(NamedTuple):
 
 
 KEYS: dict[str, ClusterKey] = {
-    "name": ClusterKey("What the cluster is called in answers", "text", '"my_cluster"'),
+    "name": ClusterKey("Name of the cluster in answers", "text", '"my_cluster"'),
     "nodes": ClusterKey("Nodes; `plan --nodes` takes another number", "nodes", "2"),
     "gpus_per_node": ClusterKey(
         "Devices of a node, joined by its fast links: `nvidia-smi -L | wc -l`", "devices", "8"

@@ -11,7 +11,8 @@ from moemesh.config.errors import Problem
 from moemesh.config.section import POSITIVE, SHARE, SIZE, Range, Section, as_tuple
 
 DataFormat = Literal["auto", "bytes", "text", "jsonl", "parquet", "dataset", "indexed"]
-Documents = Literal["ignore", "mask"]
+Documents = Literal["auto", "ignore", "mask"]
+LongConversations = Literal["truncate", "skip", "fail"]
 BadRecords = Literal["fail", "skip"]
 
 #: Ids that the tokenizer "bytes" produces.
@@ -58,7 +59,10 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     #: Several documents in one sequence: "ignore" reads on across their borders; with "mask"
     #: attention stays inside a document, positions begin anew, no token predicts the next document.
-    documents: Documents = "ignore"
+    #: auto: "mask" for sources with conversations.
+    documents: Documents = "auto"
+    #: Conversations of more tokens than a sequence has.
+    long_conversations: LongConversations = "truncate"
     #: Tokens of one sequence.
     seq_len: int = 128
     #: Sequences of one step, over all ranks.

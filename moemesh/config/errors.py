@@ -17,7 +17,7 @@ CODES: dict[str, str] = {
     "conflict": "two settings exclude each other, or one needs another; the message names both",
     "duplicate": "one name, key or expert stands twice where it may stand once",
     "empty": "a list, file or pattern has nothing in it",
-    "missing": "a key that is needed has no value",
+    "missing": "a key, option or argument that is needed has no value",
     "no-file": "a file or folder is not there, or cannot be read",
     "no-match": "a pattern matches nothing; names like it are listed",
     "no-plan": "the search found no legal layout; the message counts why they failed",
@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
     "unknown-key": "no key has this name; the nearest, or the name here, is given",
     "unknown-layer": "a layer of a folder of transformers is of a kind that is not known",
     "unknown-model": "a model type is not known; the known ones are listed",
+    "unknown-option": "no verb, option or argument has this name; the nearest one is named",
     "wrong-type": "a value has another type: nothing is converted silently",
 }
 
@@ -56,6 +57,11 @@ class Problem:
     message: str
     fix: str = ""
     related: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
+        """What most problems are made of."""
+        return cls(code=code, key=key, value=value, message=message, fix=fix)
 
     def __str__(self) -> str:
         head = self.key
@@ -87,15 +93,15 @@ def is_user_error(error: BaseException) -> bool:
 class ConfigError(UserError):
     """Every problem of a configuration at once; ``str()`` is ready for a terminal."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(sorted(problems, key=_place))
+    def __init__(self, problems: Iterable[Problem], where: str = "in the configuration") -> None:
+        self.problems, self.where = tuple(sorted(problems, key=_place)), where
         super().__init__(self.problems)
 
     def __str__(self) -> str:
         count = len(self.problems)
         title = "1 problem" if count == 1 else f"{count} problems"
         body = "\n".join(f"{index}. {item}" for index, item in enumerate(self.problems, 1))
-        return f"{title} in the configuration\n{body}"
+        return f"{title} {self.where}\n{body}"
 
 
 class SeveralErrors(UserError):

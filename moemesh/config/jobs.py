@@ -105,11 +105,6 @@ class Job:
         """`moemesh train` with its arguments, for a shell."""
         return shlex.join(["moemesh", *self.arguments])
 
-    @property
-    def module(self) -> str:
-        """The same for torchrun."""
-        return shlex.join(["-m", "moemesh", *self.arguments])
-
     def text(self, launcher: Launcher) -> str:
         """The file for `launcher`."""
         makers = {
@@ -161,7 +156,7 @@ export {_PATIENCE}  # seconds in which the ranks may save
 {self._place()}exec torchrun \\
   --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node} --node-rank="$NODE_RANK" \\
   --master-addr="$MASTER_ADDR" --master-port={PORT} \\
-  {self.module}
+  --no-python {self.command}
 """
 
     def _slurm(self) -> str:
@@ -216,7 +211,7 @@ exit "$code"
         )
         name, value = _PATIENCE.split("=")
         # Kubernetes itself replaces $(NAME) in arguments.
-        module = self.module.replace("$(", "$$(")
+        command = self.command.replace("$(", "$$(")
         return f"""\
 {comment}apiVersion: v1
 kind: Service
@@ -251,7 +246,7 @@ spec:
               exec torchrun --nnodes={self.nodes} --nproc-per-node={self.ranks_per_node}
               --node-rank=$JOB_COMPLETION_INDEX
               --master-addr={self.name}-0.{self.name} --master-port={PORT}
-              {module}
+              --no-python {command}
           env: [{{name: {name}, value: "{value}"}}]
           resources: {{limits: {limits}}}
           volumeMounts:
@@ -295,7 +290,7 @@ resources:
   torchrun --nnodes=$SKYPILOT_NUM_NODES --nproc-per-node={each} \\
     --node-rank=$SKYPILOT_NODE_RANK \\
     --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) --master-port={PORT} \\
-    {self.module}
+    --no-python {self.command}
 """
 
 

@@ -13,8 +13,9 @@ are axes of their own (``ep_rail`` across nodes, ``ep_node`` inside one).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from math import gcd
+
+from moemesh.config.shown import Shown
 
 #: The dimensions of each view of a world, outermost first: the two meshes, and the expert mesh with
 #: its ep axis cut at node borders.
@@ -69,8 +70,8 @@ def shard_range(size: int, parts: int, index: int) -> range:
     return range(start, start + base + (index < extra))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Layout(Shown):
     """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
 
     ``ranks_per_node = 0`` means that all ranks share one node.
@@ -133,19 +134,15 @@ class Layout:
         if part in ("shard", "copies") and whole in SHARDED_AXES:
             return self._cut_groups(whole, part)
         view, spanned = AXES[axis]
-        dimensions = self.dimensions(view)
-        fixed = [name for name in dimensions if name not in spanned]
-        groups: list[tuple[int, ...]] = []
-        for outer in product(*(range(dimensions[name]) for name in fixed)):
-            at = dict(zip(fixed, outer, strict=True))
-            members: list[int] = []
-            for inner in product(*(range(dimensions[name]) for name in spanned)):
-                at.update(zip(spanned, inner, strict=True))
-                rank = 0
-                for name, degree in dimensions.items():
-                    rank = rank * degree + at[name]
-                members.append(rank)
-            groups.append(tuple(members))
+        first, members, distance = [0], [0], self.world_size
+        for name, degree in self.dimensions(view).items():
+            distance //= degree
+            steps = range(0, degree * distance, distance)
+            if name in spanned:
+                members = [rank + step for rank in members for step in steps]
+            else:
+                first = [rank + step for rank in first for step in steps]
+        groups = [tuple([start + rank for rank in members]) for start in first]
         if axis == "mirror":
             groups = [
                 tuple(sorted({group[end], group[-1 - end]}))

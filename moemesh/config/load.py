@@ -50,6 +50,13 @@ _EXPECTED = {
     "too_long": "a list of 2 numbers",
     "dict_type": "a table",
 }
+#: Keys whose default follows from others, and from what.
+FOLLOWING = {
+    "train.lr": "default by model.path and lora.rank",
+    "train.warmup_steps": "default by train.steps: a tenth, at most 20",
+}
+#: How the fix of a value that cannot be mended itself ends.
+_DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
 
@@ -108,11 +115,12 @@ def load_run(
         contradicting = list(contradictions(base, chosen, broken))
         problems += contradicting
         broken |= {problem.key for problem in contradicting}
-    config = _run_config(sections, preset, path)
+    config = _run_config(sections, preset, path).with_following()
     origins = {key: leaves[key].origin if key in leaves else "default" for key in all_keys()}
+    origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
     problems += [_with_origins(item, origins) for item in independent(config.check(), broken)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(_as_the_model(problem, base) for problem in problems)
     notes = tuple(note for source in given for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 
@@ -158,6 +166,20 @@ def load_recorded(
     return config
 
 
+def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
+    """`config` with the values that the run in `folder` has recorded for keys that follow from
+    others and that nobody has given, so that a run goes on with those it was started with."""
+    if not (folder / "config.toml").is_file():
+        return config
+    recorded, kept = read_file(folder / "config.toml").leaves, dict[str, object]()
+    for name in (key.partition(".")[2] for key in FOLLOWING):
+        leaf = recorded.get(f"train.{name}")
+        value = TrainConfig.model_fields[name].default if leaf is None else leaf.value
+        if name not in config.train.model_fields_set and isinstance(value, int | float):
+            kept[name] = value
+    return config.with_following(**kept)
+
+
 def resolved_toml(config: RunConfig) -> str:
     """`config` as TOML: every key that has a value. It loads back to an equal configuration."""
     lines = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}"]
@@ -181,8 +203,10 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
             key: _plain(getattr(section, key)) for key in SECTIONS[name].model_fields
         }
         found[name] = {**source, **fields} if name == "model" else fields
-    if config.train.epochs is not None:
-        found["train"]["steps"] = None  # it follows from the data
+    if config.train.epochs is not None:  # these follow from the data
+        given = config.train.model_fields_set
+        follows = ("steps", "warmup_steps")
+        found["train"] |= {key: None for key in follows if key == "steps" or key not in given}
     return found
 
 
@@ -232,9 +256,7 @@ def _unknown_keys(sources: Sequence[Source]) -> list[Problem]:
     return problems
 
 
-def _choose_model(
-    chosen: Mapping[str, Leaf],
-) -> tuple[str, str | None, set[str], list[Problem]]:
+def _choose_model(chosen: Mapping[str, Leaf]) -> tuple[str, str | None, set[str], list[Problem]]:
     """(preset, path, broken keys, problems) from `model.preset` and `model.path`."""
     problems: list[Problem] = []
     names: dict[str, str] = {}
@@ -336,7 +358,11 @@ def _type_problem(
     if key == SOURCES_KEY:
         expected = "a list of tables"
     message = f"{field} must be {expected}, not {shown}" if expected else f"{field}: {words}"
-    return _at(leaf, "wrong-type", key, message, _rewritten(field, leaf.value, reason))
+    fix, default = _rewritten(field, leaf.value, reason), kind.model_fields[field].default
+    if not fix and not kind.model_fields[field].is_required():
+        shown = format_value(default)
+        fix = f"leave {field} out" if default is None else f"{field} = {shown}{_DEFAULT}"
+    return _at(leaf, "wrong-type", key, message, fix)
 
 
 def _rewritten(field: str, value: object, reason: str) -> str:
@@ -346,6 +372,8 @@ def _rewritten(field: str, value: object, reason: str) -> str:
     if reason == "bool_type":
         is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
         return f"{field} = {'false' if is_off else 'true'}"
+    if field == "sources" and isinstance(value, str):
+        return f"sources = [{{ path = {format_value(value)} }}]"
     if reason == "tuple_type" and re.fullmatch(r"\d+( *, *\d+)*", str(value)):
         return f"{field} = [{value}]"
     if reason == "finite_number":
@@ -368,12 +396,25 @@ def _at(leaf: Leaf, code: str, key: str, message: str, fix: str) -> Problem:
     )
 
 
+def _as_the_model(problem: Problem, base: Source) -> Problem:
+    """With the preset's or the folder's own size as the fix of one that no model could have: the
+    end of its range, such as one channel, would be legal and of no use."""
+    leaf = base.leaves.get(problem.key)
+    given, is_outside = problem.value, problem.code == "out-of-range"
+    is_low = is_outside and isinstance(given, (int, float)) and given < 1
+    is_vague = is_low or problem.fix.endswith(_DEFAULT)
+    if leaf is None or not is_vague or problem.origin == leaf.origin:
+        return problem
+    name = problem.key.partition(".")[2]
+    return replace(problem, fix=f"{name} = {format_value(leaf.value)}, as {leaf.origin}")
+
+
 def _with_origins(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """The origin of the key itself, then those of the other keys of the rule that were given."""
     others = [
         f"{key}: {origins[key]}"
         for key in problem.related
-        if key != problem.key and origins.get(key, "default") != "default"
+        if key != problem.key and not origins.get(key, "default").startswith("default")
     ]
     origin = "; ".join([origins.get(problem.key, "default"), *others])
     return replace(problem, origin=origin)

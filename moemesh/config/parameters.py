@@ -15,7 +15,7 @@ without torch; tests hold the two together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -47,7 +47,11 @@ class ParameterTensor:
 
     def local_elements(self, layout: Layout, rank: int) -> int:
         """Numbers of this tensor that `rank` holds."""
-        at, sizes = layout.coordinates(rank), list(self.shape)
+        return self.elements_at(layout, layout.coordinates(rank))
+
+    def elements_at(self, layout: Layout, at: Mapping[str, int]) -> int:
+        """The same of a rank with these coordinates."""
+        sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
             is_uneven = axis == "ep" and self.per_rank

@@ -135,7 +135,7 @@ class Plan(Section):
     recompute_experts: bool = True
     spare_slots: int = 0
     #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
-    #: hottest experts, on every rank (FasterMoE's shadows).
+    #: most loaded experts, on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
     #: Where node borders lie; None takes them from the launcher.
     ranks_per_node: int | None = None

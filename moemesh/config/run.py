@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.data import NUM_BYTES, DataConfig
@@ -12,14 +12,15 @@ from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.projections import adapter_rules
-from moemesh.config.train import TrainConfig
+from moemesh.config.shown import Shown
+from moemesh.config.train import TrainConfig, usual_rate
 from moemesh.config.tuning import Tuning, tuning_problems
 
 DEFAULT_PRESET = "tiny"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunConfig(Shown):
     """Everything a run is told. Fields of `model` already include those of the preset, and `model`
     has the adapters of `lora`.
 
@@ -48,6 +49,21 @@ class RunConfig:
             train_only=(*self.lora.trains, *train.train_only),
             experts=tuple(sorted(experts.items())),
         )
+
+    def with_following(self, **train: object) -> RunConfig:
+        """The same with the values `train` of [train], and where nobody has given them with the
+        rate and the warm-up that follow from the rest, which do not count as given then."""
+        given = self.train.model_copy(update=train)
+        follows = {"lr": self.usual_rate, "warmup_steps": max(min(20, given.steps // 10), 0)}
+        found = {key: value for key, value in follows.items() if key not in given.model_fields_set}
+        copy = given.model_copy(update=found)
+        copy.model_fields_set.difference_update(found)
+        return replace(self, train=copy)
+
+    @property
+    def usual_rate(self) -> float:
+        """The peak learning rate of such a run."""
+        return usual_rate(loads_weights=self.model_path is not None, lora_rank=self.lora.rank)
 
     def check(self) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run."""

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, cast
 from pydantic import BaseModel, ConfigDict
 
 from moemesh.config.errors import Problem
+from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
 #: The largest size a 32-bit index can name; beyond it every product overflows somewhere.
@@ -48,7 +49,7 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-class Section(BaseModel):
+class Section(Shown, BaseModel):
     """Base of the sections: frozen, no unknown field, no silent conversion, no nan or inf."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)

@@ -39,7 +39,9 @@ class Source:
 
 
 def read_file(path: Path) -> Source:
-    """A TOML file of sections. Unreadable or malformed files give one problem each."""
+    """A TOML file of sections, or that of the run in a folder. Unreadable or malformed files give
+    one problem each."""
+    path = path / "config.toml" if path.is_dir() else path
     name = str(path)
     try:
         text = read_text(path)
@@ -77,7 +79,12 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         message = f"cannot read the file: {error.strerror or error}"
-        problem = Problem(code="no-file", key=str(path), message=message, fix=_existing(path))
+        fix = _existing(path)
+        if path.name == "config.toml" and path.parent.is_dir():
+            is_model = (path.parent / "config.json").is_file()
+            fix = "a TOML file, or the folder of a run"
+            fix = f"--set model.path={path.parent}" if is_model else fix
+        problem = Problem(code="no-file", key=str(path), message=message, fix=fix)
     except UnicodeDecodeError as error:
         problem = Problem(code="syntax", key=str(path), message=unreadable(error))
     raise ConfigError([problem])
@@ -224,6 +231,8 @@ def _version_problems(version: object, origin: str) -> list[Problem]:
 
 def _existing(path: Path) -> str:
     """The fix for a file that cannot be read: where it is missing, what is there."""
+    if path.is_dir():
+        return str(next(path.glob("*.toml"), "a TOML file, not a folder"))
     return "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
 
 

@@ -38,6 +38,12 @@ def _as_patterns(value: object) -> object:
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
 
 
+def usual_rate(*, loads_weights: bool, lora_rank: int) -> float:
+    """The peak learning rate of a run whose configuration gives none: from scratch that of the key,
+    of weights that are loaded, and of adapters beside them."""
+    return (1e-4 if lora_rank else 1e-5) if loads_weights else 3e-3
+
+
 class TrainConfig(Section):
     """The training of a run."""
 
@@ -52,6 +58,7 @@ class TrainConfig(Section):
     #: Peak learning rate, after a linear warmup; a cosine takes it to lr * final_lr_ratio.
     lr: float = 3e-3
     final_lr_ratio: float = 0.1
+    #: At most the default, and a tenth of the steps, where nobody gives it.
     warmup_steps: int = 20
     #: Decay of AdamW's first and second moment.
     adam_betas: Annotated[tuple[float, float], BeforeValidator(as_tuple)] = (0.9, 0.95)
@@ -77,7 +84,8 @@ class TrainConfig(Section):
     checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
     rebalance_every: int = 0
-    #: Steps between lines of a log; 0: at most one a minute, at least one in 50 steps.
+    #: Steps between lines of a log; 0: one a minute, at least one in 50 steps or in a quarter of
+    #: the run.
     log_every: int = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
     sinks: Annotated[tuple[Sink, ...], BeforeValidator(as_tuple)] = ()

@@ -1,9 +1,9 @@
 """Streams of token ids: files read as text and tokenized, or tokens that are there already.
 
 A document is a record of :mod:`moemesh.data.records`. Of conversations only the assistant turns
-carry loss (:mod:`moemesh.data.chat`). Empty documents are dropped and the rest are joined by one
-newline: one newline byte, or the tokenizer's ids of it. Tokens of files are one stream a file, as
-they stand (:mod:`moemesh.data.indexed`).
+carry loss (:mod:`moemesh.data.chat`). Empty documents are dropped; behind each text but the last
+document stands one newline: one newline byte, or the tokenizer's ids of it. Tokens of files are one
+stream a file, as they stand (:mod:`moemesh.data.indexed`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DIGEST_WHOLE, SAMPLED_BLOCKS, BLOCK = 1 << 26, 256, 1 << 14
 class Corpus:
     """A stream of token ids [num_tokens] (uint8, uint16 or int32) and where it came from.
 
-    ``starts`` int64: where each document begins; the newline between two belongs to the first.
-    ``learned`` bool: which tokens carry loss as targets; None: all. ``digest``: of all of these, if
-    whoever wrote them has taken it.
+    ``starts`` int64: where each document begins; the newline behind a text belongs to it.
+    ``learned`` bool: which tokens carry loss as targets; None: all, there is no conversation.
+    ``digest``: of all of these, if whoever wrote them has taken it.
     """
 
     tokens: np.ndarray
@@ -73,17 +73,20 @@ class Corpus:
             documents = documents_of(files, reader, text_key, log or BadRecordLog(source=source))
         newline = between(reader)
         parts: list[np.ndarray] = []
-        lengths: list[int] = []
         masks: list[np.ndarray | None] = []
+        starts: list[int] = []
+        place, after_text = 0, False
         for document in documents:
             check_ids(document, vocab_size)
-            if document.where.continues and parts:
-                parts.append(document.ids)
-                lengths[-1] += len(document.ids)
-                continue
-            parts += [newline, document.ids] if parts else [document.ids]
-            lengths.append(len(document.ids))
-            masks.append(document.learned)
+            added = [(document.ids, document.learned)]
+            if not (document.where.continues and starts):
+                added = [(newline, None), *added] if after_text else added
+                starts.append(place + (len(newline) if after_text else 0))
+                after_text = document.learned is None
+            for ids, learned in added:
+                parts.append(ids)
+                masks.append(learned)
+                place += len(ids)
         if not parts or not len(parts[0]):
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         return Corpus(
@@ -93,8 +96,15 @@ class Corpus:
             vocab_size=vocab_size,
             tokenizer=reader.fingerprint,
             source=source,
-            learned=_joined(masks, lengths, len(newline)),
-            starts=np.cumsum([0, *(length + len(newline) for length in lengths[:-1])]),
+            learned=None
+            if all(mask is None for mask in masks)
+            else np.concatenate(
+                [
+                    np.ones(len(ids), dtype=bool) if mask is None else mask
+                    for ids, mask in zip(parts, masks, strict=True)
+                ]
+            ),
+            starts=np.array(starts, dtype=np.int64),
         )
 
     @staticmethod
@@ -161,19 +171,6 @@ def check_ids(document: Document, vocab_size: int) -> None:
         f"{document.where}, byte offset {offset}: id {int(ids[offset])} is not below "
         f"model.vocab_size {vocab_size}; set model.vocab_size to 256 or more"
     )
-
-
-def _joined(
-    masks: Sequence[np.ndarray | None], lengths: Sequence[int], newline: int
-) -> np.ndarray | None:
-    """Which tokens of the stream carry loss; None where all do. Between documents none does."""
-    if all(mask is None for mask in masks):
-        return None
-    parts: list[np.ndarray] = []
-    for mask, length in zip(masks, lengths, strict=True):
-        parts += [np.zeros(newline, dtype=bool)] if parts else []
-        parts.append(np.ones(length, dtype=bool) if mask is None else mask)
-    return np.concatenate(parts)
 
 
 def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:

@@ -3,12 +3,12 @@
 All texts of a training run take this way, read at its start or by ``moemesh tokenize``. The
 tokenizer's own threads work on one batch of records while Python reads the next.
 
-Documents follow one another in a stream with the ids of :func:`between` behind each but the last.
+Documents follow one another in a stream, with the ids of :func:`between` behind each text but the
+last document; behind a conversation stands what its template writes.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +19,11 @@ import numpy as np
 from moemesh.data.chat import ChatTemplate, Rendered
 from moemesh.data.records import BadRecordError, Record, Where, refuse
 from moemesh.data.tokenizer import Tokenizer
+from moemesh.trace.machine import usable_cores
 
 #: A batch has so many characters for each core, or so many records, and a little more: few, so that
 #: little time passes before the first batch and behind the last.
-BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * len(os.sched_getaffinity(0)), 1 << 12
+BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * usable_cores(), 1 << 12
 #: Batches that are read ahead.
 AHEAD = 2
 
@@ -37,7 +38,7 @@ class Document(NamedTuple):
 
 
 def between(tokenizer: Tokenizer) -> np.ndarray:
-    """The ids between two documents: those of one newline."""
+    """The ids between a text and the next document: those of one newline."""
     return tokenizer.encode(b"\n", "newline")
 
 

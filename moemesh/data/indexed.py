@@ -162,8 +162,8 @@ class IndexedWriter:
         made_from: Mapping[str, Any] | None = None,
     ) -> None:
         """`tokenizer` is a fingerprint. `end_of_document` (ids, may be empty) is written behind
-        every document and counted to it; behind the last one only with `ends_last`. `made_from`
-        goes into the sidecar.
+        every text and counted to it, but for the last document; with `ends_last` behind that and
+        behind conversations, too. `made_from` goes into the sidecar.
 
         Ids are uint8 up to a vocabulary of 256, then uint16 as far as it goes, then int32. Raises
         DataError where there are such files.
@@ -180,117 +180,88 @@ class IndexedWriter:
         self._end, self._ends_last = end_of_document.astype(self.dtype), ends_last
         self._lengths = array("q")
         self._held: list[tuple[np.ndarray, np.ndarray | None]] = []
-        self._num_held = 0
+        self._num_held = self._num_written = 0
         self._max_id, self._owes_end = 0, False
+        #: Whether the newest document is a text.
+        self.ends_text = True
         self._mask: HashedFile | None = None
         self._bin = HashedFile(beside(prefix, BIN))
 
-    def add(self, ids: np.ndarray, learned: np.ndarray | None = None) -> None:
-        """One document: `ids` [n], and `learned` bool [n], None: all of them. Empty ones are
-        dropped."""
+    def add(
+        self, ids: np.ndarray, learned: np.ndarray | None = None, *, continues: bool = False
+    ) -> None:
+        """One document, or where it `continues` more of the newest text: `ids` [n], and `learned`
+        bool [n] of a conversation, None: of a text, all of which carries loss, its end, too. Empty
+        ones are dropped."""
         if len(ids):
-            self._held.append((ids, learned))
-            self._num_held += len(ids)
-            if self._num_held >= HELD:
-                self._write_held()
+            if not continues or not self._lengths:
+                self._write_end()
+                self._lengths.append(0)
+            self._hold(ids, learned)
+            self.ends_text = learned is None
+            self._owes_end = self.ends_text or self._ends_last
 
-    def add_more(self, ids: np.ndarray) -> None:
-        """The newest document goes on with `ids` [n], all of which carry loss."""
-        self._write_held()
-        assert self._owes_end, "there is no document to go on with"
-        self._write_ids(ids)
-        if self._mask is not None:
-            self._mask.write(np.ones(len(ids), dtype=np.uint8))
-        self._lengths[-1] += len(ids)
-
-    def extend(self, part: IndexedTokens) -> None:
-        """All documents of `part`, which the same settings with `ends_last` have written."""
+    def extend(self, part: IndexedTokens, *, ends_text: bool) -> None:
+        """All documents of `part`, which the same settings have written; `ends_text`: whether the
+        last of them is a text."""
         assert part.tokens.dtype == self.dtype
+        self._write_end()
         self._write_held()
         lengths = np.diff(np.append(part.starts, len(part.tokens)))
-        self._extend(part.tokens, lengths, part.learned, has_last_end=True)
+        self._write(part.tokens, part.learned)
+        self._lengths.extend(lengths.tolist())
+        self.ends_text, self._owes_end = ends_text, ends_text and not self._ends_last
+
+    def _write_end(self) -> None:
+        """The end of the newest document. That of a conversation carries no loss."""
+        if self._owes_end and len(self._end):
+            self._hold(self._end, None if self.ends_text else np.zeros(len(self._end), dtype=bool))
+        self._owes_end = False
+
+    def _hold(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
+        self._lengths[-1] += len(ids)
+        self._held.append((ids, learned))
+        self._num_held += len(ids)
+        if self._num_held >= HELD:
+            self._write_held()
 
     def _write_held(self) -> None:
-        """Writes the documents that are held back, with the ends between them."""
         held, self._held, self._num_held = self._held, [], 0
-        if not held:
-            return
-        lengths = np.array([len(ids) + len(self._end) for ids, _ in held])
-        lengths[-1] -= len(self._end)
-        ids = np.concatenate([piece for ids, _ in held for piece in (ids, self._end)][:-1])
-        learned = None
-        if self._mask is not None or any(mask is not None for _, mask in held):
-            learned = np.zeros(len(ids), dtype=bool)
-            for (own, mask), stop in zip(held, np.cumsum(lengths), strict=True):
-                start = stop - len(own) - (0 if stop == len(ids) else len(self._end))
-                learned[start : start + len(own)] = True if mask is None else mask
-        self._extend(ids, lengths, learned, has_last_end=False)
+        if held:
+            learned = None
+            if any(mask is not None for _, mask in held):
+                learned = np.concatenate(
+                    [np.ones(len(ids), dtype=bool) if mask is None else mask for ids, mask in held]
+                )
+            self._write(np.concatenate([ids for ids, _ in held]), learned)
 
-    def _extend(
-        self,
-        ids: np.ndarray,
-        lengths: np.ndarray,
-        learned: np.ndarray | None,
-        *,
-        has_last_end: bool,
-    ) -> None:
+    def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         if learned is not None and self._mask is None:
             self._mask = HashedFile(beside(self.prefix, MASK))
-            self._write_earlier_mask(self._mask)
-        self._write_end()
-        count = len(ids) - (len(self._end) if has_last_end else 0)
-        self._write_ids(ids[:count])
-        if self._mask is not None and learned is not None:
-            for start in range(0, count, CHUNK):
-                part = learned[start : min(start + CHUNK, count)]
-                self._mask.write(np.ascontiguousarray(part).view(np.uint8))
-        if self._mask is not None and learned is None:
-            self._write_plain_mask(self._mask, lengths, has_last_end=has_last_end)
-        self._lengths.extend(lengths.tolist())
-        if has_last_end:
-            self._lengths[-1] -= len(self._end)
-        self._owes_end = True
-
-    def _write_ids(self, ids: np.ndarray) -> None:
+            self._write_mask(self._mask, None, self._num_written)
         for start in range(0, len(ids), CHUNK):
             chunk = ids[start : start + CHUNK]
             self._max_id = max(self._max_id, int(chunk.max()))
             self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
         assert self._max_id < self.vocab_size
+        if self._mask is not None:
+            self._write_mask(self._mask, learned, len(ids))
+        self._num_written += len(ids)
 
-    def _write_end(self) -> None:
-        """The end of the newest document; it never carries loss beside conversations."""
-        if self._owes_end and len(self._end):
-            self._max_id = max(self._max_id, int(self._end.max()))
-            self._bin.write(self._end)
-            self._lengths[-1] += len(self._end)
-            if self._mask is not None:
-                self._mask.write(np.zeros(len(self._end), dtype=np.uint8))
-        self._owes_end = False
-
-    def _write_earlier_mask(self, mask: HashedFile) -> None:
-        """The mask of what came before the first conversation: all but the ends."""
-        if self._lengths:
-            lengths = np.frombuffer(self._lengths, dtype=np.int64)
-            self._write_plain_mask(mask, lengths, has_last_end=not self._owes_end)
-
-    def _write_plain_mask(
-        self, mask: HashedFile, lengths: np.ndarray, *, has_last_end: bool
-    ) -> None:
-        for length in lengths[:-1].tolist():
-            mask.write(np.ones(length - len(self._end), dtype=np.uint8))
-            mask.write(np.zeros(len(self._end), dtype=np.uint8))
-        last = int(lengths[-1]) - (len(self._end) if has_last_end else 0)
-        mask.write(np.ones(last, dtype=np.uint8))
+    def _write_mask(self, mask: HashedFile, learned: np.ndarray | None, count: int) -> None:
+        for start in range(0, count, CHUNK):
+            size = min(CHUNK, count - start)
+            part = np.ones(size, dtype=bool) if learned is None else learned[start : start + size]
+            mask.write(np.ascontiguousarray(part).view(np.uint8))
 
     def commit(self) -> None:
         """Writes index and sidecar, and gives all files their names. Raises DataError when no
         document has a token."""
-        self._write_held()
         if not self._lengths:
             raise DataError(f"{self.prefix}: there is no token to write")
         if self._ends_last:
             self._write_end()
+        self._write_held()
         index = HashedFile(beside(self.prefix, IDX))
         num_tokens, num_documents = sum(self._lengths), len(self._lengths)
         write_index(index, np.frombuffer(self._lengths, dtype=np.int64), self.dtype)

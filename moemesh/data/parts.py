@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +26,7 @@ from moemesh.data.index_file import HashedFile, beside
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.records import Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer
+from moemesh.trace.machine import usable_cores
 
 #: Bytes of a file between two reports of progress.
 REPORT_BYTES = 1 << 20
@@ -41,9 +43,9 @@ Advance: TypeAlias = Callable[[int, int, int], None]
 class Settings:
     """How text becomes tokens.
 
-    Behind each document but the last stands a newline, as in a corpus of text that a run reads;
-    with `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token instead,
-    behind the last one, too. The others are as in the section ``[data]``.
+    Behind each text but the last document stands a newline, as in a corpus that a run reads; with
+    `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token instead,
+    behind conversations and the last one, too. The others are as in the section ``[data]``.
     """
 
     tokenizer: str
@@ -110,17 +112,14 @@ class Part(NamedTuple):
             vocab_size=tokenizer.vocab_size,
             tokenizer=tokenizer.fingerprint,
             end_of_document=settings.end(tokenizer),
-            ends_last=True,
+            ends_last=settings.end_of_document is not None,
         )
         meter = _Meter(self, advance)
         found = read(self.file, settings.text_key, on_bad=log.unreadable)
         records = meter.records(found, log)
         try:
             for where, ids, learned in encoded(records, tokenizer, on_bad=log.add):
-                if where.continues and meter.tokens:
-                    writer.add_more(ids)
-                else:
-                    writer.add(ids, learned)
+                writer.add(ids, learned, continues=where.continues)
                 meter.tokens += len(ids)
             if meter.tokens:
                 writer.commit()
@@ -133,6 +132,7 @@ class Part(NamedTuple):
             "size": self.size,
             "changed": self.changed,
             "num_tokens": meter.tokens,
+            "ends_text": writer.ends_text,
             "records": log.total,
             "bad": log.bad,
             "places": log.places,
@@ -171,6 +171,18 @@ class _Meter:
             self._told_bytes, self._told_tokens = place, self.tokens
 
 
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that start meanwhile import nothing from the current directory (``python -P``)."""
+    given = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONSAFEPATH"] = given  # an empty text counts as none
+
+
+@_safe_path()
 def make_all(
     parts: Sequence[Part],
     settings: Settings,
@@ -186,7 +198,7 @@ def make_all(
     context = multiprocessing.get_context("spawn")
     told: Any = context.SimpleQueue()
     ends, alive = context.Pipe(duplex=False)
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, usable_cores() // processes)
     pool = ProcessPoolExecutor(processes, context, _start, (told, ends, settings, threads))
     try:
         futures = [pool.submit(_make_here, part) for part in parts]

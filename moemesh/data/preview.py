@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.config.data import NUM_BYTES
+from moemesh.data.packing import PADDING
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import Tokenizer
 
@@ -28,9 +29,9 @@ class Preview:
     `position` counts the samples of the run before it, `sample` is its number among all windows,
     `offset` the place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs,
     and one further, targets; ``learned`` bool [S]: which targets carry loss; ``documents`` int64
-    [S + 1]: the number of each token's document in the stream; ``positions`` int64 [S]: those that
-    the model's position embedding gets. `continued`: how many tokens of the first document stand
-    before the sample.
+    [S + 1]: the number of each token's document in the stream, -1 at padding; ``positions`` int64
+    [S]: those that the model's position embedding gets. `continued`: how many tokens of the first
+    document stand before the sample. `pieces`: without padding.
     """
 
     position: int
@@ -55,29 +56,29 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
         (split.source.name, corpus) for split in samples.splits for corpus in split.source.corpora
     ]
     found: list[Preview] = []
+    numbers, (streams, places_BS) = samples.documents(ids), samples.places(ids)
     for row, sample in enumerate(ids.tolist()):
-        owner = int(np.searchsorted(samples.firsts, sample, side="right")) - 1
-        source, corpus = sources[owner]
-        offset = (sample - int(samples.firsts[owner])) * samples.seq_len
-        places = np.arange(offset, offset + samples.seq_len + 1)
+        places, (source, corpus) = places_BS[row], sources[streams[row]]
         documents = np.searchsorted(corpus.starts, places, side="right") - 1
+        documents[places < 0] = PADDING
         positions = np.arange(samples.seq_len)
-        if samples.masks_documents:
-            starts = np.flatnonzero(np.diff(documents[:-1], prepend=-1))
-            positions -= np.repeat(starts, np.diff(np.append(starts, samples.seq_len)))
+        if numbers is not None:
+            begins = np.flatnonzero(np.diff(numbers[row, :-1], prepend=-2))
+            positions -= np.repeat(begins, np.diff(np.append(begins, samples.seq_len)))
+        held = slice(0, int(np.count_nonzero(places >= 0)))
         found.append(
             Preview(
                 position=position + row,
                 sample=sample,
                 source=source,
                 stream=corpus.source,
-                offset=offset,
-                continued=offset - int(corpus.starts[documents[0]]),
+                offset=int(places[0]),
+                continued=int(places[0] - corpus.starts[documents[0]]) if places[0] > 0 else 0,
                 tokens=windows[row],
                 learned=learned_BS[row],
                 documents=documents,
                 positions=positions,
-                pieces=_pieces(tokenizer, windows[row], learned_BS[row], documents),
+                pieces=_pieces(tokenizer, windows[row][held], learned_BS[row], documents[held]),
             )
         )
     return found
@@ -87,7 +88,9 @@ def _pieces(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
 ) -> tuple[Piece, ...]:
     """The first token of a sample is no target, and goes with the piece of the second."""
-    marks = np.concatenate([learned[:1], learned])
+    if not len(tokens):
+        return ()
+    marks = np.concatenate([learned[:1], learned])[: len(tokens)]
     changes = (np.diff(documents) != 0) | (np.diff(marks) != 0)
     borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
     texts = _texts(tokenizer, tokens, borders)

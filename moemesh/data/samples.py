@@ -5,8 +5,9 @@
                                          sources interleaved by weight──▶ steps
 
 Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, one
-further, seq_len targets. Neighbours share one token, so a token is a target at most once. Windows
-are numbered on from stream to stream. :mod:`moemesh.data.order` has the order.
+further, seq_len targets. Neighbours share one token, so a token is a target at most once. Of a
+stream with conversations a window holds whole documents and padding (:mod:`moemesh.data.packing`).
+Windows are numbered on from stream to stream. :mod:`moemesh.data.order` has the order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.config.data import Documents
+from moemesh.config.data import Documents, LongConversations
 from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
 from moemesh.data.ids import IdRanges
 from moemesh.data.order import Epochs, Interleaving, held_out_blocks
+from moemesh.data.packing import PADDING, packed
 from moemesh.data.tokenizer import DataError
 
 #: Tokens handled at once where a whole stream is counted: bounds the extra memory.
@@ -30,20 +32,61 @@ CHUNK_TOKENS = 1 << 20
 UNIGRAM_TOKENS = 1 << 26
 #: Part of the fingerprint: another order of the same data has another number.
 ORDER_VERSION = 1
+#: The same of the sequences that conversations are packed into.
+PACKING_VERSION = 1
+#: Samples that a source of conversations makes at least, if it has so many, so that the one that is
+#: held out is a small share.
+FEWEST = 20
 
 
 class Windows:
     """The windows of token streams, in their order. `num_samples` of them."""
 
     def __init__(
-        self, corpora: Corpus | Sequence[Corpus], seq_len: int, *, documents: Documents = "ignore"
+        self,
+        corpora: Corpus | Sequence[Corpus],
+        seq_len: int,
+        *,
+        documents: Documents = "auto",
+        long: LongConversations = "truncate",
+        at_least: int = 1,
     ) -> None:
+        """`documents` and `long` are ``data.documents`` and ``data.long_conversations``;
+        `at_least`: windows of a stream with so many conversations. Raises DataError by `long`."""
         self.corpora = (corpora,) if isinstance(corpora, Corpus) else tuple(corpora)
-        self.seq_len, self.masks_documents = seq_len, documents == "mask"
-        sizes = [max(0, (len(corpus.tokens) - 1) // seq_len) for corpus in self.corpora]
+        self.seq_len = seq_len
+        self.packed = [
+            None if corpus.learned is None else packed(corpus, seq_len, long, at_least)
+            for corpus in self.corpora
+        ]
+        self._masked = [
+            documents == "mask" or (documents == "auto" and one is not None) for one in self.packed
+        ]
+        sizes = [
+            max(0, (len(corpus.tokens) - 1) // seq_len) if one is None else len(one.bounds) - 1
+            for corpus, one in zip(self.corpora, self.packed, strict=True)
+        ]
         #: Number of the first window of each stream, and of all: int64 [streams + 1].
         self.firsts = np.cumsum([0, *sizes], dtype=np.int64)
         self.num_samples = int(self.firsts[-1])
+        #: Samples of padding alone, numbered behind the others.
+        self.num_empty = 0
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether documents of some stream do not see one another."""
+        return any(self._masked)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user: on long conversations, and on steps that are not full."""
+        found = [one.note for one in self.packed if one is not None and one.note is not None]
+        if self.num_empty:
+            found.append(
+                f"{self.corpora[0].source}: a step reads all training conversations, and "
+                f"{self.num_empty} of its sequences are padding"
+            )
+        return found
 
     @property
     def num_tokens(self) -> int:
@@ -57,84 +100,88 @@ class Windows:
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
         """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
-        last target: int64 [B, seq_len + 1]; None where documents are ignored."""
-        if not self.masks_documents:
-            return None
+        last target: int64 [B, seq_len + 1], -1 at padding; None where documents are ignored."""
+        return self._numbers(ids, self._masked) if any(self._masked) else None
 
-        def numbers(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
-            return np.searchsorted(corpus.starts, positions, side="right") - 1
-
-        return self._gather(ids, numbers, np.int64)
+    def valid(self, ids: np.ndarray) -> np.ndarray | None:
+        """Which tokens of the samples `ids` [B] are no padding, bool [B, seq_len]; None: all."""
+        return self.places(ids)[1][:, :-1] >= 0 if any(self.packed) else None
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
         """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all. Where
         documents are kept apart, the first token of one is not predicted from the one before."""
-        found: np.ndarray | None = None
-        if any(corpus.learned is not None for corpus in self.corpora):
 
-            def learned(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
-                mask = corpus.learned
-                return np.ones(positions.shape, dtype=bool) if mask is None else mask[positions]
+        def learned(stream: int, places: np.ndarray) -> np.ndarray:
+            mask = self.corpora[stream].learned
+            return np.ones(len(places), dtype=bool) if mask is None else mask[places]
 
-            found = self._gather(ids, learned, np.bool_)[:, 1:]
-        if (documents := self.documents(ids)) is not None:
-            inside = documents[:, 1:] == documents[:, :-1]
-            found = inside if found is None else inside & found
-        return found
+        apart = [bool(one) or masked for one, masked in zip(self.packed, self._masked, strict=True)]
+        if not any(apart):
+            return None
+        documents = self._numbers(ids, apart)
+        inside = documents[:, 1:] == documents[:, :-1]
+        return self._gather(ids, learned, np.bool_)[:, 1:] & inside if any(self.packed) else inside
 
     def windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], int64. Raises DataError for ids outside the
         vocabulary: a file that was sound when it was opened may have been damaged."""
-        found = self._gather(ids, lambda corpus, positions: corpus.tokens[positions], np.int64)
+        found = self._gather(ids, lambda one, places: self.corpora[one].tokens[places], np.int64)
         vocab_size = self.corpora[0].vocab_size
         wrong = (found < 0) | (found >= vocab_size)
         if wrong.any():
             row, place = (int(one) for one in np.argwhere(wrong)[0])
-            sample = int(np.asarray(ids)[row])
-            stream = int(np.searchsorted(self.firsts, sample, side="right")) - 1
-            offset = (sample - int(self.firsts[stream])) * self.seq_len + place
+            streams, places = self.places(ids)
             raise DataError(
-                f"{self.corpora[stream].source}, token {offset}: id {int(found[row, place])} is "
-                f"not below model.vocab_size {vocab_size}, though the file was checked: it was "
-                "changed or damaged"
+                f"{self.corpora[streams[row]].source}, token {places[row, place]}: id "
+                f"{found[row, place]} is not below model.vocab_size {vocab_size}, though the file "
+                "was checked: it was changed or damaged"
             )
         return found
+
+    def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stream of each of the samples `ids` [B], and the places of its tokens there, int64
+        [B, seq_len + 1], -1 at padding. Samples behind the last one are padding alone."""
+        ids = np.asarray(ids, dtype=np.int64)
+        assert ids.ndim == 1
+        assert ((ids >= 0) & (ids < self.num_samples + self.num_empty)).all(), (
+            "sample id outside the data"
+        )
+        last = len(self.corpora) - 1
+        streams = np.minimum(np.searchsorted(self.firsts, ids, side="right") - 1, last)
+        places = np.full((len(ids), self.seq_len + 1), PADDING)
+        for stream in np.unique(streams).tolist():
+            rows = (streams == stream) & (ids < self.num_samples)
+            numbers, own = ids[rows] - self.firsts[stream], self.packed[stream]
+            if own is None:
+                places[rows] = numbers[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+            else:
+                places[rows] = own.places(numbers, self.seq_len + 1)
+        return streams, places
+
+    def _numbers(self, ids: np.ndarray, apart: Sequence[bool]) -> np.ndarray:
+        """The documents of :meth:`documents`, in the streams that are `apart`; else 0."""
+
+        def numbers(stream: int, places: np.ndarray) -> np.ndarray:
+            starts = self.corpora[stream].starts if apart[stream] else [0]
+            return np.searchsorted(starts, places, side="right") - 1
+
+        return self._gather(ids, numbers, np.int64, padding=PADDING)
 
     def _gather(
         self,
         ids: np.ndarray,
-        take: Callable[[Corpus, np.ndarray], np.ndarray],
+        take: Callable[[int, np.ndarray], np.ndarray],
         dtype: type[np.generic],
+        padding: int = 0,
     ) -> np.ndarray:
-        """`take` of the stream and the positions of each window, [B, seq_len + 1]."""
-        ids = np.asarray(ids, dtype=np.int64)
-        assert ids.ndim == 1
-        assert ((ids >= 0) & (ids < self.num_samples)).all(), "sample id outside the data"
-        owners = np.searchsorted(self.firsts, ids, side="right") - 1
-        found = np.empty((len(ids), self.seq_len + 1), dtype=dtype)
-        for owner in np.unique(owners):
-            rows = owners == owner
-            places = (ids[rows] - self.firsts[owner])[:, None] * self.seq_len
-            found[rows] = take(self.corpora[owner], places + np.arange(self.seq_len + 1))
+        """`take` of the number of a stream and places in it [n], for each window: [B, seq_len + 1]
+        of `dtype`."""
+        streams, places = self.places(ids)
+        found = np.full(places.shape, padding, dtype=dtype)
+        for stream in np.unique(streams).tolist():
+            here = (streams == stream)[:, None] & (places >= 0)
+            found[here] = take(stream, places[here])
         return found
-
-    def _with_loss(self, first: int, last: int) -> IdRanges:
-        """The windows of streams first..last-1 in which some target carries loss."""
-        parts: list[IdRanges] = []
-        rows = max(1, CHUNK_TOKENS // self.seq_len)
-        for stream in range(first, last):
-            start, end = int(self.firsts[stream]), int(self.firsts[stream + 1])
-            learned = self.corpora[stream].learned
-            if learned is None:
-                parts.append(IdRanges(np.array([start]), np.array([end])))
-                continue
-            for begin in range(start, end, rows):
-                stop = min(begin + rows, end)
-                place = (begin - start) * self.seq_len + 1
-                targets = learned[place : place + (stop - begin) * self.seq_len]
-                has_loss = targets.reshape(-1, self.seq_len).any(axis=1)
-                parts.append(IdRanges.of(begin + np.flatnonzero(has_loss)))
-        return IdRanges.joined(parts)
 
 
 class Source(NamedTuple):
@@ -147,12 +194,13 @@ class Source(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The windows of one source: those of `training` by epoch, and `held_out`; `without_loss`
-    counts those in which no target carries loss, which are neither."""
+    """The windows of one source: those of `training` by epoch, and `held_out`. `num_learned` of its
+    tokens carry loss (None: all), and `without_loss` conversations have none and are left out."""
 
     source: Source
     training: Epochs
     held_out: IdRanges
+    num_learned: int | None
     without_loss: int
 
     @property
@@ -175,11 +223,13 @@ class Samples(Windows):
         seed: int,
         held_out: float = 0.05,
         global_batch: int = 1,
-        documents: Documents = "ignore",
+        documents: Documents = "auto",
+        long: LongConversations = "truncate",
         validation: Sequence[Corpus] = (),
     ) -> None:
         """With `validation` streams the samples of validation are theirs, and no share `held_out`
-        (of each source at least one sample) is kept from training.
+        (of each source at least one sample) is kept from training. Where one source of
+        conversations makes fewer than `global_batch` training samples, padding fills the step.
 
         Raises DataError when there are fewer than `global_batch` training samples, none in some
         source, or none for validation.
@@ -191,7 +241,13 @@ class Samples(Windows):
         if isinstance(sources, Corpus):
             sources = [Source(sources.source, (sources,))]
         streams = [corpus for source in sources for corpus in source.corpora]
-        super().__init__([*streams, *validation], seq_len, documents=documents)
+        super().__init__(
+            [*streams, *validation],
+            seq_len,
+            documents=documents,
+            long=long,
+            at_least=1 if validation else FEWEST,
+        )
         self.seed, self.held_out = seed, held_out
         self.interleaving = Interleaving([source.weight for source in sources])
         self.splits: list[Split] = []
@@ -200,9 +256,12 @@ class Samples(Windows):
             last = first + len(source.corpora)
             self.splits.append(self._split(source, first, last, None if validation else held_out))
             first = last
+        self.long = long
+        if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
+            self._fill_step(global_batch)
         problems = [*self._size_problems(global_batch, None if validation else held_out)]
         if validation:
-            self._held_out = self._with_loss(first, len(self.corpora))
+            self._held_out = IdRanges(self.firsts[first : first + 1], self.firsts[-1:])
             if not len(self._held_out):
                 longest = max(len(corpus.tokens) for corpus in validation)
                 problems.append(
@@ -224,12 +283,11 @@ class Samples(Windows):
     @property
     def num_learned(self) -> int | None:
         """Tokens of the training sources that carry loss by their masks; None without a mask."""
-        corpora = [corpus for split in self.splits for corpus in split.source.corpora]
-        if all(corpus.learned is None for corpus in corpora):
+        if all(split.num_learned is None for split in self.splits):
             return None
         return sum(
-            len(corpus.tokens) if corpus.learned is None else int(np.count_nonzero(corpus.learned))
-            for corpus in corpora
+            split.num_tokens if split.num_learned is None else split.num_learned
+            for split in self.splits
         )
 
     @property
@@ -249,18 +307,29 @@ class Samples(Windows):
 
     def _split(self, source: Source, first: int, last: int, held_out: float | None) -> Split:
         """Of streams first..last-1; `held_out` None keeps nothing from training."""
-        usable = self._with_loss(first, last)
+        usable = IdRanges(self.firsts[first : first + 1], self.firsts[last : last + 1])
         number = len(self.splits)
         count = 0 if held_out is None else max(1, round(len(usable) * held_out))
         blocks = held_out_blocks(len(usable), min(count, len(usable)), self.seed, number)
         held, training = usable.divided(blocks)
-        num_windows = int(self.firsts[last] - self.firsts[first])
+        chats = [one for one in self.packed[first:last] if one is not None]
+        texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
+        plain = sum(len(corpus.tokens) for corpus, one in texts if one is None)
         return Split(
             source=source,
             training=Epochs(training, self.seed, number),
             held_out=held,
-            without_loss=num_windows - len(usable),
+            num_learned=plain + sum(one.num_learned for one in chats) if chats else None,
+            without_loss=sum(one.without_loss for one in chats),
         )
+
+    def _fill_step(self, global_batch: int) -> None:
+        """Padding as training samples, where a step would read some sample twice."""
+        (split,) = self.splits
+        self.num_empty = max(0, global_batch - len(split.training))
+        bounds = self.num_samples + np.array([0, self.num_empty])
+        ids = IdRanges.joined([split.training.ids, IdRanges(bounds[:1], bounds[1:])])
+        self.splits = [split._replace(training=Epochs(ids, self.seed))]
 
     def ids_at(self, position: int, count: int) -> np.ndarray:
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""
@@ -334,6 +403,8 @@ class Samples(Windows):
             self.interleaving.counts.tolist(),
             [len(split.training) for split in self.splits],
         ]
+        if any(one is not None for one in self.packed):
+            facts.append([PACKING_VERSION, self.long])
         found["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         return found
 
@@ -343,26 +414,33 @@ class Samples(Windows):
                 yield (
                     f"data.sources[{number}] {split.source.name} holds {split.num_tokens} tokens, "
                     f"which leave no training sample of data.seq_len {self.seq_len}"
-                    f"{self._besides(split)}: add data to it, lower data.seq_len, or leave it out"
+                    f"{_besides(split)}: add data to it, {_other_length(split)}, or leave it out"
                 )
         if self.num_training >= global_batch:
             return
         one = self.splits[0]
         names = ", ".join(split.source.name for split in self.splits)
         needed = _tokens_needed(self.seq_len, held_out, global_batch)
-        exactly = f", so at least {needed} tokens" if len(self.splits) == 1 else ""
+        # A sequence takes whole conversations, however many tokens that makes, and padding.
+        is_text, is_alone = one.num_learned is None, len(self.splits) == 1
+        exactly = f", so at least {needed} tokens" if is_text and is_alone else ""
         yield (
             f"data.path {names} holds {sum(split.num_tokens for split in self.splits)} tokens, "
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
-            f"{self._besides(one)}; a step needs {global_batch}"
+            f"{_besides(one)}; a step needs {1 if is_alone and not is_text else global_batch}"
             f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
-            "or lower data.seq_len or data.global_batch"
+            f"or {_other_length(one)} or data.global_batch"
         )
 
-    def _besides(self, split: Split) -> str:
-        if not split.without_loss:
-            return ""
-        return f" ({split.without_loss} samples have no target that carries loss)"
+
+def _besides(split: Split) -> str:
+    if not split.without_loss:
+        return ""
+    return f" ({split.without_loss} conversations have no target that carries loss)"
+
+
+def _other_length(split: Split) -> str:
+    return f"{'raise' if split.without_loss else 'lower'} data.seq_len"
 
 
 def _tokens_needed(seq_len: int, held_out: float | None, training_samples: int) -> int:

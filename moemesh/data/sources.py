@@ -54,7 +54,7 @@ def open_samples(
             errors.append(error)
     refuse_together(errors)
     validation = opened.pop() if data.validation is not None else ()
-    return Samples(
+    samples = Samples(
         [
             Source(name_of(one), corpora, one.weight)
             for one, corpora in zip(data.all_sources, opened, strict=True)
@@ -64,8 +64,12 @@ def open_samples(
         held_out=data.held_out,
         global_batch=data.global_batch,
         documents=data.documents,
+        long=data.long_conversations,
         validation=validation,
     )
+    for note in samples.notes:
+        say(f"note: {note}")
+    return samples
 
 
 def open_source(

@@ -27,7 +27,7 @@ from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Part of every name: another way to make tokens of text has another number.
-VERSION = 1
+VERSION = 2
 #: Seconds between two lines about how far the tokenizing is.
 REPORT_EVERY = 10.0
 
@@ -104,10 +104,7 @@ def _write(
     ) as writer:
         for document in documents_of(files, reader, text_key, log):
             check_ids(document, vocab_size)
-            if document.where.continues and count:
-                writer.add_more(document.ids)
-            else:
-                writer.add(document.ids, document.learned)
+            writer.add(document.ids, document.learned, continues=document.where.continues)
             count += len(document.ids)
             if time.monotonic() - reported >= REPORT_EVERY:
                 reported = time.monotonic()

@@ -79,6 +79,13 @@ class Tokenizer:
             return NUM_BYTES
         return max(self._loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def added(self) -> list[str]:
+        """The tokens that are taken whole wherever they stand in a text, such as special ones."""
+        if self._loaded is None:
+            return []
+        return [token.content for token in self._loaded.get_added_tokens_decoder().values()]
+
     def check(self, vocab_size: int) -> None:
         """Raises DataError when a file's ids go beyond a model's `vocab_size`. (Of bytes, a text
         may need fewer than all.)"""

@@ -28,7 +28,7 @@ from moemesh.data.parts import Advance, Part, Settings, make_all
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.
-PARTS_VERSION = 1
+PARTS_VERSION = 2
 
 
 def output_prefix(source: str, out: str) -> Path:
@@ -188,8 +188,8 @@ class Job:
         )
         with writer:
             for part in self.parts:
-                if beside(part.prefix, IDX).exists():
-                    writer.extend(IndexedTokens.open(part.prefix))
+                if (known := part.facts()) is not None and known["num_tokens"]:
+                    writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
             _write(folder / "renaming", "")
 
     def _facts(self) -> dict[str, Any]:

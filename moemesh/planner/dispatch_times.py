@@ -55,7 +55,7 @@ class DispatchLoad:
         """Every broken rule for `ep` ranks."""
         sizes = ("tokens", "hidden_size", "experts", "experts_per_token")
         found = [
-            _problem("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")
+            Problem.of("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")
             for name in sizes
             if not 1 <= (value := getattr(self, name)) <= LARGEST_SIZE
         ]
@@ -64,20 +64,20 @@ class DispatchLoad:
         if ep < 2 or self.experts % ep:
             message = f"ep ({ep}) must be at least 2 and divide the {self.experts} experts"
             fix = f"ep = {nearest_divisors(self.experts, max(ep, 2))}"
-            found.append(_problem("not-divisible", "ep", ep, message, fix))
+            found.append(Problem.of("not-divisible", "ep", ep, message, fix))
         if self.groups and (self.experts % self.groups or not 1 <= self.groups_kept <= self.groups):
             message = (
                 f"groups ({self.groups}) must divide the experts ({self.experts}), and a token "
                 f"keeps 1 to {self.groups} of them, not {self.groups_kept}"
             )
             fix = f"groups = {nearest_divisors(self.experts, self.groups)}"
-            found.append(_problem("not-divisible", "groups", self.groups, message, fix))
+            found.append(Problem.of("not-divisible", "groups", self.groups, message, fix))
         reach = self.experts * self.groups_kept // self.groups if self.groups else self.experts
         if not found and self.experts_per_token > reach:
             message = f"a token cannot choose {self.experts_per_token} of {reach} experts"
             fix = f"experts_per_token = {reach}"
             key, value = "experts_per_token", self.experts_per_token
-            found.append(_problem("too-large", key, value, message, fix))
+            found.append(Problem.of("too-large", key, value, message, fix))
         return found
 
     @property
@@ -148,7 +148,7 @@ def dispatch_times(
     if ep > node and ep % node:
         message = f"ep ({ep}) spans nodes of {node} devices and must be a multiple of them"
         problems.append(
-            _problem("not-divisible", "ep", ep, message, f"ep = {-(-ep // node) * node}")
+            Problem.of("not-divisible", "ep", ep, message, f"ep = {-(-ep // node) * node}")
         )
     if problems:
         raise ConfigError(problems)
@@ -210,7 +210,3 @@ def _seconds(links: Links, name: str, ep: int, nodes: int, across: float, inside
         if not np.isnan(found):
             return found
     return max(across / links.inter, inside / links.intra) + hops * float(links.latency)
-
-
-def _problem(code: str, key: str, value: object, message: str, fix: str) -> Problem:
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)

@@ -57,9 +57,7 @@ class RoutingExample:
     def model(self) -> ModelConfig:
         """A model with these experts; only its MoE layer is asked for."""
         return ModelConfig(
-            num_experts=self.num_experts,
-            experts_per_token=self.slots,
-            hidden_size=self.hidden_size,
+            num_experts=self.num_experts, experts_per_token=self.slots, hidden_size=self.hidden_size
         )
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
@@ -72,26 +70,26 @@ class RoutingExample:
         plan, found = self.plan, list[Problem]()
         if plan.pp > 1:
             message = "a dispatch is inside one pipeline stage"
-            found.append(_problem("not-available", "plan.pp", plan.pp, message, "pp = 1"))
+            found.append(Problem.of("not-available", "plan.pp", plan.pp, message, "pp = 1"))
         if plan.ep * plan.etp == 1:
             message = "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show"
-            found.append(_problem("too-small", "plan.ep", 1, message, "ep = 2"))
+            found.append(Problem.of("too-small", "plan.ep", 1, message, "ep = 2"))
         if self.num_experts < 1 or self.num_experts % plan.ep:
             message = f"num_experts ({self.num_experts}) must be a positive multiple of ep"
             fix = f"num_experts = {max(1, -(-self.num_experts // plan.ep)) * plan.ep}"
-            found.append(_problem("not-divisible", "num_experts", self.num_experts, message, fix))
+            found.append(Problem.of("not-divisible", "num_experts", self.num_experts, message, fix))
         if len(self.choices) != plan.world_size:
             message = f"experts has {len(self.choices)} ranks, the plan {plan.world_size}"
-            found.append(_problem("shape", "experts", len(self.choices), message))
+            found.append(Problem.of("shape", "experts", len(self.choices), message))
         if self.hidden_size < 1:
             message = "a row has at least one channel"
-            found.append(_problem("out-of-range", "hidden_size", self.hidden_size, message))
+            found.append(Problem.of("out-of-range", "hidden_size", self.hidden_size, message))
         if self.dtype not in DTYPES:
             message, fix = (
                 f"dtype is one of {', '.join(DTYPES)}",
                 nearest_choice(self.dtype, DTYPES),
             )
-            found.append(_problem("not-a-choice", "dtype", self.dtype, message, fix))
+            found.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
         for name in self.dispatchers:
             if name not in DISPATCHERS:
                 found.append(_not_a_choice("dispatcher", name, DISPATCHERS))
@@ -107,15 +105,15 @@ class RoutingExample:
                         f"{where} chose expert {wrong[0]}; experts are 0 to "
                         f"{self.num_experts - 1}, and -1 is none"
                     )
-                    return [_problem("out-of-range", "experts", list(chosen), message)]
+                    return [Problem.of("out-of-range", "experts", list(chosen), message)]
                 if len(set(real)) < len(real):
                     message = f"{where} chose an expert twice"
-                    return [_problem("duplicate", "experts", list(chosen), message)]
+                    return [Problem.of("duplicate", "experts", list(chosen), message)]
                 if len(chosen) != len(self.choices[rank][0]):
                     message = (
                         f"{where} has {len(chosen)} slots, token 0 {len(own[0])}; fill with -1"
                     )
-                    return [_problem("shape", "experts", list(chosen), message, "fill with -1")]
+                    return [Problem.of("shape", "experts", list(chosen), message, "fill with -1")]
         return []
 
 
@@ -135,12 +133,12 @@ def random_example(
     if not 1 <= experts_per_token <= num_experts:
         message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
         fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
-        found = _problem("out-of-range", "experts_per_token", experts_per_token, message, fix)
+        found = Problem.of("out-of-range", "experts_per_token", experts_per_token, message, fix)
         raise ConfigError([found])
     if num_experts > MOST_DRAWN:
         message = f"{num_experts} experts are more than {MOST_DRAWN}"
         fix = f"--experts {MOST_DRAWN}"
-        raise ConfigError([_problem("out-of-range", "num_experts", num_experts, message, fix)])
+        raise ConfigError([Problem.of("out-of-range", "num_experts", num_experts, message, fix)])
     each = experts_per_token * read.world_size
     if tokens * each > MOST_DRAWN:
         most = max(1, MOST_DRAWN // each)
@@ -148,7 +146,7 @@ def random_example(
             f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
             f"are {tokens * each} choices, more than {MOST_DRAWN}"
         )
-        found = _problem("out-of-range", "tokens", tokens, message, f"--tokens {most}")
+        found = Problem.of("out-of-range", "tokens", tokens, message, f"--tokens {most}")
         raise ConfigError([found])
     draw = random.Random(seed)
     choices = [
@@ -179,21 +177,21 @@ def read_example(
     if unknown := sorted(set(table) - _KEYS):
         fix = nearest_choice(unknown[0], tuple(_KEYS))
         message = f"a routing has no key `{unknown[0]}`"
-        raise ConfigError([_problem("unknown-key", unknown[0], source, message, fix)])
+        raise ConfigError([Problem.of("unknown-key", unknown[0], source, message, fix)])
     needed = ("num_experts", "experts") if plan else ("plan", "num_experts", "experts")
     if missing := [key for key in needed if key not in table]:
         message = f"a routing needs {', '.join(missing)}"
-        raise ConfigError([_problem("missing", missing[0], source, message)])
+        raise ConfigError([Problem.of("missing", missing[0], source, message)])
     choices = table.pop("experts")
     if not _is_choices(choices):
         message = "experts is a list of ranks, of tokens, of expert ids"
         raise ConfigError(
-            [_problem("wrong-type", "experts", source, message, "[[[0, 1], [2, 3]]]")]
+            [Problem.of("wrong-type", "experts", source, message, "[[[0, 1], [2, 3]]]")]
         )
     for key, kind in (("num_experts", int), ("hidden_size", int), ("dtype", str), ("about", str)):
         if key in table and (not isinstance(table[key], kind) or isinstance(table[key], bool)):
             message = f"{key} is a {kind.__name__}"
-            raise ConfigError([_problem("wrong-type", key, table[key], message)])
+            raise ConfigError([Problem.of("wrong-type", key, table[key], message)])
     given = {"hidden_size": hidden_size, "dtype": dtype}
     table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
@@ -215,7 +213,7 @@ def _plan(text: str) -> Plan:
     read = read_plan(text, seq_len=1024, global_batch=smallest_batch(text)).plan
     if read is None:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
-        raise ConfigError([_problem("not-a-plan", "plan", text, message)])
+        raise ConfigError([Problem.of("not-a-plan", "plan", text, message)])
     return read
 
 
@@ -229,12 +227,12 @@ def _table(source: str) -> dict[str, Any]:
     except OSError:
         message = "neither a packaged routing nor a readable JSON or TOML file"
         fix = nearest_choice(source, preset_names(ROUTINGS))
-        raise ConfigError([_problem("no-file", "routing", source, message, fix)]) from None
+        raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError([_problem("syntax", "routing", source, str(error))]) from None
+        raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
     if not isinstance(table, dict):
         message = "the file holds a table of keys, such as num_experts and experts"
-        raise ConfigError([_problem("wrong-type", "routing", source, message)])
+        raise ConfigError([Problem.of("wrong-type", "routing", source, message)])
     return cast("dict[str, Any]", table)
 
 
@@ -283,8 +281,4 @@ def _total(rows: Sequence[Mapping[str, Any]], key: str) -> int:
 
 def _not_a_choice(key: str, value: str, choices: tuple[str, ...]) -> Problem:
     message = f"{key} is one of {', '.join(choices)}"
-    return _problem("not-a-choice", key, value, message, nearest_choice(value, choices))
-
-
-def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)
+    return Problem.of("not-a-choice", key, value, message, nearest_choice(value, choices))

@@ -14,7 +14,6 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.flops import Flops, count_flops, hardware_flops
-from moemesh.planner.headroom import with_headroom
 from moemesh.planner.intensity import device_balance, layer_intensities
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
@@ -22,6 +21,7 @@ from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
+from moemesh.planner.quantities import with_headroom
 from moemesh.planner.shapes.load import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import Speed

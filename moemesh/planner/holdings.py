@@ -8,20 +8,24 @@ Everything here is asked of the functions that place parameters and cut batches 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeAlias, cast
 
 from moemesh.config.context import context_runs
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
+from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.plan_text import read_plan, smallest_batch
 from moemesh.planner.shapes.load import load_model
 from moemesh.planner.traffic.tensors import StagePlacement
 
+_Held: TypeAlias = (
+    "tuple[tuple[int, ...], tuple[tuple[int, ...], ...], bool, bool, list[ParameterTensor]]"
+)
 #: The axes of the two meshes, outermost first; the ones that both have come once.
 AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
 
@@ -77,6 +81,8 @@ class Holdings:
         self.plan, self.model, self.layout = plan, model, plan.layout
         self.seq_len, self.global_batch = seq_len, global_batch
         self._placement = None if model is None else _placement(model, plan, seq_len)
+        # Ranks are many, places that differ few.
+        self._held, self._parameters = cache(self._held_by), cache(self._parameters_at)
 
     @classmethod
     def named(
@@ -103,11 +109,11 @@ class Holdings:
         if planned.plan is None:
             message = "this layout has keys that no [plan] of a run has, so no rank holds it"
             fix = "keys of [plan] only: pp, dp, cp, tp, ep, etp, schedule, microbatches, ..."
-            problems.append(_problem("not-a-plan", "plan", plan, message, fix))
+            problems.append(Problem.of("not-a-plan", "plan", plan, message, fix))
         if known is not None and known.config is None:
             message = "only the sizes of this model are known, not the layers that a run builds"
             fix = "a preset or a folder that `moemesh train` trains, or no --model"
-            problems.append(_problem("not-available", "model", str(model), message, fix))
+            problems.append(Problem.of("not-available", "model", str(model), message, fix))
         if problems:
             raise ConfigError(problems)
         assert planned.plan is not None
@@ -154,18 +160,15 @@ class Holdings:
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
-        held = placement.held(at["pp"])
-        stages = placement.stages(at["pp"])
-        has_table = any(tensor.name in ("embedding.weight", "head.weight") for tensor in held)
-        has_experts = any(tensor.is_expert for tensor in held)
+        stages, layers, has_table, has_experts, _ = self._held(at["pp"])
         kv_heads = shard_range(_head_groups(model), plan.tp, at["tp"])
         each = model.num_heads // _head_groups(model)
         return RankShare(
             rank=rank,
             node=self.node_of(rank),
             at=at,
-            stages=tuple(stages),
-            layers=tuple(tuple(placement.layers_of(stage)) for stage in stages),
+            stages=stages,
+            layers=layers,
             vocabulary=shard_range(model.vocab_size if has_table else 0, plan.tp, at["tp"]),
             heads=range(kv_heads.start * each, kv_heads.stop * each),
             kv_heads=kv_heads,
@@ -178,8 +181,25 @@ class Holdings:
             if plan.cp > 1
             else (range(self.seq_len),),
             tokens=self._tokens(placement, at),
-            parameters=sum(tensor.local_elements(self.layout, rank) for tensor in held),
+            parameters=self._parameters(*(at[name] for name in ("pp", "tp", "ep", "etp"))),
         )
+
+    def _held_by(self, pp_rank: int) -> _Held:
+        """Stages of a pipeline rank, layers of each, whether a table and experts; its tensors."""
+        placement = self._placement
+        assert placement is not None
+        held, stages = placement.held(pp_rank), placement.stages(pp_rank)
+        return (
+            tuple(stages),
+            tuple(tuple(placement.layers_of(stage)) for stage in stages),
+            any(tensor.name in ("embedding.weight", "head.weight") for tensor in held),
+            any(tensor.is_expert for tensor in held),
+            held,
+        )
+
+    def _parameters_at(self, pp: int, tp: int, ep: int, etp: int) -> int:
+        at = {"tp": tp, "ep": ep, "etp": etp}
+        return sum(tensor.elements_at(self.layout, at) for tensor in self._held(pp)[-1])
 
     def _tokens(self, placement: StagePlacement, at: dict[str, int]) -> int:
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
@@ -197,7 +217,7 @@ class Holdings:
                     {"rank": rank, "node": self.node_of(rank), "at": self.coordinates(rank)}
                 )
             else:
-                rows.append({name: _plain(part) for name, part in asdict(self.share(rank)).items()})
+                rows.append({name: _plain(part) for name, part in vars(self.share(rank)).items()})
         return {
             "world_size": self.world_size,
             "nodes": self.num_nodes,
@@ -216,7 +236,7 @@ def _placement(model: ModelConfig, plan: Plan, seq_len: int) -> StagePlacement:
     try:
         return StagePlacement(model, plan, seq_len)
     except ValueError as error:
-        problem = _problem("schedule", "plan.schedule", plan.schedule, str(error))
+        problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
         raise ConfigError([problem]) from None
 
 
@@ -232,7 +252,3 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(part) for part in cast("tuple[object, ...]", value)]
     return value
-
-
-def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)

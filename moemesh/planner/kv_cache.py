@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.section import LARGEST_SIZE
+from moemesh.planner.quantities import read_tokens
 from moemesh.planner.shapes.shape import ModelShape
 
 
@@ -26,16 +27,17 @@ class CacheSize(NamedTuple):
 
 
 def read_cache_size(text: str) -> CacheSize:
-    """A size as a user writes it: "32x4096". Raises ConfigError."""
+    """A size as a user writes it: "32x4096", "32x4k". Raises ConfigError."""
     parts = text.lower().replace("×", "x").split("x")
-    numbers = [int(part) for part in parts if part.strip().isdecimal()]
-    if len(parts) != 2 or len(numbers) != 2 or not all(1 <= n <= LARGEST_SIZE for n in numbers):
+    try:
+        numbers = [read_tokens(part, 1024) for part in parts]
+    except ConfigError:
+        numbers = []
+    if len(numbers) != 2 or not all(n <= LARGEST_SIZE and n == int(n) for n in numbers):
         message = "a cache is of so many sequences of so many tokens (prompt and answer), from 1"
         fix = "such as --kv-cache 32x4096"
-        raise ConfigError(
-            [Problem(code="out-of-range", key="kv_cache", value=text, message=message, fix=fix)]
-        )
-    return CacheSize(*numbers)
+        raise ConfigError([Problem.of("out-of-range", "kv_cache", text, message, fix)])
+    return CacheSize(*map(int, numbers))
 
 
 def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: float = 2) -> float:

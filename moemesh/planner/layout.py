@@ -11,13 +11,8 @@ from typing import Any, Literal
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
 from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, ScheduleName
-from moemesh.config.rules import (
-    V_SCHEDULES,
-    Sizes,
-    degree_problems,
-    plan_problem,
-    server_problems,
-)
+from moemesh.config.rules import V_SCHEDULES, Sizes, degree_problems, plan_problem, server_problems
+from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
 AttentionKernel = Literal["flash", "eager", "fused"]
@@ -73,8 +68,8 @@ _LEAST: dict[str, tuple[float, str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedLayout:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlannedLayout(Shown):
     """Degrees, batch and every strategy of one step; equal to a Plan where that can say it.
 
     `microbatch` is in sequences a data-parallel replica, `global_batch` in sequences a step. A

@@ -146,10 +146,10 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         except OSError:
             message = "neither key=value pairs, a packaged plan nor a readable TOML file"
             fix = nearest_choice(source, preset_names(PLANS))
-            raise ConfigError([_problem("no-file", "plan", source, message, fix)]) from None
+            raise ConfigError([Problem.of("no-file", "plan", source, message, fix)]) from None
         except (ValueError, RecursionError) as error:
             message = unreadable(error)
-            raise ConfigError([_problem("syntax", "plan", source, message)]) from None
+            raise ConfigError([Problem.of("syntax", "plan", source, message)]) from None
         return dict(cast("dict[str, Any]", table.get("plan", table)))
     found: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -157,9 +157,9 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         key, equals, text = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not text:
             message = "a plan is a list of key=value, with commas between"
-            problems.append(_problem("syntax", "plan", part, message, 'such as "tp=8,pp=4"'))
+            problems.append(Problem.of("syntax", "plan", part, message, 'such as "tp=8,pp=4"'))
         elif key in found:
-            problems.append(_problem("duplicate", key, text, f"{key} is given twice", "keep one"))
+            problems.append(Problem.of("duplicate", key, text, f"{key} is given twice", "keep one"))
         else:
             value = parse_value(text, key, "--plan")
             if key == "layers_per_stage" and re.fullmatch(r"\d+(-\d+)*", text):
@@ -194,7 +194,7 @@ def _unknown(table: Mapping[str, Any]) -> list[Problem]:
         if (foreign := aliases().get(key, "")).startswith("plan."):
             fix = f"here it is called {foreign.removeprefix('plan.')}"
         message = f"a plan has no key `{key}`"
-        problems.append(_problem("unknown-key", f"plan.{key}", value, message, fix))
+        problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
     return problems
 
 
@@ -204,22 +204,26 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
         value = batch[name]
         option = f"--{name.replace('_', '-')}"
         if value is None:
-            problems.append(_problem("missing", name, None, "it must be given", f"{option} NUMBER"))
+            problems.append(
+                Problem.of("missing", name, None, "it must be given", f"{option} NUMBER")
+            )
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             message = f"{name} must be a whole number of at least 1"
-            problems.append(_problem("out-of-range", name, value, message, f"{option} 1"))
+            problems.append(Problem.of("out-of-range", name, value, message, f"{option} 1"))
         elif value > LARGEST_SIZE:
             message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
-            problems.append(_problem("out-of-range", name, value, message, fix))
+            problems.append(Problem.of("out-of-range", name, value, message, fix))
     each = table.get("microbatch", 1)
     if isinstance(each, int) and each < 1:
         message = f"a microbatch is at least 1 sequence, not {each}"
         problems.append(
-            _problem("out-of-range", "plan.microbatch", each, message, "microbatch = 1")
+            Problem.of("out-of-range", "plan.microbatch", each, message, "microbatch = 1")
         )
     if "microbatch" in table and "microbatches" in table:
         message = "microbatch (sequences each) and microbatches (how many) say the same thing"
-        problems.append(_problem("conflict", "plan.microbatch", None, message, "keep one of them"))
+        problems.append(
+            Problem.of("conflict", "plan.microbatch", None, message, "keep one of them")
+        )
     return problems
 
 
@@ -234,7 +238,7 @@ def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
         legal = nearest_divisors(global_batch, dp)
         near = _multiples(global_batch, dp)
         message = f"dp ({dp}) must divide the global batch ({global_batch} sequences)"
-        return [_problem("not-divisible", "plan.dp", dp, message, f"dp = {legal}, or {near}")]
+        return [Problem.of("not-divisible", "plan.dp", dp, message, f"dp = {legal}, or {near}")]
     share = global_batch // dp
     name, value = ("microbatch", each) if "microbatch" in table else ("microbatches", count)
     if share % value:
@@ -244,7 +248,7 @@ def _division(table: Mapping[str, Any], global_batch: int) -> list[Problem]:
         )
         near = _multiples(global_batch, dp * value)
         fix = f"{name} = {nearest_divisors(share, value)}, or {near}"
-        return [_problem("not-divisible", f"plan.{name}", value, message, fix)]
+        return [Problem.of("not-divisible", f"plan.{name}", value, message, fix)]
     return []
 
 
@@ -274,7 +278,7 @@ def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = Non
 
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
     message = f"{key} is one of {', '.join(choices)}"
-    return _problem(
+    return Problem.of(
         "not-a-choice", f"plan.{key}", value, message, nearest_choice(str(value), choices)
     )
 
@@ -298,7 +302,7 @@ def _layout(table: Mapping[str, Any], seq_len: int, global_batch: int) -> Planne
         ):
             wanted = type(cast("object", default)).__name__
             message = f"{key} is a {wanted}"
-            problems.append(_problem("wrong-type", f"plan.{key}", value, message))
+            problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
     hints = get_type_hints(PlannedLayout)
     problems += [
         _bad_choice(key, value, choices)
@@ -330,9 +334,5 @@ def _recomputed(table: Mapping[str, Any]) -> frozenset[str] | None:
         choices = (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:])
         message = f"`{unknown[0]}` names nothing that can be recomputed"
         fix = nearest_choice(unknown[0], choices)
-        raise ConfigError([_problem("not-a-choice", "plan.recompute", given, message, fix)])
+        raise ConfigError([Problem.of("not-a-choice", "plan.recompute", given, message, fix)])
     return parts
-
-
-def _problem(code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
-    return Problem(code=code, key=key, value=value, message=message, fix=fix)

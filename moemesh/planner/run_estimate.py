@@ -10,9 +10,9 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import num_trained
 from moemesh.planner.estimate import Estimate, estimate
-from moemesh.planner.headroom import with_headroom
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import MemoryEstimate, RankMemory
+from moemesh.planner.quantities import with_headroom
 from moemesh.planner.shapes.load import load_both
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger

@@ -10,10 +10,8 @@ the number type that the matrix products have, from the cluster file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.flops import training_flops
 from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
@@ -27,8 +25,6 @@ _WIDER: dict[str, tuple[str, ...]] = {
     "bfloat16": ("bfloat16", "float16"),
     "float16": ("float16", "bfloat16"),
 }
-#: Letters behind a number of tokens.
-_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SECONDS_A_DAY = 86_400
 
 
@@ -118,20 +114,3 @@ class Speed:
                 "gpu_hours": self.gpu_hours(tokens),
             }
         return found
-
-
-def read_tokens(text: str) -> float:
-    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000". Raises ConfigError."""
-    folded = text.strip().lower().replace("_", "").replace(",", "")
-    unit = _UNITS.get(folded[-1:], 1.0)
-    try:
-        found = float(folded[:-1] if folded[-1:] in _UNITS else folded) * unit
-    except ValueError:
-        found = 0.0
-    if not (isfinite(found) and found >= 1):
-        message = "a number of tokens is at least 1, with K, M, B or T behind it or without"
-        fix = "such as --tokens 14.8T, --tokens 300B or --tokens 1e12"
-        raise ConfigError(
-            [Problem(code="out-of-range", key="tokens", value=text, message=message, fix=fix)]
-        )
-    return found

@@ -39,12 +39,7 @@ class Agreement:
 
 
 def agreement_chart(
-    identity: str,
-    title: str,
-    points: Sequence[Agreement],
-    *,
-    unit: str,
-    band: float = 0.1,
+    identity: str, title: str, points: Sequence[Agreement], *, unit: str, band: float = 0.1
 ) -> str:
     """Dots of predicted over measured values; the shaded band is ± `band` around equality.
 

@@ -8,7 +8,7 @@ from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_e
 from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, short, text
 
 #: Colours of a GPU's load over its layer's mean, up to each limit. Lightness falls with load. Finer
-#: around 1 than for experts: every percent of the hottest GPU is a percent of the layer's time.
+#: around 1 than for experts: every percent of the most loaded GPU is a percent of the layer's time.
 CLASSES: tuple[HeatClass, ...] = (
     (0.5, "#ffffd0", "below 0.5"),
     (0.95, "#d5eeb3", "0.5 to 0.95"),
@@ -35,12 +35,15 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
         drawn = _squeeze(matrix)
         cell = min(max(220 / len(drawn), 3.0), 18.0)
         mean = sum(max(row) for row in matrix) / len(matrix)
-        title = f"{name}: hottest GPU {short(round(mean, 3))} of the mean, averaged over the layers"
+        title = (
+            f"{name}: most loaded GPU over the mean GPU, {short(round(mean, 3))} "
+            f"as a mean over layers, {short(round(worst[-1], 3))} in the worst"
+        )
         body.append(_panel(title, drawn, top, cell, len(matrix), len(matrix[0])))
         top += len(drawn) * cell + 56
     description = (
         f"Load of each GPU (columns) in each of {len(before)} layers (rows, downwards) over the "
-        f"layer's mean. Hottest of all: {worst[0]:.3f} before, {worst[1]:.3f} after."
+        f"layer's mean. Worst layer: {worst[0]:.3f} before, {worst[1]:.3f} after."
     )
     return figure("gpu-loads", "Load of each GPU before and after", description, top - 20, body)
 

@@ -7,7 +7,7 @@ file tells is not named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from moemesh.report.evidence import GRADIENT_AXES, Evidence, busiest_axis
 from moemesh.trace.duration import flop_rate
@@ -23,7 +23,8 @@ _LOW_MFU = 0.3
 Overrides = tuple[str, ...]
 
 
-class Bound(NamedTuple):
+@dataclass(frozen=True)
+class Bound:
     """A cause: its name, the sentence that states it with its numbers, the advice, and changes of
     the configuration to try, the best first (the first that is legal is proposed)."""
 
@@ -65,16 +66,14 @@ def rows_per_expert(evidence: Evidence) -> float | None:
     return choices / (experts * copies * evidence.degree("microbatches"))
 
 
-def _say_data(evidence: Evidence) -> str:
-    return f"Rank 0 waits for its data in {_share(evidence, 'data')}."
-
-
 def _say_communication(evidence: Evidence) -> str:
     text = f"Ranks wait for communication with others in {_share(evidence, 'communication')}"
     if (busiest := busiest_axis(evidence)) is not None:
         axis, share = busiest
         size = format_bytes(evidence.facts[f"bytes over {axis}"][0])
         text += f"; most bytes cross the axis {axis} ({size} a step of all ranks, {share:.0%})"
+        if axis in GRADIENT_AXES:
+            text += ", once a step: a larger data.global_batch needs fewer, and learns otherwise"
     return text + "."
 
 
@@ -88,11 +87,6 @@ def _communication_changes(evidence: Evidence) -> Sequence[Overrides]:
         found.append((f"plan.dispatch_chunks={2 * chunks}",))
     if axis == "tp" and tp % 2 == 0:
         found.append((f"plan.tp={tp // 2}", f"plan.dp={2 * dp}"))
-    if axis in GRADIENT_AXES:
-        batch = evidence.run.section("data").get("global_batch")
-        if isinstance(batch, int):
-            microbatches = 2 * evidence.degree("microbatches")
-            found.append((f"data.global_batch={2 * batch}", f"plan.microbatches={microbatches}"))
     if axis == "pp" and plan.get("schedule") == "1f1b":
         found.append(("plan.schedule=zb_h1",))
     return found
@@ -139,10 +133,6 @@ def _imbalance_changes(evidence: Evidence) -> Sequence[Overrides]:
     return found
 
 
-def _say_optimizer(evidence: Evidence) -> str:
-    return f"The optimizer takes {_share(evidence, 'optimizer')}."
-
-
 def _optimizer_changes(evidence: Evidence) -> Sequence[Overrides]:
     is_whole = evidence.plan.get("data", "replicate") == "replicate"
     return [("plan.data=zero1",)] if is_whole and evidence.degree("dp") > 1 else []
@@ -179,21 +169,12 @@ def _compute_changes(evidence: Evidence) -> Sequence[Overrides]:
     return [(f"plan.microbatches={microbatches // 2}",)] if fewer else []
 
 
-def _always(*changes: Overrides) -> Callable[[Evidence], Sequence[Overrides]]:
-    """The same changes, whatever the evidence."""
-
-    def find(evidence: Evidence) -> Sequence[Overrides]:
-        return changes
-
-    return find
-
-
 BOUNDS: tuple[Bound, ...] = (
     Bound(
         "data",
-        _say_data,
+        lambda evidence: f"Rank 0 waits for its data in {_share(evidence, 'data')}.",
         "Keep the data and its token cache on a disk of the machine.",
-        _always(("data.cache=/tmp/moemesh-tokens",)),
+        lambda _: [("data.cache=/tmp/moemesh-tokens",)],
     ),
     Bound(
         "communication",
@@ -210,20 +191,20 @@ BOUNDS: tuple[Bound, ...] = (
     Bound(
         "imbalance",
         _say_imbalance,
-        "Even out the ranks: move experts between them, or give hot ones replicas.",
+        "Even out the ranks: move experts between them, or replicate the busy ones.",
         _imbalance_changes,
     ),
     Bound(
         "optimizer",
-        _say_optimizer,
-        "Share the optimizer's work over the data-parallel ranks, or take larger batches.",
+        lambda evidence: f"The optimizer takes {_share(evidence, 'optimizer')}.",
+        "Share the optimizer's work over the data-parallel ranks.",
         _optimizer_changes,
     ),
     Bound(
         "memory",
         _say_memory,
         "Compute less again where memory is left.",
-        _always(("plan.recompute=selective",), ("plan.recompute=none",)),
+        lambda _: [("plan.recompute=selective",), ("plan.recompute=none",)],
     ),
     Bound(
         "compute",

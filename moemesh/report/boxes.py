@@ -11,12 +11,7 @@ from moemesh.trace.pipeline import places
 from moemesh.trace.timeline import Record
 
 #: Colours of well-known kinds, apart in hue and in lightness.
-KINDS: dict[str, str] = {
-    "F": "#1d4f91",
-    "B": "#f0a030",
-    "I": "#b84f16",
-    "W": "#a3d495",
-}
+KINDS: dict[str, str] = {"F": "#1d4f91", "B": "#f0a030", "I": "#b84f16", "W": "#a3d495"}
 #: How much white the tint of a second chunk or pipe holds.
 _TINT = 0.5
 #: Colours on a dark ground, as :data:`moemesh.report.svg.DARK`: those that carry white text, and

@@ -10,11 +10,11 @@ from pathlib import Path
 from moemesh.config.toml import format_value
 from moemesh.report import curves, svg
 from moemesh.report.configuration import between, with_defaults
-from moemesh.report.page import from_template, links_to, median_of, write_page
+from moemesh.report.page import from_template, links_to, write_page
 from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
-from moemesh.report.traffic import by_axis_and_phase
+from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.memory import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import MetricsRow, Run
+from moemesh.trace.run import MetricsRow, Run, median_of
 from moemesh.trace.state import state_of
 
 NAME = "comparison.html"
@@ -98,15 +98,13 @@ _Line = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
 
 
 def _last(name: str) -> Callable[[Run], float | None]:
-    def find(run: Run) -> float | None:
-        values = [value for row in run.metrics if (value := getattr(row, name)) is not None]
-        return values[-1] if values else None
-
-    return find
+    return lambda run: next(
+        (value for row in reversed(run.metrics) if (value := getattr(row, name)) is not None), None
+    )
 
 
 def _median(name: str) -> Callable[[Run], float | None]:
-    return lambda run: median_of(run.metrics, name)
+    return lambda run: median_of(run.current, name)
 
 
 def _total(name: str) -> Callable[[Run], float | None]:
@@ -119,14 +117,8 @@ def _loss_of_the_end(run: Run) -> float | None:
     return statistics.fmean(row.loss for row in last) if last else None
 
 
-def _peak(run: Run) -> float | None:
-    return None if run.memory is None or not run.memory.ranks else run.memory.peak
-
-
 def _sent(run: Run) -> float | None:
-    if not run.ledgers:
-        return None
-    return sum(by_axis_and_phase(run.ledgers, steps=run.ledger_steps).values())
+    return sum(sent_in_training(run).values()) if run.ledgers else None
 
 
 _LINES: tuple[_Line, ...] = (
@@ -140,8 +132,8 @@ _LINES: tuple[_Line, ...] = (
     ("MFU, median", _median("mfu"), lambda value: f"{value:.2%}"),
     ("Waiting for data in a step, seconds", _median("data_seconds"), lambda v: f"{v:.3g}"),
     ("Exposed communication, seconds", _median("communication_seconds"), lambda v: f"{v:.3g}"),
-    (f"Memory: {MEASURED_PEAKS['']}", _peak, format_bytes),
-    ("Sent in a step, all ranks", _sent, format_bytes),
+    (f"Memory: {MEASURED_PEAKS['']}", lambda r: r.memory and (r.memory.peak or None), format_bytes),
+    ("Sent in a step of training, all ranks", _sent, format_bytes),
 )
 
 
@@ -156,6 +148,12 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Section:
     note = f"Losses in {units[0]}."
     if units[0] != units[1]:
         note = f"Losses of {names[0]} in {units[0]}, of {names[1]} in {units[1]}: not comparable."
+    for name, run in zip(names, runs, strict=True):
+        if run.of_steps:
+            note += (
+                f" Of {name}, which has had {len(run.plans)} plans, medians, memory and traffic "
+                f"are those of the last one{run.of_steps}."
+            )
     table = Table(
         caption="Results, speed, memory and traffic", header=("", *names, "Change"), rows=rows
     )
@@ -199,20 +197,19 @@ def _chart(
         [(row.step, found) for row in run.metrics if (found := value(row)) is not None]
         for run in runs
     ]
-    return _over_each_other(title, names, points, y_label=y_label)
+    marks = [
+        (place, f"{svg.clip(name, 20)}: {plan}")
+        for name, run in zip(names, runs, strict=True)
+        for place, plan in run.marks
+    ]
+    return _over_each_other(title, names, points, y_label=y_label, marks=marks)
 
 
 def _loss_over_time(runs: Sequence[Run], names: Sequence[str], unit: str) -> curves.Pictures:
-    points = [
-        list(
-            zip(
-                accumulate(row.seconds for row in run.metrics),
-                (row.loss for row in run.metrics),
-                strict=True,
-            )
-        )
-        for run in runs
-    ]
+    points: list[list[curves.Point]] = []
+    for run in runs:
+        seconds = accumulate(row.seconds for row in run.metrics)
+        points.append([(s, row.loss) for s, row in zip(seconds, run.metrics, strict=True)])
     return _over_each_other("Loss over time", names, points, y_label=unit, x_label="seconds")
 
 
@@ -223,6 +220,7 @@ def _over_each_other(
     *,
     y_label: str,
     x_label: str = "step",
+    marks: curves.Marks = (),
 ) -> curves.Pictures:
     series = [
         curves.Series(name=name, points=found, colour=colour, dots=len(found) < 30)
@@ -237,6 +235,7 @@ def _over_each_other(
         y_label=y_label,
         x_label=x_label,
         description=f"{title}: {counts or 'no values'}.",
+        marks=marks,
     )
 
 

@@ -27,6 +27,8 @@ from moemesh.trace.run import MetricsRow
 Point = tuple[float, float]
 #: Of the same data: for a wide page, and for a phone.
 Pictures = tuple[str, str]
+#: Places on the horizontal axis with their names.
+Marks = Sequence[tuple[float, str]]
 
 #: A curve is at most four points a bucket: more would not be seen, and would weigh.
 _NUM_BUCKETS = 300
@@ -34,6 +36,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62, 16, 34, 40, 290
 #: The width of a chart for a phone: its labels keep their size there.
 NARROW = 350
 _LEGEND_ROW = 18
+#: Of curves that stand alone, by the key of their rows.
+_COLOUR_OF = {"tokens_per_second": 2, "grad_norm": 3, "lr": 6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +118,11 @@ def line_chart(
     levels: Sequence[tuple[str, float]] = (),
     from_zero: bool = False,
     log: bool = False,
+    marks: Marks = (),
     width: float = WIDTH,
 ) -> str:
-    """Curves over steps; `levels` are named horizontal lines. "" when there is nothing to draw."""
+    """Curves over steps; `levels` are named horizontal lines, `marks` vertical ones. "" when there
+    is nothing to draw."""
     buckets = max(int(_NUM_BUCKETS * width / WIDTH), 2)
     thinned = [replace(item, points=downsample(item.points, buckets)) for item in series]
     drawn = [item for item in thinned if any(math.isfinite(y) for _, y in item.points)]
@@ -130,7 +136,7 @@ def line_chart(
     key, rows = _legend(names, y_label, width) if len(names) > 1 else ("", 0)
     frame = _frame(drawn, [value for _, value in levels], from_zero=from_zero, log=log)
     frame = frame._replace(width=width, top=_TOP + rows * _LEGEND_ROW)
-    body = [_axes(frame, x_label, y_label)]
+    body = [_axes(frame, x_label, y_label), *(_mark(frame, *mark) for mark in marks)]
     body += [_curve(item, index, frame) for index, item in enumerate(drawn)]
     for index, (_, value) in enumerate(levels, start=len(drawn)):
         ends = [(frame.left, value), (frame.right, value)]
@@ -183,6 +189,16 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
         ]
     parts.append(text(right, _HEIGHT - 6, x_label, anchor="end", fill=MUTED))
     return "".join(parts)
+
+
+def _mark(frame: Frame, value: float, name: str) -> str:
+    """A named vertical line at `value`, where that lies inside of the plotting area."""
+    if not frame.left < value < frame.right:
+        return ""
+    x = frame.x(value)
+    side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
+    label = text(x + side, frame.top + 10, name, anchor=anchor, fill=MUTED, size=11)
+    return line(x, frame.top, x, _HEIGHT - _BOTTOM, MUTED) + label
 
 
 def _log_ticks(frame: Frame) -> list[float]:
@@ -251,6 +267,7 @@ def loss_curve(
     *,
     unigram_loss: float | None = None,
     unit: str = "nats a token",
+    marks: Marks = (),
 ) -> Pictures:
     """Training and validation loss, and the loss of a model that knows only token frequencies."""
     series = [Series(name="training", points=[(row.step, row.loss) for row in rows])]
@@ -274,10 +291,11 @@ def loss_curve(
         y_label=unit,
         description=description,
         levels=levels,
+        marks=marks,
     )
 
 
-def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str) -> Pictures:
+def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ()) -> Pictures:
     """The auxiliary loss, and the loss of extra prediction layers where there are some."""
     points = [(row.step, row.aux_loss) for row in rows]
     series = [Series(name="auxiliary", points=points, colour=4)]
@@ -286,56 +304,28 @@ def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str) -> Pictures:
         series.append(Series(name="extra prediction layers", points=ahead, colour=5))
     if not any(value for item in series for _, value in item.points):
         return "", ""
-    return line_charts(
-        "auxiliary",
-        "Auxiliary losses over steps",
-        series,
-        y_label=unit,
-        description=_range_text("Auxiliary loss", points),
-    )
+    text = _range_text("Auxiliary loss", points)
+    look: dict[str, Any] = {"y_label": unit, "description": text, "marks": marks}
+    return line_charts("auxiliary", "Auxiliary losses over steps", series, **look)
 
 
-def throughput_curve(rows: Sequence[MetricsRow]) -> Pictures:
-    """Tokens per second over the steps, from zero."""
-    return _single(
-        "Throughput",
-        [(row.step, row.tokens_per_second) for row in rows],
-        y_label="tokens per second",
-        colour=2,
-    )
-
-
-def gradient_norm_curve(rows: Sequence[MetricsRow]) -> Pictures:
-    """Gradient norm over the steps; on a log scale when it spans more than a factor of 30."""
-    points = [(row.step, row.grad_norm) for row in rows]
-    finite = [value for _, value in points if math.isfinite(value)]
-    log = bool(finite) and min(finite) > 0 and max(finite) > 30 * min(finite)
-    label = "gradient norm" + (", log scale" if log else "")
-    return _single("Gradient norm", points, y_label=label, colour=3, log=log)
-
-
-def learning_rate_curve(rows: Sequence[MetricsRow]) -> Pictures:
-    """The learning rate of each step, from zero."""
-    points = [(row.step, row.lr) for row in rows]
-    return _single("Learning rate", points, y_label="learning rate", colour=6)
-
-
-def _single(
-    title: str,
-    points: Sequence[Point],
-    *,
-    y_label: str,
-    colour: int,
-    log: bool = False,
+def one_curve(
+    rows: Sequence[MetricsRow], name: str, title: str, *, marks: Marks = (), y_label: str = ""
 ) -> Pictures:
+    """The key `name` of every row over the steps, from zero; a gradient norm on a log scale where
+    it spans more than a factor of 30. `y_label`: by default the title."""
+    points = [(row.step, getattr(row, name)) for row in rows]
+    finite = [value for _, value in points if math.isfinite(value)]
+    log = name == "grad_norm" and bool(finite) and 0 < 30 * min(finite) < max(finite)
     return line_charts(
         title.lower().replace(" ", "-"),
         f"{title} over steps",
-        [Series(name=title, points=points, colour=colour)],
-        y_label=y_label,
+        [Series(name=title, points=points, colour=_COLOUR_OF[name])],
+        y_label=(y_label or title.lower()) + (", log scale" if log else ""),
         description=_range_text(title, points),
         from_zero=not log,
         log=log,
+        marks=marks,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moemesh.report.beside import step_parts
 from moemesh.report.boxes import KINDS
-from moemesh.report.traffic import by_axis_and_phase
+from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import Timeline
 
@@ -22,7 +22,8 @@ _LAST_LOADS = 20
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """`shares` of the time of a step, by cause; what no file tells is not among them. `seconds`:
-    median of the steps but the first. `facts`: name -> (number, file that it was read from)."""
+    median of the steps under the current plan but the first. `facts`: name -> (number, file that
+    it was read from)."""
 
     run: Run
     seconds: float | None
@@ -44,7 +45,7 @@ class Evidence:
 
 def evidence_of(run: Run) -> Evidence:
     """Everything that the causes of :mod:`moemesh.report.bounds` are judged by."""
-    rows = run.metrics[1:] or run.metrics
+    rows = run.current
     seconds = statistics.median(row.seconds for row in rows) if rows else None
     shares: dict[str, float] = {}
     facts: dict[str, tuple[float, str]] = {}
@@ -144,8 +145,9 @@ def _lost_to_slower_ranks(run: Run, last: Timeline) -> float:
 
 
 def _from_loads(run: Run, facts: dict[str, tuple[float, str]]) -> None:
-    steps = sorted({load.step for load in run.loads})[-_LAST_LOADS:]
-    items = [load for load in run.loads if load.step in steps]
+    loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
+    steps = sorted({load.step for load in loads})[-_LAST_LOADS:]
+    items = [load for load in loads if load.step in steps]
     if not items:
         return
     ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
@@ -158,10 +160,8 @@ def _from_loads(run: Run, facts: dict[str, tuple[float, str]]) -> None:
 def _from_traffic(run: Run, facts: dict[str, tuple[float, str]]) -> None:
     """Bytes a step by axis, of training alone."""
     sent: defaultdict[str, float] = defaultdict(float)
-    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
-    for (axis, phase), size in found.items():
-        if phase not in ("evaluate", "control"):
-            sent[axis] += size
+    for (axis, _), size in sent_in_training(run).items():
+        sent[axis] += size
     for axis, size in sent.items():
         facts[f"bytes over {axis}"] = size, "ledger.json"
     expected = by_axis_and_phase(run.predicted_ledgers)

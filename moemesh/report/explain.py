@@ -13,7 +13,7 @@ from typing import Any
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import load_run, resolved_toml, with_recorded
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
 from moemesh.report.failures import CAUSES, cause_of, culprit_of
@@ -204,11 +204,11 @@ def _memory(run: Run, evidence: Evidence) -> str:
 
 
 def _speed(run: Run, evidence: Evidence) -> str:
-    rows = run.metrics[1:] or run.metrics
-    if not rows or evidence.seconds is None:
+    if not run.current or evidence.seconds is None:
         return ""
-    speed = statistics.median(row.tokens_per_second for row in rows)
-    parts = [f"{speed:,.0f} tokens/s", f"{evidence.seconds:.3g} s a step (median)"]
+    speed = statistics.median(row.tokens_per_second for row in run.current)
+    median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
+    parts = [f"{speed:,.0f} tokens/s", median]
     mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
     if rate is not None:
         parts.append(f"{flop_rate(rate)} a rank")
@@ -284,8 +284,10 @@ def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str
     if goes_on and not any(one.startswith("train.steps=") for one in overrides):
         overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
-        before = load_run([file], [], environ={}).config
-        after = load_run([file], overrides, environ={}).config
+        before, after = (
+            with_recorded(load_run([file], given, environ={}).config, run.folder)
+            for given in ((), overrides)
+        )
         changes = compare(resolved_toml(before), resolved_toml(after))
     except UserError:
         return ""
@@ -353,9 +355,19 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _resume(run: Run, arguments: Sequence[str] = ()) -> str:
-    """The command of the newest start, or one that does the same, with `arguments`."""
-    command = command_of(run)
-    if not command and (run.folder / "config.toml").is_file():
-        parts = ["moemesh", "train", str(run.folder / "config.toml"), "--out", str(run.folder)]
-        command = shlex.join(parts)
-    return " ".join([command, shlex.join(arguments)]).strip() if command else ""
+    """The command of the newest start, or one that does the same, with the options `arguments` in
+    place of its own of the same keys."""
+    words = shlex.split(command_of(run))
+    if not words and (run.folder / "config.toml").is_file():
+        words = ["moemesh", "train", str(run.folder)]
+    options: dict[tuple[str, str], str] = {}
+    rest: list[str] = []
+    given = iter([*words, *arguments] if words else ())
+    for word in given:
+        option, equals, value = word.partition("=")
+        if option in ("--set", "--allow-change"):  # of a key given twice the last one counts
+            value = value if equals else next(given, "")
+            options[option, value.partition("=")[0].strip()] = value
+        else:
+            rest.append(word)
+    return shlex.join([*rest, *(w for (name, _), value in options.items() for w in (name, value))])

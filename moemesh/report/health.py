@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moemesh.config.train import usual_rate
 from moemesh.report.failures import cause_of, culprit_of
 from moemesh.trace.events import JUMPED, Event
 from moemesh.trace.run import MetricsRow, Run
@@ -38,7 +39,7 @@ class _Kind(NamedTuple):
 _KINDS: tuple[_Kind, ...] = (
     _Kind("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
     _Kind("skipped", "skipped", "step left out", "steps left out"),
-    _Kind("vote", "copies", "difference of copies repaired", "differences of copies repaired"),
+    _Kind("copies", "copies", "difference of copies repaired", "differences of copies repaired"),
     _Kind("spike", "spikes", "jump of the loss", "jumps of the loss"),
     _Kind("alarm", "alarms", "alarm", "alarms"),
     _Kind("disk", "disk", "message", "messages"),
@@ -97,7 +98,7 @@ def _verdict(
     is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # A loss that still falls only needs time.
-        is_early = lowest is parts[-1] and rows[0].loss - lowest.median > _GAP
+        is_early = not rose and rows[0].loss - parts[-1].median > _GAP
         why = "it needs more steps" if is_early else "its learning rate is probably wrong"
         return (
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
@@ -148,9 +149,11 @@ def _more_steps(run: Run, newest: int) -> str:
 
 
 def lower_rate(run: Run) -> str:
-    """The override for a tenth of the learning rate; "" where the run does not say its own."""
-    rate = run.section("train").get("lr")
-    return f"train.lr={rate / 10:.3g}" if isinstance(rate, int | float) else ""
+    """The override for a tenth of the learning rate, at most the usual one of such a run; "" where
+    the run does not say its own."""
+    rate, rank = run.section("train").get("lr"), run.section("lora").get("rank")
+    usual = usual_rate(loads_weights="path" in run.section("model"), lora_rank=int(rank or 0))
+    return f"train.lr={min(rate / 10, usual):.3g}" if isinstance(rate, int | float) else ""
 
 
 class _Part(NamedTuple):

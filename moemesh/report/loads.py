@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
-from moemesh.report.curves import Pictures, Series, line_charts
+from moemesh.report.curves import Marks, Pictures, Series, line_charts
 from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
 from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
 from moemesh.trace.loads import LayerLoads
@@ -105,7 +105,7 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     return figure("mean-loads", "Mean expert load over the run", description, height, body)
 
 
-def imbalance_curve(loads: Sequence[LayerLoads]) -> Pictures:
+def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
     """Max over mean of experts and of ranks: worst layer and mean of the layers, over the steps."""
     of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for load in loads:
@@ -137,6 +137,7 @@ def imbalance_curve(loads: Sequence[LayerLoads]) -> Pictures:
         series,
         y_label="fullest / mean (1 = balanced)",
         description=description,
+        marks=marks,
     )
 
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from moemesh.report.svg import (
-    GRID,
-    INK,
-    MUTED,
-    WIDTH,
-    figure,
-    legend,
-    line,
-    rectangle,
-    text,
-)
+from moemesh.report.svg import GRID, INK, MUTED, WIDTH, figure, legend, line, rectangle, text
 from moemesh.report.traffic import binary_ticks
 from moemesh.trace.memory import PARTS, MemoryProfiles, format_bytes
 

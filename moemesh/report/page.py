@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,7 @@ from moemesh.report import boxes, svg, timeline
 from moemesh.report.section import MAX_TABLE_ROWS, Section
 from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory import format_bytes
-from moemesh.trace.run import MetricsRow, Run
+from moemesh.trace.run import Run, median_of
 from moemesh.trace.state import State, state_of
 
 NAME = "report.html"
@@ -93,7 +92,8 @@ def from_template(template: str, **values: Any) -> str:
 
 def _origin(run: Run) -> list[str]:
     """When, where and by which command the run was started, as far as its folder tells."""
-    starts = [event.time for event in run.events if event.kind == "start"]
+    starts = [str(start.get("started", "")) for start in run.starts]
+    starts = starts or [event.time for event in run.events if event.kind == "start"]
     last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
     lines: list[str] = []
     if starts:
@@ -131,12 +131,13 @@ def _facts(run: Run, state: State) -> list[tuple[str, str]]:
         validated = [row.validation_loss for row in rows if row.validation_loss is not None]
         if validated:
             facts.append((f"Last validation loss, {unit}", f"{validated[-1]:.4f}"))
-        speed = statistics.median(row.tokens_per_second for row in rows)
-        facts.append(("Tokens per second, median", svg.short(speed)))
-        if (mfu := median_of(rows, "mfu")) is not None:
-            facts.append(("MFU, median", f"{mfu:.1%}"))
-        if (rate := median_of(rows, "tflops_per_rank")) is not None:
-            facts.append(("Model FLOP/s of a rank, median", svg.short(rate * 1e12)))
+        median = f"median{run.of_steps}"
+        if (speed := median_of(run.current, "tokens_per_second")) is not None:
+            facts.append((f"Tokens per second, {median}", svg.short(speed)))
+        if (mfu := median_of(run.current, "mfu")) is not None:
+            facts.append((f"MFU, {median}", f"{mfu:.1%}"))
+        if (rate := median_of(run.current, "tflops_per_rank")) is not None:
+            facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
         facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
         facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
     if run.memory is not None and run.memory.ranks:
@@ -146,12 +147,6 @@ def _facts(run: Run, state: State) -> list[tuple[str, str]]:
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == last)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
     return facts
-
-
-def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
-    """Median of a field over the rows that have it; None where none has."""
-    values = [value for row in rows if (value := getattr(row, name)) is not None]
-    return statistics.median(values) if values else None
 
 
 def _degrees(run: Run) -> list[tuple[str, str]]:

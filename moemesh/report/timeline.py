@@ -158,7 +158,7 @@ class _Panel:
         fewer = len(self.ranks) < len(timeline.ranks)
         which = f"the first {len(self.ranks)} of " if fewer else ""
         return (
-            f"What {which}{len(timeline.ranks)} ranks did, {timeline.source}; span "
+            f"Operations of {which}{len(timeline.ranks)} ranks, {timeline.source}; span "
             f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
         )
 

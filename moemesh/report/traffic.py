@@ -22,6 +22,7 @@ from moemesh.report.svg import (
 )
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory import format_bytes
+from moemesh.trace.run import Run
 
 _MAX_BARS = 24
 _ROW = 22
@@ -81,6 +82,12 @@ def by_axis_and_phase(
     for row in traffic_rows(ledgers, steps=steps):
         found[row.axis, row.phase] += row.sum_wire_bytes
     return dict(found)
+
+
+def sent_in_training(run: Run) -> dict[tuple[str, str], float]:
+    """(axis, phase) -> bytes sent by all ranks in a step, by its training alone."""
+    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
+    return {key: size for key, size in found.items() if key[1] not in ("evaluate", "control")}
 
 
 def traffic_bars(

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.trace.profile import Event, Profile, RankProfile
+from moemesh.report.section import plural
+from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
+from moemesh.trace.timeline import Record
 
 #: Prefix of the names of marks that say which collective begins.
 MARK = "collective: "
@@ -35,22 +37,21 @@ class Pause:
 
 def verdict(profile: Profile) -> list[str]:
     """Lines for a terminal."""
-    spans = [_spans(one) for one in profile.ranks]
+    spans = [_span(one.phases) for one in profile.ranks]
     steps = max(profile.num_steps, 1)
     step = statistics.fmean(spans) / steps if spans else 0.0
     lines = [
-        f"profile     {profile.num_steps} step{'s' if profile.num_steps != 1 else ''} on "
-        f"{len(profile.ranks)} rank"
-        f"{'s' if len(profile.ranks) > 1 else ''}, "
-        f"{step / 1e3:,.1f} ms a step; the profiler itself slows every operation"
+        f"profile     {plural(profile.num_steps, 'step')} on {plural(len(profile.ranks), 'rank')}, "
+        f"{step / 1e3:,.1f} ms a step with the profiler, which slows operations and long waits"
     ]
-    lines.append("phases      " + _shares(_phases(profile), step * steps) + "  (mean rank)")
+    plain = [_span(one.plain) for one in profile.ranks if one.plain]
+    own, whole = [one.phases for one in profile.ranks], step * steps
+    if plain:
+        own, whole = [one.plain for one in profile.ranks if one.plain], statistics.fmean(plain)
+        lines.append(f"without it  {whole / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
+    lines.append("phases      " + _shares(_phases(own), whole) + "  (mean rank)")
     pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
-    by_axis: defaultdict[str, float] = defaultdict(float)
-    for pause in pauses:
-        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
-    waits = _shares(by_axis, step * steps) if by_axis else "none above 0.1 ms"
-    lines.append(f"waits       {waits}  (pauses behind a collective, by its axis)")
+    lines.append("waits       " + _waits(profile, pauses, step * steps))
     lines += _longest_operations(profile, steps)
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
         milliseconds = pause.microseconds / 1e3
@@ -60,26 +61,40 @@ def verdict(profile: Profile) -> list[str]:
     return [*lines, _clocks(profile)]
 
 
-def _spans(one: RankProfile) -> float:
+def _span(phases: Sequence[Record]) -> float:
     """Microseconds from the first phase to the end of the last one."""
-    if not one.phases:
+    if not phases:
         return 0.0
-    start = min(record.start - record.wait for record in one.phases)
-    return (max(record.end for record in one.phases) - start) * 1e6
+    start = min(record.start - record.wait for record in phases)
+    return (max(record.end for record in phases) - start) * 1e6
 
 
-def _phases(profile: Profile) -> dict[str, float]:
+def _phases(ranks: Sequence[Sequence[Record]]) -> dict[str, float]:
     """Microseconds of the mean rank by phase; operations of a block share its time."""
     found: defaultdict[str, float] = defaultdict(float)
-    for one in profile.ranks:
+    for phases in ranks:
         seen: set[tuple[float, float]] = set()
-        for record in one.phases:
-            found["waiting for stages"] += record.wait * 1e6 / len(profile.ranks)
+        for record in phases:
+            found["waiting for stages"] += record.wait * 1e6 / len(ranks)
             if (record.start, record.end) not in seen:
                 seen.add((record.start, record.end))
                 name = LONG_NAMES.get(record.kind, record.name)
-                found[name] += record.duration * 1e6 / len(profile.ranks)
+                found[name] += record.duration * 1e6 / len(ranks)
     return dict(found)
+
+
+def _waits(profile: Profile, pauses: Sequence[Pause], whole: float) -> str:
+    """The share of a step that ranks wait, divided among axes as the pauses of the profiled steps,
+    which took `whole` microseconds, are; of those alone where nothing else was measured."""
+    by_axis: defaultdict[str, float] = defaultdict(float)
+    for pause in pauses:
+        by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
+    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
+        share = statistics.fmean(waited)
+        shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0)
+        return f"{shares or f'{share:.1%}'}  (for other ranks, divided by axis as pauses are)"
+    shares = _shares(by_axis, whole) or "none above 0.1 ms"
+    return f"{shares}  (with the profiler: pauses behind a collective, by its axis)"
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
@@ -102,9 +117,9 @@ def pauses_of(one: RankProfile) -> list[Pause]:
     found: list[Pause] = []
     for events in threads.values():
         marks = [event for event in events if str(event["name"]).startswith(MARK)]
-        leaves = _leaves([event for event in events if event.get("cat") == "cpu_op"])
         place = 0
-        for before, after in pairwise(leaves):
+        outer = [event for event, _, is_outer in _operations(events) if is_outer]
+        for before, after in pairwise(outer):
             begin, end = before["ts"] + before["dur"], after["ts"]
             while place < len(marks) and marks[place]["ts"] <= begin:
                 place += 1
@@ -122,18 +137,26 @@ def _encloses(spans: Sequence[tuple[float, float]], begin: float, end: float) ->
     return any(start <= begin and end <= stop for start, stop in spans)
 
 
-def _leaves(events: Sequence[Event]) -> list[Event]:
-    """Operations of a thread inside which no other one runs, in the order of time.
+def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
+    """Operations of a thread in the order of time, each with the microseconds in which no other one
+    runs inside it, and whether it runs inside no other one.
 
     Steps of autograd are none: what they do beside their operations is Python, or waiting.
     """
     operations = [event for event in events if _is_operation(event)]
-    ordered = sorted(operations, key=lambda event: (event["ts"], -event["dur"]))
-    return [
-        event
-        for event, following in zip(ordered, [*ordered[1:], None], strict=True)
-        if following is None or following["ts"] >= event["ts"] + event["dur"]
-    ]
+    operations.sort(key=lambda event: (event["ts"], -event["dur"]))
+    own = [float(event["dur"]) for event in operations]
+    around: list[int] = []
+    is_outer: list[bool] = []
+    ends = [event["ts"] + event["dur"] for event in operations]
+    for number, event in enumerate(operations):
+        while around and ends[around[-1]] <= event["ts"]:
+            around.pop()
+        is_outer.append(not around)
+        if around:
+            own[around[-1]] -= event["dur"]
+        around.append(number)
+    return list(zip(operations, own, is_outer, strict=True))
 
 
 def _is_operation(event: Event) -> bool:
@@ -152,9 +175,9 @@ def _longest_operations(profile: Profile, steps: int) -> list[str]:
             if event.get("cat") in ("cpu_op", "kernel"):
                 threads[event["tid"]].append(event)
         for events in threads.values():
-            for event in _leaves(events):
+            for event, own, _ in _operations(events):
                 if not str(event["name"]).startswith("c10d::"):
-                    totals[str(event["name"])].append(float(event["dur"]))
+                    totals[str(event["name"])].append(own)
     named = sorted(totals, key=lambda name: -sum(totals[name]))[:_OPERATIONS]
     ranks = len(profile.ranks)
     return [

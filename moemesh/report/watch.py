@@ -195,25 +195,30 @@ class View:
         if self.validation is not None:
             step, loss = self.validation
             yield f"validation {loss:.4f} (step {step})"
-        if row.mfu is not None:
-            yield f"MFU {row.mfu:.1%}"
-        if row.tflops_per_rank is not None:
-            yield f"{flop_rate(row.tflops_per_rank)} a rank"
-        if row.memory_bytes is not None:
-            yield f"peak memory {row.memory_bytes / 2**30:.2f} GiB"
-        waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
-        shown = [
-            f"{name} {min(seconds / row.seconds, 1):.0%}"
-            for name, seconds in waits.items()
-            if seconds is not None and row.seconds > 0
-        ]
-        if shown:
-            yield "waits " + ", ".join(shown)
+        yield from facts(row)
         if row.load_max_over_mean is not None:
             dropped = f", {row.dropped_share:.1%} dropped" if row.dropped_share else ""
             yield f"experts fullest {row.load_max_over_mean:.2f} x the mean{dropped}"
-        if row.epoch is not None:
-            yield f"epoch {row.epoch:.2f}"
+
+
+def facts(row: MetricsRow) -> list[str]:
+    """Rate, memory, waits and epoch of a step, in words; those that the row has."""
+    found: list[str] = []
+    if row.tflops_per_rank is not None:
+        share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
+        found.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
+    if row.memory_bytes is not None:
+        found.append(f"peak memory {row.memory_bytes / 2**30:.2f} GiB")
+    waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
+    if shown := [
+        f"{name} {min(seconds / row.seconds, 1):.0%}"
+        for name, seconds in waits.items()
+        if seconds is not None and row.seconds > 0
+    ]:
+        found.append("waits: " + ", ".join(shown))
+    if row.epoch is not None and row.epoch >= 0.005:  # less is no part of an epoch yet
+        found.append(f"epoch {row.epoch:.2f}")
+    return found
 
 
 def _parsed(objects: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:

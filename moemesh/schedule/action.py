@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from moemesh.config.shown import Shown
+
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -56,8 +58,8 @@ class UpdateRule:
     window: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Schedule(Shown):
     """Who runs what, in which order.
 
     ``placement[pipe][stage]`` is the rank of a stage, ``orders[rank]`` that rank's entries,
@@ -67,6 +69,8 @@ class Schedule:
     cannot be read off the rest, for people. Backwards end at `first_trained_stage`: in the stages
     before it nothing trains, and no gradient is sent to them.
     """
+
+    shown = ("name", "num_ranks", "num_stages", "num_microbatches", "num_slices", "parameters")
 
     name: str
     num_ranks: int

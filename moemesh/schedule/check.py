@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from moemesh.config.errors import UserError
+from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.memory import ROUNDING, Amount, PeakMemory, peak_memory
 from moemesh.schedule.program import Deadlock, Program, issue_order, lower
@@ -72,8 +73,8 @@ class Caps:
     unread_messages: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckReport(Shown):
     """What was proved. Per rank: the peaks of memory, and the most messages that can sit received
     but unused, however late the rank is. `channels` are the ways to share rendezvous channels that
     do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -195,5 +196,8 @@ def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0
             require_defined(plan.schedule, **counts, stages_per_rank=chunks, **numbers)
     except UserError as error:
         keys = ("plan.pp", "plan.microbatches", "plan.stages_per_rank")
-        return [plan_problem(plan, "schedule", "schedule", str(error), "", *keys)]
+        message, _, near = str(error).partition(" (nearest: ")
+        fix = re.sub(r"(microbatches|stages_per_rank|ranks) ", r"\1 = ", near.rstrip(")"))
+        fix = fix.replace("ranks =", "pp =")
+        return [plan_problem(plan, "schedule", "schedule", message, fix, *keys)]
     return []

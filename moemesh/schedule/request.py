@@ -16,13 +16,13 @@ class Request:
         {"argument": True, "metavar": "NAME"},
     ] = ""
     ranks: Annotated[int | None, "Pipeline ranks."] = None
-    microbatches: Annotated[int | None, "Of a step, all pipes together."] = None
+    microbatches: Annotated[int | None, "Microbatches of a step, all pipes together."] = None
     stages_per_rank: Annotated[int | None, "Chunks of layers per rank."] = None
     forward: Annotated[str, "Time of a microbatch on a rank's layers, or a list per stage."] = "1"
     dgrad: Annotated[str, "Likewise, input-gradient half."] = "1"
     wgrad: Annotated[str, "Likewise, weight-gradient half."] = "1"
-    block: Annotated[str | None, "Of a forward with a backward."] = None
-    comm: Annotated[str, "Of a message between two ranks."] = "0"
+    block: Annotated[str | None, "Cost of a forward overlapped with a backward."] = None
+    comm: Annotated[str, "Time of a message between two ranks."] = "0"
     run: Annotated[
         Path | None, "Times that a run has measured.", {"names": ("--costs",), "metavar": "RUN"}
     ] = None

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
+from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.memory import Amount, PeakMemory, peak_memory
@@ -34,13 +35,15 @@ from moemesh.trace.timeline import Record, Timeline, Unit
 Transport = Literal["latency", "blocking", "link"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Simulation(Shown):
     """Start and end of every entry, ``starts[rank][index]``, and what follows from them.
 
     `busy` is the sum of each rank's costs, `peaks` what it holds at most. `relaxed` marks a
     timeline that leaves out wrap-around edges and cannot be executed as drawn.
     """
+
+    shown = ("schedule", "makespan", "bubble_rate", "rank_idle", "peak_activation", "unit")
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]

@@ -1,4 +1,4 @@
-"""The ledger: which bytes crossed which axis, for what, predicted or measured.
+"""The ledger: bytes sent over each axis, by caller and phase, predicted or measured.
 
 The planner predicts a `Ledger` and `moemesh.comm.collectives` writes one; both are compared to the
 byte. What the three byte columns mean, always for one rank:

@@ -16,8 +16,9 @@ from moemesh.trace.clocks import Offset, offset_of
 from moemesh.trace.timeline import Record
 
 Event = dict[str, Any]
-#: Of a run: where ranks write their traces; and the steps before them, which fill caches.
-FOLDER, WARM_UP = "profile", 2
+#: Of a run: where ranks write their traces; and the steps before them: those that fill caches, and
+#: those that are measured without the profiler, which slows what it sees.
+FOLDER, WARM_UP, PLAIN = "profile", 1, 3
 #: The thread of the phases in the merged trace: none of the process has this number.
 PHASES_THREAD = 0
 
@@ -25,12 +26,16 @@ PHASES_THREAD = 0
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
     """One rank: complete events (`ts` and `dur` in microseconds on the common clock), phases of its
-    steps (seconds on the common clock), and how its clock was aligned (None: the common one)."""
+    steps (seconds on the common clock), and how its clock was aligned (None: the common one). Of
+    the steps without the profiler `plain`, their phases (seconds on the rank's own clock), and
+    `waited`, the share of them in which the rank waited for others (None: not known)."""
 
     rank: int
     host: str
     events: Sequence[Event]
     phases: Sequence[Record]
+    plain: Sequence[Record] = ()
+    waited: float | None = None
     offset: Offset | None = None
 
 
@@ -110,7 +115,13 @@ def _rank(folder: Path, note: Mapping[str, Any], offset: Offset | None) -> RankP
         for record in phases
     ]
     return RankProfile(
-        rank=int(note["rank"]), host=str(note["host"]), events=events, phases=moved, offset=offset
+        rank=int(note["rank"]),
+        host=str(note["host"]),
+        events=events,
+        phases=moved,
+        plain=[Record.from_json(record) for record in note.get("plain", ())],
+        waited=note.get("waited"),
+        offset=offset,
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 FILE = "provenance.json"
 #: The form of the file, its key "schema".
@@ -46,6 +46,34 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         return [cast("dict[str, Any]", dict(start)) for start in content["starts"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+class Part(NamedTuple):
+    """Steps `first` to `last` of a run, and what they have run under: the record of a start, or a
+    plan."""
+
+    record: Mapping[str, Any]
+    first: int
+    last: int
+
+    @property
+    def words(self) -> str:
+        """Such as "steps 21 to 30"."""
+        ended = f"to {self.last:,}" if self.last >= self.first else "on, none of which has ended"
+        return f"steps {self.first:,} {ended}"
+
+
+def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
+    """Which start has taken which of the steps 1 to `last`: the newest one that has taken it.
+
+    Raises KeyError, TypeError or ValueError for a record that does not tell its first step.
+    """
+    parts: list[Part] = []
+    for start in starts:
+        first = int(start["first_step"])
+        parts = [one._replace(last=min(one.last, first - 1)) for one in parts if one.first < first]
+        parts.append(Part(start, first, last))
+    return parts
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -10,19 +10,24 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from moemesh.config.data import loss_unit
 from moemesh.config.paths import nearest_path
+from moemesh.config.shown import Shown
 from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import LoadBins
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfiles
+from moemesh.trace.provenance import Part, parts_of
+from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import Timeline
 
 T = TypeVar("T")
@@ -132,7 +137,7 @@ class MetricsRow:
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {"schema": SCHEMA}
-        row |= {item.name: _finite(getattr(self, item.name)) for item in fields(self)}
+        row |= {item.name: finite(getattr(self, item.name)) for item in fields(self)}
         for name in _OPTIONAL:
             if getattr(self, name) is None:
                 del row[name]
@@ -172,12 +177,14 @@ _STORES = {item.name: getattr(MetricsRow, item.name).__set__ for item in fields(
 _COUNTS = ("step", "tokens")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
+
+
+def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
+    """Median of a field over the rows that have it; None where none has."""
+    values = [value for row in rows if (value := getattr(row, name)) is not None]
+    return statistics.median(values) if values else None
 
 
 def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:
@@ -203,8 +210,8 @@ def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
     return ledgers, steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Run(Shown):
     """The contents of a run folder. Parts whose file is missing are empty or None."""
 
     folder: Path
@@ -230,6 +237,13 @@ class Run:
     #: In no file: of who reads the run and knows a cluster.
     planned: PlannedStep | None = None
 
+    def facts(self) -> Mapping[str, object]:
+        found: dict[str, object] = {"folder": str(self.folder), "num_steps": self.num_steps}
+        for name in ("step", "loss", "validation_loss", "tokens_per_second"):
+            values = [value for row in self.metrics if (value := getattr(row, name)) is not None]
+            found |= {f"last_{name}": values[-1]} if values else {}
+        return found | ({"failure": self.failure} if self.failure else {})
+
     @property
     def num_steps(self) -> int | None:
         """The steps that the configuration asks for; None where it does not say."""
@@ -245,6 +259,44 @@ class Run:
         """A section of the configuration, empty where there is none."""
         part = self.config.get(name)
         return cast(dict[str, Any], part) if isinstance(part, dict) else {}
+
+    @cached_property
+    def plans(self) -> tuple[Part, ...]:
+        """The plans that the run has had, the current one last: each the section of the
+        configuration, with the steps that were taken under it one after the other, on the same
+        devices and with batches of one size, by the records of the starts."""
+        found: list[tuple[Part, object]] = []
+        last = self.metrics[-1].step if self.metrics else 0
+        try:
+            for start in parts_of(self.starts, last):
+                config = tomllib.loads(start.record["config"])
+                steps, data = start._replace(record=config["plan"]), config["data"]
+                sizes = data.get("seq_len"), data.get("global_batch"), config["train"].get("dtype")
+                kind = steps.record, sizes, start.record.get("devices")
+                if found and found[-1][1] == kind:
+                    steps = steps._replace(first=found.pop()[0].first)
+                found.append((steps, kind))
+        except _MALFORMED:
+            found = []
+        return tuple(steps for steps, _ in found) or (Part(self.section("plan"), 1, last),)
+
+    @cached_property
+    def current(self) -> tuple[MetricsRow, ...]:
+        """The rows of the steps under the current plan, which alone tell its speed; the first step
+        of a run, which builds caches, is not among them unless it is the only one."""
+        rows = tuple(row for row in self.metrics if row.step >= self.plans[-1].first)
+        return rows[1:] or rows
+
+    @property
+    def marks(self) -> list[tuple[float, str]]:
+        """Places between the steps of two plans, each with the name of the later."""
+        later = enumerate(self.plans[1:], start=2)
+        return [(steps.first - 0.5, f"plan {number}") for number, steps in later]
+
+    @property
+    def of_steps(self) -> str:
+        """ ", steps 21 to 30" of the current plan where the run has had others; else ""."""
+        return f", {self.plans[-1].words}" if len(self.plans) > 1 else ""
 
     @classmethod
     def load(cls, folder: Path | str) -> Run:

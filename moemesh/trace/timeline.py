@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+from moemesh.config.shown import Shown
+
 Source = Literal["simulated", "virtual", "measured"]
 Unit = Literal["seconds", "milliseconds", "microseconds", "ticks"]
 
@@ -102,8 +104,8 @@ class RankStatistics(NamedTuple):
     wait: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Timeline(Shown):
     """Records of some ranks, in one unit, from one source.
 
     `digest` names the schedule that was carried out, "" when there is none. Records are kept

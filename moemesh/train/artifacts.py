@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.alarms import LoadAlarms
 from moemesh.train.failure import keep_failure
-from moemesh.train.folder import RunFolder
+from moemesh.train.folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.load_log import LoadLog
 from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
@@ -46,6 +47,13 @@ from moemesh.train.simulated_timeline import simulated
 from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
+
+#: Files of the end of a start that hold under its plan alone.
+_OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory")
+_NOT_LEARNED = (
+    "note: the run ends above the unigram model, which knows only how often each token occurs: it "
+    "has not learned its text so far; `moemesh explain` on its folder says what to change"
+)
 
 
 class Artifacts:
@@ -83,19 +91,31 @@ class Artifacts:
         self._activations: dict[str, int] = {}
         #: Most bytes of older weight versions, and of copies from which a step can be undone.
         self.weight_versions = self.snapshots = 0
+        #: What tells the run from others, for its checkpoints; empty on ranks that do not write.
+        self.identity: dict[str, object] = {}
 
     def begin(self, done: int, samples: Samples) -> None:
         """Write what is known before the first step, cut the logs back to step `done`."""
         if not self._writes:
             return
         self._unigram = samples.unigram_loss()
-        self.folder.write_json(data_record.FILE, data_record.record(samples))
+        config, data = resolved_toml(self.config), data_record.record(samples)
+        self.identity = {"config": config, "data": data}
+        self.folder.write_json(DATA, data)
         plan = self.config.plan
-        self.folder.write_text("config.toml", resolved_toml(self.config))
+        self.folder.write_text(CONFIG, config)
         # Borders of nodes are those of the launcher where the plan does not say.
         borders = self.mesh.layout.ranks_per_node
         derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
-        self.folder.write_json("plan.json", {**plan.model_dump(mode="json"), **derived})
+        record = json.dumps({**plan.model_dump(mode="json"), **derived}, indent=1) + "\n"
+        earlier = self.folder.path / "plan.json"
+        if earlier.is_file() and earlier.read_text(encoding="utf-8", errors="replace") != record:
+            for name in _OF_A_PLAN:
+                (self.folder.path / f"{name}.json").unlink(missing_ok=True)
+        self.folder.write_text("plan.json", record)
+        if not done and (kept := self.folder.set_rows_aside()):
+            text = f"an earlier start saved nothing; its rows are kept in {' and '.join(kept)}"
+            self._say(f"{text}, and the run begins again at step 1", "note")
         self.go_back(done)
         keep_failure(self.folder.path)
 
@@ -104,7 +124,7 @@ class Artifacts:
         if not self._writes:
             return
         self.flush()
-        for name in ("metrics.jsonl", "loads.jsonl"):
+        for name in ROWS:
             self._tell(name, self.folder.cut_after(name, done))
         self._loads.resume()
         if self._sinks is not None:
@@ -300,6 +320,7 @@ class Artifacts:
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
+                *([] if self._validation < self._unigram else [_NOT_LEARNED]),
             ]
         )
 

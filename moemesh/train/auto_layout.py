@@ -107,7 +107,7 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
         update={"nodes": ranks // per_node, "gpus_per_node": per_node}
     )
     if (found := _searched(config, machine)) is not None:
-        how = f"the fastest of the search on {name}"
+        how = f"the best of the search on {name}"
         return Fitted(before=config.plan, plan=found, ranks=ranks, how=how)
     for plan in nearest(config, ranks):
         how = "the nearest legal plan, for the search found none"

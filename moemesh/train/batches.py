@@ -28,10 +28,12 @@ def own_batches(
         rows = slice(own.start + part.start, own.start + part.stop)
         tokens, targets = map(torch.from_numpy, samples.batch(ids[rows]))
         documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
+        valid = samples.valid(ids[rows])
         batch = Batch(
             tokens_BS=tokens,
             targets_BS=targets,
             sequences_B=torch.arange(rows.start, rows.stop),
+            valid_BS=None if valid is None else torch.from_numpy(np.ascontiguousarray(valid)),
             loss_mask_BS=None if learned is None else torch.from_numpy(learned),
             documents_BS=None if documents is None else torch.from_numpy(documents[:, :-1]),
             seed=seed,

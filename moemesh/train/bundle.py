@@ -129,6 +129,9 @@ class BundleSamples(Windows):
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
         return self._rows("documents", ids) if "documents" in self._batch else None
 
+    def valid(self, ids: np.ndarray) -> np.ndarray | None:
+        return self._rows("valid", ids) if "valid" in self._batch else None
+
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
         return self._rows("loss_mask", ids) if "loss_mask" in self._batch else None
 
@@ -140,9 +143,11 @@ class BundleSamples(Windows):
 def _read(samples: Windows, ids: np.ndarray) -> dict[str, np.ndarray]:
     tokens, targets = samples.batch(ids)
     found = {"tokens": tokens, "targets": targets}
-    documents, learned = samples.documents(ids), samples.loss_mask(ids)
-    found |= {} if documents is None else {"documents": documents}
-    return found | ({} if learned is None else {"loss_mask": learned})
+    masks = {"documents": samples.documents(ids), "valid": samples.valid(ids)}
+    masks["loss_mask"] = samples.loss_mask(ids)
+    return found | {
+        name: np.ascontiguousarray(mask) for name, mask in masks.items() if mask is not None
+    }
 
 
 class Bundle:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.saver import Outcome, Saver
@@ -11,6 +11,8 @@ from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
+from moemesh.train.console import Console
+from moemesh.train.failure import go_on
 from moemesh.train.folder import RunFolder
 from moemesh.train.lease import LeaseLost
 from moemesh.train.optimizer import Optimizer
@@ -28,15 +30,12 @@ class Checkpoints:
         parallel: ParallelModel,
         optimizer: Optimizer,
         config: TrainConfig,
-        *,
-        say: Callable[[str, str], None] = lambda text, kind: None,
-        warn: Callable[[str], None] = lambda text: None,
+        console: Console,
     ) -> None:
-        """`say` and `warn` are called on rank 0 alone: with a text and the kind of its event, and
-        with a warning."""
+        """`console`: of rank 0 it gets what is to be known."""
         mesh = parallel.mesh
-        self._parallel, self._optimizer = parallel, optimizer
-        self._say, self._warn = say, warn
+        self._parallel, self._optimizer, self._path = parallel, optimizer, folder.path
+        self._console = console
         self._tells = mesh.rank == 0
         self._saver = Saver(
             folder.checkpoints,
@@ -48,7 +47,7 @@ class Checkpoints:
             ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
             lost=folder.lost,
         )
-        self._has_said_why = False
+        self._has_said_why = self._has_saved = False
 
     def save(self, step: int, state: dict[str, object]) -> None:
         """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
@@ -88,18 +87,19 @@ class Checkpoints:
             )
         if outcome.problem is not None:
             if raises:
-                advice = (
-                    "mend what the message names (a full disk: make room); the same command then "
-                )
-                advice += "goes on from the newest checkpoint, which is whole"
+                advice = "mend what the message names (a full disk: make room); "
+                advice += go_on(self._path, ["moemesh", *sys.argv[1:]])
                 raise CheckpointError(
                     f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
                 )
             self._complain(outcome.step, outcome.problem)
-        elif outcome.nonfinite and self._tells:
+        elif not self._has_saved and self._tells:
+            self._has_saved = True
+            self._console.keep(f"first checkpoint of this start: step {outcome.step}", "saved")
+        if outcome.nonfinite and self._tells:
             more = len(outcome.nonfinite) - 1
             names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
-            self._warn(
+            self._console.warn(
                 f"checkpoint of step {outcome.step}: numbers in {names} are not finite: it "
                 "replaces no older checkpoint, and no run goes on from it while there is another"
             )
@@ -108,7 +108,7 @@ class Checkpoints:
     def look(self) -> None:
         """Tell what failed in the meantime; cheap, for every step."""
         for text in self._saver.news():
-            self._warn(f"checkpoint: {text}")
+            self._console.warn(f"checkpoint: {text}")
 
     def abandon(self) -> None:
         """This process ends at once: leave the checkpoint under way unfinished."""
@@ -123,11 +123,11 @@ class Checkpoints:
 
     def _complain(self, step: int, problem: str) -> None:
         if self._tells:
-            self._warn(
+            self._console.warn(
                 f"checkpoint of step {step} not saved, training goes on, the next one is tried "
-                f"again; older checkpoints are untouched: {problem}"
+                f"again: {problem}"
             )
 
     def _event(self, text: str) -> None:
         if self._tells:
-            self._say(text, "checkpoint")
+            self._console.say(text, "checkpoint")

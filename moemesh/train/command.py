@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,12 +19,13 @@ from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError, is_user_error
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import load_run, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.trace import progress_words
+from moemesh.trace.machine import keep_freed_memory
 from moemesh.trace.word_file import SETUP
 from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
@@ -72,25 +74,18 @@ def train(
     """
     launch.attach()
     resolved = load_run([config_file] if config_file else [], overrides)
+    path = folder_of(config_file, resolved.config, out)
+    resolved = replace(resolved, config=with_recorded(resolved.config, path))
     config = resolved.config
-    path = folder_of(config_file, config, out)
-    profiled = {"profile_steps": profile_steps}
+    end: dict[str, Any] = {"stop_after": stop_after, "profile_steps": profile_steps}
     if launch.joined():
         readable_config = replace(config, plan=readable(config.plan, path))
-        if problems := untrainable(replace(resolved, config=readable_config)):
+        if problems := untrainable(replace(resolved, config=readable_config), path):
             raise ConfigError(problems)
         if launch.launched():
-            return _rank(config, _folder(config, path), path, stop_after=stop_after, **profiled)
+            return _rank(config, _folder(config, path), path, **end)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
-        return _rank(
-            config,
-            None,
-            path,
-            allowed_changes,
-            stop_after=stop_after,
-            takeover=takeover,
-            **profiled,
-        )
+        return _rank(config, None, path, allowed_changes, takeover=takeover, **end)
     if prepared is None:
         prepared = prepare(
             resolved, config_file, out, allowed_changes, takeover=takeover, say=_say_once
@@ -112,14 +107,12 @@ def train(
     folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
     try:
         if config.plan.world_size == 1 and in_this_process:
-            launch.keep_freed_memory()
-            return _rank(config, folder, path, samples=samples, stop_after=stop_after, **profiled)
+            keep_freed_memory()
+            return _rank(config, folder, path, samples=samples, **end)
         arguments = ["train", *([str(config_file)] if config_file else [])]
-        for override in overrides:
-            arguments += ["--set", override]
+        arguments += [word for override in overrides for word in ("--set", override)]
         arguments += ["--out", str(path)]
-        for key in allowed_changes:
-            arguments += ["--allow-change", key]
+        arguments += [word for key in allowed_changes for word in ("--allow-change", key)]
         if stop_after is not None:
             arguments += ["--stop-after", str(stop_after)]
         if profile_steps is not None:
@@ -150,7 +143,7 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
     _say_once(
         f"steps    {steps}: {epochs:g} epoch(s) of {samples.num_training:,} samples, {batch} a step"
     )
-    return replace(config, train=config.train.model_copy(update={"steps": steps, "epochs": None}))
+    return config.with_following(steps=steps, epochs=None)
 
 
 def _say_once(text: str) -> None:
@@ -274,7 +267,7 @@ def _open_together(
 
 def _folder(config: RunConfig, path: Path) -> RunFolder:
     """The folder on a rank, which somebody else has looked at already."""
-    return RunFolder.open(path, checkpoint_folder=config.train.checkpoint_folder)
+    return RunFolder.open(path, None, config.train.checkpoint_folder)
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:

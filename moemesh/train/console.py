@@ -18,8 +18,8 @@ from moemesh.config.tuning import FULL, num_trained
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import from_model_config
-from moemesh.report.watch import View
-from moemesh.trace.duration import duration, flop_rate
+from moemesh.report.watch import View, facts
+from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
 from moemesh.train.events import Events
 from moemesh.train.progress import Progress
@@ -66,7 +66,7 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
     for split, share, times in zip(samples.splits, shares, epochs, strict=True):
         name, read = split.source.name, f"{times:.3g} epochs"
         if split.without_loss:
-            read += f", {split.without_loss:,} windows without loss left out"
+            read += f", {split.without_loss:,} conversations without loss left out"
         if len(samples.splits) == 1:
             lines.append(f"data     {name}: {split.num_tokens:,} tokens, {batch}, {read}")
         else:
@@ -75,6 +75,7 @@ def _data_lines(config: RunConfig, samples: Samples) -> list[str]:
         lines.insert(0, f"data     {len(samples.splits)} sources, {batch}")
     if (learned := samples.num_learned) is not None:
         total = sum(split.num_tokens for split in samples.splits)
+        lines.append(f"chat     conversations by the template of {data.tokenizer}")
         lines.append(f"         {learned:,} of {total:,} tokens bear loss ({learned / total:.1%})")
     if data.validation is not None:
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
@@ -154,9 +155,8 @@ class Console:
             self._view.add_row(row)
             self._draw()
         elif is_due:
-            more = [f"lr {row.lr:.2e}"]
-            more += facts(row)
-            self._print("  ".join([f"step {row.step}/{total}", text, *more, *filter(None, [left])]))
+            more = [f"lr {row.lr:.2e}", *facts(row), *filter(None, [left])]
+            self._print("  ".join([f"step {row.step}/{total}", text, *more]))
         if row.validation_loss is not None and row.step < total:  # the summary tells the last
             self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
 
@@ -188,26 +188,6 @@ class Console:
             _point_at_nothing()
             why = f"{type(error).__name__}: {error}"
             self._events.add("console", f"nobody reads the console any more ({why})")
-
-
-def facts(row: MetricsRow) -> list[str]:
-    """Rate, memory, waits and epoch of a step, in words; those that the row has."""
-    found: list[str] = []
-    if row.tflops_per_rank is not None:
-        share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
-        found.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
-    if row.memory_bytes is not None:
-        found.append(f"peak memory {row.memory_bytes / 2**30:.2f} GiB")
-    waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
-    if shown := [
-        f"{name} {min(seconds / row.seconds, 1):.0%}"
-        for name, seconds in waits.items()
-        if seconds is not None and row.seconds > 0
-    ]:
-        found.append("waits: " + ", ".join(shown))
-    if row.epoch is not None and row.epoch >= 0.005:  # less is no part of an epoch yet
-        found.append(f"epoch {row.epoch:.2f}")
-    return found
 
 
 def _point_at_nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     CheckpointWeights,
+    NamedWeights,
     Weights,
     newest,
     stored_tensors,
@@ -81,8 +82,7 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> None:
 
     Raises ConfigError for a run without adapters.
     """
-    run, checkpoint = _opened(source)
-    config = load_recorded(run / "config.toml")
+    run, config, checkpoint = _opened(source)
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
         raise refused("--adapter", str(source), message, "leave --adapter out")
@@ -138,8 +138,7 @@ def convert(
 def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
     """Write the tensors that a run (or one of its checkpoints) trained as a delta on the folder
     that it started from. Raises ConfigError for a run that started from none."""
-    run, checkpoint = _opened(source)
-    config = load_recorded(run / "config.toml")
+    run, config, checkpoint = _opened(source)
     if config.model_path is None or not has_weights(Path(config.model_path)):
         message = f"{run} started from no folder of weights that is there: nothing to differ from"
         raise refused("--delta", str(source), message, "leave --delta out: all is written")
@@ -175,12 +174,16 @@ def apply_delta(
 
 def _to_run(source: Path, out: Path, dtype: str) -> None:
     config = load_run([], [f"model.path={source.resolve()}", f"train.dtype={dtype}"], {}).config
-    weights = open_weights(config, _to_stderr)
+    write_run(open_weights(config, to_stderr), config, out)
+
+
+def write_run(weights: NamedWeights, config: RunConfig, out: Path) -> None:
+    """Write a run of `config` before its first step: no sample was read, and the optimizer has no
+    state."""
     folder = RunFolder.open(out, "never")
-    # As before the first step: no sample was read, and the optimizer has no state.
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
-    kept = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
-    write_checkpoint(weights, folder.checkpoints, state, kept)
+    dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
+    write_checkpoint(weights, folder.checkpoints, state, getattr(torch, dtype))
     (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
 
 
@@ -192,8 +195,7 @@ def _to_huggingface(
     expert_layout: ExpertLayout | None,
     on_file: Callable[[int, int], None],
 ) -> None:
-    run, checkpoint = _opened(source)
-    config = load_recorded(run / "config.toml")
+    _, config, checkpoint = _opened(source)
     origin = like or (Path(config.model_path) if config.model_path else None)
     if origin is not None and not (origin / CONFIG).exists():
         if like is not None:
@@ -232,15 +234,13 @@ def _to_another(
 ) -> None:
     """A folder of transformers as another one: of another layout or dtype, not quantized, or with
     the tensors of `delta`."""
-    if out.resolve() == source.resolve():
-        raise refused("OUT", str(out), "is the folder that is read", "choose a new folder")
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
     given = read_config(source)
     wanted = dtype or str(given.get("dtype") or given.get("torch_dtype") or "float32")
     if wanted not in DTYPES:
         message = f"{source / CONFIG} names the dtype {wanted}"
         raise refused("--dtype", wanted, message, f"one of {', '.join(DTYPES)}")
-    weights = open_weights(config, _to_stderr)
+    weights = open_weights(config, to_stderr)
     _write(
         weights,
         config.model,
@@ -318,16 +318,20 @@ def _family(model: ModelConfig, origin: Path | None, dtype: str) -> tuple[str, d
     raise refused("--like", str(origin), f"a model of {origin} differs from the run's in {found}")
 
 
-def _opened(source: Path) -> tuple[Path, Checkpoint]:
+def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
     """The run of `source`, and its newest checkpoint or the one that `source` is."""
+    run = source
     if (source / MANIFEST).exists():
-        step = source.name.rpartition("-")[2]
-        return source.resolve().parent.parent, open_checkpoint(source.parent, int(step))
-    if not (source / "config.toml").exists() or not checkpoints_of(source).is_dir():
+        run = source.resolve().parent.parent
+        checkpoint = open_checkpoint(source.parent, int(source.name.rpartition("-")[2]))
+    elif (source / "config.toml").exists() and checkpoints_of(source).is_dir():
+        checkpoint = newest(checkpoints_of(source))
+    else:
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
         raise refused("IN", str(source), message)
-    return source, newest(checkpoints_of(source))
+    return run, load_recorded(run / "config.toml"), checkpoint
 
 
-def _to_stderr(note: str) -> None:
+def to_stderr(note: str) -> None:
+    """Show a note beside what a verb prints."""
     print(note, file=sys.stderr, flush=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from moemesh.data.samples import Samples
-from moemesh.train.folder import DATA_CHANGE, RunFolder, RunFolderError
+from moemesh.train.folder import DATA, DATA_CHANGE, RunFolder, RunFolderError
 
-FILE = "data.json"
 #: Keys of [data] that leave the training samples and their order as they are.
 WITHOUT_EFFECT = frozenset({"global_batch", "bad_record_share", "cache"})
 
@@ -23,12 +24,23 @@ def record(samples: Samples) -> dict[str, Any]:
                 "tokens": split.num_tokens,
                 "training_samples": len(split.training),
                 "share": float(share),
+                "without_loss": split.without_loss,
+                "loss_tokens": split.num_learned,
             }
             for split, share in zip(samples.splits, shares, strict=True)
         ],
         "validation_samples": samples.num_validation,
+        "notes": samples.notes,
         "fingerprint": samples.fingerprint(),
     }
+
+
+def was_tuned_on_conversations(run: Path) -> bool:
+    """Whether some source of the run in this folder, if it is one, has conversations."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        sources = json.loads((run / DATA).read_text(encoding="utf-8"))["sources"]
+        return any(one.get("loss_tokens") is not None for one in sources)
+    return False
 
 
 def changes_samples(key: str) -> bool:
@@ -40,18 +52,17 @@ def changes_samples(key: str) -> bool:
 def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> None:
     """Raises RunFolderError when a run that goes on would read other samples than it began with,
     or in another order, though its configuration is the same."""
-    file = folder.path / FILE
-    if allowed or not file.exists():
+    before, whose = folder.recorded.data, folder.recorded.whose
+    if allowed or before is None:
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
         old, facts = dict(before["fingerprint"]), list(before["sources"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{file}: not the record of a run's data ({error})") from error
+        raise RunFolderError(f"{whose}: has no record of its data ({error})") from error
     new = samples.fingerprint()
     if old == new:
         return
-    lines = [f"the data of the run in {folder.path} are not those that it began with:"]
+    lines = [f"the data are not those of {whose}:"]
     for number, split in enumerate(samples.splits, start=1):
         if old.get(f"source {number}") != new[f"source {number}"] and number <= len(facts):
             was = facts[number - 1]["tokens"]

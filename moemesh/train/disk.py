@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from moemesh.checkpoint.files import free_bytes
+from moemesh.checkpoint.files import file_limit, free_bytes
 from moemesh.checkpoint.remote import Place
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
@@ -63,8 +63,15 @@ def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
 
 
 def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Raise DiskError where not one more checkpoint fits; returns what is needed."""
+    """Raise DiskError where not one more checkpoint fits, or may be written; returns what is
+    needed."""
     need = disk_need(config, checkpoints)
+    limit, part = file_limit(), need.checkpoint // config.plan.world_size
+    if isinstance(checkpoints, Path) and limit is not None and part > limit:
+        raise DiskError(
+            f"{checkpoints}: a checkpoint has files of {format_bytes(part)} ({part:,} bytes) and "
+            f"more, this process may write files of {limit:,} bytes: raise the limit (ulimit -f)"
+        )
     if need.checkpoint > need.free:
         raise DiskError(
             f"{checkpoints}: a checkpoint takes {format_bytes(need.checkpoint)} "

@@ -6,7 +6,6 @@ Legend: L layers with experts, E experts, T tokens, K slots per token.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,24 +23,20 @@ from moemesh.data.samples import Windows
 from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report.esft import relevance_map
+from moemesh.trace.strict_json import strict_json
 from moemesh.train.batches import own_batches
 from moemesh.train.esft_request import Request
-from moemesh.train.evaluation import in_batches, open_windows
+from moemesh.train.evaluation import config_on, in_batches, open_windows
 from moemesh.train.folder import RunFolder, RunFolderError
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
-from moemesh.train.weight_sources import config_of
 
 
 def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> int:
     """Score the experts of `source` on the ranks of the plan, write table and picture, print;
     returns the exit code. `request` has been checked, which gives it its defaults."""
-    given = [f"data.path={request.data}", f"data.seq_len={request.seq_len}", *overrides]
-    for key, value in (("sources", "[]"), ("format", "auto")):
-        if not any(one.startswith(f"data.{key}=") for one in given):
-            given.append(f"data.{key}={value}")
     # All experts take part, whatever an earlier run of the source has trained.
-    config = config_of(source, given)
+    config = config_on(source, request.data, request.seq_len, overrides)
     windows = open_windows(config)
 
     def work(mesh: Mesh) -> str:
@@ -51,11 +46,11 @@ def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> in
         if mesh.rank == 0:
             table = {"model": str(source)} | table
             request.out.parent.mkdir(parents=True, exist_ok=True)
-            request.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            request.out.write_text(strict_json(table, indent=1) + "\n", encoding="utf-8")
             if request.svg is not None:
                 request.svg.parent.mkdir(parents=True, exist_ok=True)
                 request.svg.write_text(picture(table), encoding="utf-8")
-        return json.dumps(table) if request.as_json else as_text(table, request.out)
+        return strict_json(table) if request.as_json else as_text(table, request.out)
 
     return on_ranks(config, request.arguments(source, overrides), work)
 

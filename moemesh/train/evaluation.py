@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -19,6 +18,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
 from moemesh.trace.duration import duration
+from moemesh.trace.strict_json import strict_json
 from moemesh.train.batches import own_batches
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.step import sum_losses
@@ -50,15 +50,12 @@ def evaluate(
     source: Path, data: str, seq_len: int, overrides: Sequence[str] = (), *, as_json: bool = False
 ) -> int:
     """Evaluate `source` on the ranks of the plan and print; returns the exit code."""
-    given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
-    # A run may have been trained on others, under a key and in a format of their own.
-    for key, value in (("sources", "[]"), ("format", "auto")):
-        if not any(one.startswith(f"data.{key}=") for one in given):
-            given.append(f"data.{key}={value}")
-    config = config_of(source, given)
-    open_windows(config)  # errors in the data before any process starts
-    if config.data.documents == "mask" and not launch.launched() and launch.own_rank() == 0:
-        note = "windows go over the ends of documents: data.documents = mask is for training"
+    config = config_on(source, data, seq_len, overrides)
+    windows = open_windows(config)  # errors in the data before any process starts
+    notes = list(windows.notes)
+    if config.data.documents == "mask" and not windows.masks_documents:
+        notes.append("windows go over the ends of documents: data.documents = mask is for training")
+    for note in notes if not launch.launched() and launch.own_rank() == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     arguments = ["evaluate", str(source), "--data", data, "--seq-len", str(seq_len)]
     for override in overrides:
@@ -67,13 +64,24 @@ def evaluate(
 
     def work(mesh: Mesh) -> str:
         found = run(config, mesh, source)
-        return json.dumps(found._asdict()) if as_json else found.text()
+        return strict_json(found._asdict()) if as_json else found.text()
 
     return on_ranks(config, arguments, work)
 
 
+def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of `source` on the text `data`. A run may have been trained on others,
+    under a key and in a format of their own."""
+    given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
+    for key, value in (("sources", "[]"), ("format", "auto")):
+        if not any(one.startswith(f"data.{key}=") for one in given):
+            given.append(f"data.{key}={value}")
+    return config_of(source, given)
+
+
 def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
-    """The loss over consecutive windows in order; all ranks call, and all get it."""
+    """The loss over consecutive windows in order; all ranks call, and all get it. Raises UserError
+    for one that is not finite."""
     windows = open_windows(config)
     parallel = load(config, mesh, source)
     total = count = 0.0
@@ -85,6 +93,8 @@ def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
         total, count = total + part, count + tokens
     parallel.close()
     loss = total / max(count, 1)
+    if not math.isfinite(loss):
+        raise UserError(f"the loss of {source} is {loss}: its weights are not all finite numbers")
     return Evaluation(loss, math.exp(min(loss, 700.0)), int(count), config.data.loss_unit)
 
 
@@ -106,7 +116,14 @@ def open_windows(config: RunConfig) -> Windows:
     (source,) = data.all_sources
     cache = None if data.cache is None else Path(data.cache).expanduser()
     corpora = open_source(source, data, config.model.vocab_size, cache, lambda note: None)
-    windows = Windows(corpora, data.seq_len)
+    # Texts are read on across the ends of documents, conversations one by one as in training.
+    documents = "ignore" if data.documents == "ignore" else "auto"
+    windows = Windows(corpora, data.seq_len, documents=documents, long=data.long_conversations)
+    if not windows.num_samples and windows.packed[0] is not None:
+        raise UserError(
+            f"{data.path} holds no conversation with loss in its first {data.seq_len} tokens, "
+            "--seq-len"
+        )
     if not windows.num_samples:
         raise UserError(
             f"{data.path} holds {windows.num_tokens} tokens; one window of --seq-len "

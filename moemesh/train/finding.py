@@ -19,7 +19,8 @@ PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
     """Numbers that are not finite, seen on one rank. `place` orders what is in one layer;
-    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known."""
+    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known, of
+    `num_looked` that were looked at there."""
 
     rank: int
     phase: str
@@ -31,6 +32,7 @@ class Sighting:
     is_fresh: bool = False
     experts: tuple[int, ...] = ()
     sequences: tuple[int, ...] = ()
+    num_looked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,9 @@ class Finding:
     `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
     parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
     and `expert` are None where there is none; `samples`: ids in the data, of the sequences
-    concerned. `parameters`: those whose gradients were not finite in the step itself.
+    concerned; `num_alike`: how many these are where they are all that were looked at, so that no
+    single one is the cause; else 0. `parameters`: those whose gradients were not finite in the
+    step itself.
     ``is_damage``: other ranks hold finite copies of the same weight.
     """
 
@@ -54,6 +58,7 @@ class Finding:
     expert: int | None = None
     experts: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
+    num_alike: int = 0
     parameters: tuple[str, ...] = ()
     is_damage: bool = False
 
@@ -100,7 +105,9 @@ class Finding:
             where.append(f"layer {self.layer}")
         if self.expert is not None:
             where.append(f"expert {self.expert}")
-        if self.samples:
+        if self.num_alike:
+            where.append(f"all {self.num_alike} sequences alike, so none of them is the cause")
+        elif self.samples:
             where.append("samples " + ", ".join(map(str, self.samples)))
         return f"{what} {self.value} first ({'; '.join(where)})"
 
@@ -166,16 +173,15 @@ def _finding(
         if order(one) == order(first) and one.name == first.name and one.is_fresh == first.is_fresh
     ]
     in_step = first.phase not in ("weight", "sum")
-    sequences = {sequence for one in same for sequence in one.sequences}
-    if in_step and not sequences:
+    concerned = [one for one in same if one.sequences]
+    if in_step and not concerned:
         # Rows of experts are tokens of other ranks: these see them in the same layer.
-        sequences = {
-            sequence
-            for one in sightings
-            if (one.phase, one.microbatch, one.layer)
-            == (first.phase, first.microbatch, first.layer)
-            for sequence in one.sequences
-        }
+        place = first.phase, first.microbatch, first.layer
+        concerned = [one for one in sightings if (one.phase, one.microbatch, one.layer) == place]
+    sequences = {sequence for one in concerned for sequence in one.sequences}
+    are_alike = len(sequences) > 1 and all(
+        len(one.sequences) == one.num_looked for one in concerned
+    )
     experts = tuple(sorted({expert for one in same for expert in one.experts}))
     layer = layer_in(first.name)
     return Finding(
@@ -189,6 +195,7 @@ def _finding(
         expert=experts[0] if len(experts) == 1 else None,
         experts=experts[:MOST_NAMED],
         samples=tuple(int(sample_ids[one]) for one in sorted(sequences))[:MOST_NAMED],
+        num_alike=len(sequences) if are_alike else 0,
         parameters=parameters[:MOST_NAMED],
     )
 

@@ -13,30 +13,47 @@ One process, rank 0, opens and writes it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, sync_folder
+from moemesh.checkpoint.files import CheckpointError, list_names, make_folders, replace_by
 from moemesh.checkpoint.ownership import Claim, Ownership
-from moemesh.checkpoint.remote import Place, place_of
-from moemesh.checkpoint.stored import candidates
+from moemesh.checkpoint.remote import Place, RemotePath, place_of
+from moemesh.checkpoint.retention import VERIFIED
+from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
+from moemesh.config.train import Resume
+from moemesh.trace.run import Run
 from moemesh.train.lease import FILE as LEASE
 from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 from moemesh.train.row_log import Cut, RowLog, cut_after
 
-CHECKPOINTS, LOGS, CONFIG = "checkpoints", "logs", "config.toml"
+CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
+#: Of steps: cut back when a run goes on from one of them.
+ROWS = ("metrics.jsonl", "loads.jsonl")
 #: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
 MARKS = (LEASE, "plan.json", "metrics.jsonl")
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+#: Kinds of the events of a run that has saved.
+_SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
+
+
+class Recorded(NamedTuple):
+    """What a run so far was trained with: its configuration as TOML, the record of its data
+    (:mod:`moemesh.train.data_record`), each None where nothing says so, and who says so."""
+
+    config: str | None
+    data: Any
+    whose: str
 
 
 class RunFolder:
@@ -55,11 +72,10 @@ class RunFolder:
 
     @staticmethod
     def open(
-        path: str | Path,
-        resume: Literal["auto", "never", "must"] = "auto",
-        checkpoint_folder: str = "",
+        path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
     ) -> RunFolder:
         """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
+        `resume` None: on a rank, for which another process has looked at them.
 
         Raises RunFolderError as :meth:`inspect` does, and where it cannot be created.
         """
@@ -74,18 +90,22 @@ class RunFolder:
 
     @staticmethod
     def inspect(
-        path: str | Path,
-        resume: Literal["auto", "never", "must"] = "auto",
-        checkpoint_folder: str = "",
+        path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
     ) -> RunFolder:
         """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
 
-        auto resumes a run or starts one; never refuses a folder with anything in it; must refuses
-        one without a checkpoint. Raises RunFolderError.
+        auto resumes a run or starts one, but not where the checkpoints of a run are gone; never
+        refuses a folder with anything in it; must refuses one without a checkpoint. Raises
+        RunFolderError.
         """
         path = Path(path).expanduser()
-        names = _names(path)
+        names = names_in(path)
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
+        if isinstance(checkpoints, RemotePath) and checkpoints.is_in_memory:
+            raise RunFolderError(
+                f"train.checkpoint_folder {checkpoints} is in the memory of each process by itself "
+                "and ends with it: name a folder, or a store such as s3://bucket/prefix"
+            )
         has_checkpoint = bool(_steps(checkpoints))
         has_run = has_checkpoint or any(mark in names for mark in MARKS)
         if resume == "never" and (names - {LEASE, CHECKPOINTS} or has_checkpoint):
@@ -98,6 +118,8 @@ class RunFolder:
                 f'{path} holds no checkpoint and train.resume is "must": check the folder, or set '
                 'train.resume = "auto" to start a run'
             )
+        if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
+            _refuse_lost(path, checkpoints)
         foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
         if not has_run and foreign:
             held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
@@ -115,20 +137,56 @@ class RunFolder:
         """Cut a ``.jsonl`` file back to the rows up to `step`; see :func:`row_log.cut_after`."""
         return cut_after(self._file(name), step)
 
+    def set_rows_aside(self) -> list[str]:
+        """Renames the files of rows that are not empty, to a number that is free; their names."""
+        rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
+        for number in itertools.count(1):
+            kept = [path.with_stem(f"{path.stem}-{number}") for path in rows]
+            if not any(path.exists() for path in kept):
+                return [old.rename(new).name for old, new in zip(rows, kept, strict=True)]
+        raise AssertionError("unreachable")
+
     def saved_steps(self) -> set[int]:
         """The steps of the checkpoints in the folder, whole or not, those being written too."""
         names = (name.partition(".tmp-")[0] for name in list_names(self.checkpoints))
         found = (STEP.fullmatch(name) for name in names)
         return {int(match[1]) for match in found if match}
 
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What the newest checkpoint says of its run; one of an older version says nothing, and the
+        files of the run folder count. Raises RunFolderError for what cannot be read."""
+        text = _read_text(self.path / CONFIG)
+        for step in _steps(self.checkpoints):
+            path = self.checkpoints / f"step-{step}"
+            try:
+                state = read_manifest(path).state
+            except (CheckpointError, OSError) as error:
+                if isinstance(path, RemotePath) and isinstance(error, OSError):
+                    raise RunFolderError(f"{path}: cannot be read ({error})") from error
+                continue  # whoever loads it says so, and takes an older one
+            if isinstance(config := state.get("config"), str):
+                # A run that was allowed to change, and ended before it saved, left another text.
+                kinds = ("model", "training")
+                keys = [one.key for one in compare(config, text or config) if one.kind in kinds]
+                also = f" (config.toml has another {', '.join(keys)}, with which nothing was saved)"
+                also = also if keys else ""
+                return Recorded(config, state.get("data"), f"the checkpoint {path}{also}")
+            break
+        try:
+            data = json.loads(_read_text(self.path / DATA) or "null")
+        except ValueError as error:
+            raise RunFolderError(f"{self.path / DATA}: is no JSON ({error})") from error
+        return Recorded(text, data, f"the run in {self.path}")
+
     def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
-        """What differs between the configuration of the run in this folder and the text `new` of
-        another; none where there is no run. Raises RunFolderError for what must not differ, unless
-        its key is `allowed`."""
-        if not self.has_run or (earlier := read_recorded(self.path)) is None:
+        """What differs between the configuration of the run so far (:attr:`recorded`) and the text
+        `new` of another; none where there is no run. Raises RunFolderError for what must not
+        differ, unless its key is `allowed`."""
+        if not self.has_run or self.recorded.config is None:
             return []
-        found = compare(earlier, new)
-        refuse_changes(found, frozenset(allowed))
+        found = compare(self.recorded.config, new)
+        refuse_changes(found, frozenset(allowed), self.recorded.whose)
         return found
 
     def lock(
@@ -198,19 +256,7 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file whole: readers and crashes meet the old or the new content, never half."""
-        target = self._file(name)
-        temporary = target.with_name(f".{name}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-            sync_folder(target.parent)
-        except OSError as error:  # that of a full disk names no file
-            with suppress(OSError):
-                temporary.unlink()
-            raise OSError(error.errno, error.strerror, str(target)) from error
+        replace_by(target := self._file(name), [text.encode()])
         return target
 
     def write_json(self, name: str, value: object) -> Path:
@@ -226,10 +272,9 @@ class RunFolder:
 DATA_CHANGE = "data"
 
 
-def read_recorded(path: Path) -> str | None:
-    """The text of the ``config.toml`` in a run folder; None where there is none. Raises
-    RunFolderError for a file that cannot be read."""
-    file = path / CONFIG
+def _read_text(file: Path) -> str | None:
+    """The text of a file of a run folder; None where there is none. Raises RunFolderError for one
+    that cannot be read."""
     try:
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -243,18 +288,23 @@ def read_recorded(path: Path) -> str | None:
         ) from error
 
 
-def refuse_changes(changes: list[Change], allowed: frozenset[str] = frozenset()) -> None:
+def refuse_changes(
+    changes: list[Change],
+    allowed: frozenset[str] = frozenset(),
+    whose: str = "the run in this folder",
+) -> None:
     """Raises RunFolderError for model changes and for training changes with a key not allowed."""
     model = [change for change in changes if change.kind == "model"]
     training = [c for c in changes if c.kind == "training" and c.key not in allowed]
     if not model and not training:
         return
-    lines = ["this is not the configuration that the run in this folder was started with:"]
+    lines = [f"this is not the configuration of {whose}:"]
     lines += [f"  {change}" for change in model + training]
+    other = "choose another folder for it, --out (and train.checkpoint_folder where that is set)"
     if model:
-        lines.append("the model cannot change on resume: choose another folder for it, --out")
+        lines.append(f"the model cannot change on resume: {other}")
     if training:
-        lines.append("to train it beside the other: another folder, --out")
+        lines.append(f"to train it beside the other: {other}")
         keys = " ".join(f"--allow-change {change.key}" for change in training)
         lines.append(f"to go on with another course of training: {keys}")
     raise RunFolderError("\n".join(lines))
@@ -278,14 +328,14 @@ def refuse_unknown_permissions(names: Iterable[str]) -> None:
         )
 
 
-def _names(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     """The names in a folder; none when it does not exist. RunFolderError for anything else."""
     try:
         return set(os.listdir(path))
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be a run folder ({error.strerror})") from error
+        raise RunFolderError(f"{path}: cannot be read as a folder ({error.strerror})") from error
 
 
 def checkpoints_of(run: Path) -> Place:
@@ -296,6 +346,21 @@ def checkpoints_of(run: Path) -> Place:
     except (OSError, ValueError, KeyError, TypeError):
         kept_at = ""
     return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
+
+
+def _refuse_lost(path: Path, checkpoints: Place) -> None:
+    """Raises RunFolderError where the run in `path` has taken steps and saved, and none of what it
+    saved is there: it would begin again, in the place of its history."""
+    run, kept = Run.load(path), checkpoints_of(path)
+    # A run makes the folder, or its claim there, before its first step.
+    has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
+    if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
+        where = f"; it kept them in {kept}" if kept != checkpoints else ""
+        raise RunFolderError(
+            f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of its "
+            f"checkpoints{where}: the run would begin again in the place of its history: put the "
+            "checkpoints back, or choose another folder for a new run, --out"
+        )
 
 
 def _steps(checkpoints: Place) -> list[int]:

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from moemesh.config.load import config_values
+from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.trace.run import Run
@@ -54,12 +54,14 @@ def train(
 
 
 def overrides_of(config: RunConfig) -> list[str]:
-    """Returns ``section.key=value`` for every key of `config` that has a value."""
+    """Returns ``section.key=value`` for every key of `config` that has a value, but for those that
+    follow from others."""
     return [
         f"{section}.{key}={format_value(value)}"
         for section, fields in config_values(config).items()
         for key, value in fields.items()
         if value is not None
+        and (f"{section}.{key}" not in FOLLOWING or key in config.train.model_fields_set)
     ]
 
 

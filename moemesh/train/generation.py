@@ -8,19 +8,25 @@ requests, no paged memory. For serving, convert the run and take a server.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.plan import Plan
+from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Transformer
+from moemesh.trace.strict_json import strict_json
+from moemesh.train.data_record import was_tuned_on_conversations
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.weight_sources import config_of
 
@@ -95,55 +101,119 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
 
 def generate(
     source: Path,
-    prompt: str,
+    prompt: str | None,
     overrides: Sequence[str] = (),
     *,
+    chat: bool = False,
+    system: str | None = None,
     max_tokens: int = 100,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Continue `prompt` on the ranks of the plan and print the text; returns the exit code."""
+    """Continue `prompt` on the ranks of the plan and print the text; returns the exit code. With
+    `chat`, `prompt` is a question, put and answered by the chat template; None: questions are read
+    from the terminal."""
     config = config_of(source, overrides)
     _refuse_spread_sequences(config.plan)
     tokenizer = Tokenizer.open(config.data.tokenizer)
-    try:
-        text = prompt.encode()
-    except UnicodeEncodeError as error:
+    template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
+    if template is None and was_tuned_on_conversations(source) and not launch.launched():
+        note = "this run was tuned on conversations: --chat asks by their template"
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    if prompt is None and config.plan.world_size > 1:
         raise UserError(
-            f"--prompt is not UTF-8 text: its character {error.start + 1} is none"
-        ) from error
-    ids = [int(one) for one in tokenizer.encode(text, "--prompt")]
-    if not ids:
-        raise UserError("--prompt is empty; it needs at least one token")
-    if max(ids) >= config.model.vocab_size:
-        raise UserError(
-            f"--prompt has the id {max(ids)}, not below model.vocab_size "
-            f"{config.model.vocab_size}: another tokenizer than the model's?"
+            f"the plan has {config.plan.world_size} ranks, and a conversation at the terminal is "
+            "held by one: give --prompt TEXT, or one rank"
         )
-    arguments = ["generate", str(source), "--prompt", prompt, "--max-tokens", str(max_tokens)]
+    turns = [] if system is None else [{"role": "system", "content": system}]
+
+    def ids_of(text: str) -> list[int]:
+        if template is not None:
+            text = template.prompt([*turns, {"role": "user", "content": text}])
+        try:
+            ids = tokenizer.encode(text.encode(), "--prompt").tolist()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"--prompt is not UTF-8 text: its character {error.start + 1} is none"
+            ) from error
+        if not ids:
+            raise UserError("--prompt is empty; it needs at least one token")
+        if max(ids) >= config.model.vocab_size:
+            raise UserError(
+                f"--prompt has the id {max(ids)}, not below model.vocab_size "
+                f"{config.model.vocab_size}: another tokenizer than the model's?"
+            )
+        return ids
+
+    asked = [] if prompt is None else ids_of(prompt)
+    arguments = ["generate", str(source), "--prompt", prompt or "", "--max-tokens", str(max_tokens)]
     arguments += ["--temperature", str(temperature), "--top-p", str(top_p), "--seed", str(seed)]
     for override in overrides:
         arguments += ["--set", override]
     arguments += ["--json"] if as_json else []
-    stops = _stops(source, config.model_path)
+    arguments += ["--chat"] if chat else []
+    arguments += [] if system is None else ["--system", system]
+    stops, stop = _stops(source, config.model_path), "" if template is None else template.stop
 
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
-        found: list[int] = []
         choose = chooser(temperature, top_p, seed)
-        for one in continuation(parallel.model, ids, choose, mesh.device):
-            if one in stops:
-                break
-            found.append(one)
-            if len(found) == max_tokens:
-                break
+
+        def answer(ids: list[int], say: Callable[[str], object]) -> tuple[str, list[int]]:
+            found: list[int] = []
+            text = told = ""
+            for one in continuation(parallel.model, ids, choose, mesh.device):
+                if one in stops:
+                    break
+                found.append(one)
+                if stop and tokenizer.decode(found[-len(stop) :], special=True).endswith(stop):
+                    break
+                # A token may be a part of a character, and a text end as the stop begins.
+                text = tokenizer.decode(found)
+                if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
+                    say(text[len(told) :])
+                    told = text
+                if len(found) == max_tokens:
+                    break
+            text = tokenizer.decode(found).removesuffix(stop)
+            say(text[len(told) :])
+            return text, found
+
+        if prompt is None:
+            _converse(turns, ids_of, answer)
+            return ""
+        text, found = answer(asked, lambda text: None)
         parallel.close()
-        text = tokenizer.decode(found)
-        return json.dumps({"text": text, "tokens": found}) if as_json else prompt + text
+        return (
+            strict_json({"text": text, "tokens": found})
+            if as_json
+            else text
+            if chat
+            else prompt + text
+        )
 
     return on_ranks(config, arguments, work)
+
+
+def _converse(
+    turns: list[dict[str, str]],
+    ids_of: Callable[[str], list[int]],
+    answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
+) -> None:
+    """Questions from the terminal, and answers to it, until /exit or the end of the input."""
+    print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+    with suppress(EOFError, KeyboardInterrupt):
+        while (question := input("> ").strip()) != "/exit":
+            if question:
+                text, _ = answer(ids_of(question), lambda text: print(text, end="", flush=True))
+                turns += [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": text},
+                ]
+                print()
+    print(flush=True)
 
 
 def _refuse_spread_sequences(plan: Plan) -> None:

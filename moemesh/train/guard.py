@@ -45,8 +45,9 @@ class Fault:
     in_a_row: int = 1
 
 
-#: Finds the origin of what is not finite in a step, on all ranks; and the path of its bundle.
-Examine = Callable[[int], tuple[Finding, str | None]]
+#: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
+#: wanted, and returns its path.
+Examine = Callable[[int, bool], tuple[Finding, str | None]]
 
 
 class Guard:
@@ -102,11 +103,13 @@ class Guard:
         return reason
 
     def _settle_nonfinite(self, fault: Fault, examine: Examine) -> str | None:
-        if fault.in_a_row == 1 or self._finding is None:
-            self._finding, self._bundle = examine(fault.step)
+        # Of steps in a row each has samples of its own; the first one tells how it began.
+        is_first = fault.in_a_row == 1 or self._finding is None
+        self._finding, bundle = examine(fault.step, is_first)
+        self._bundle = bundle if is_first else self._bundle
         found, action = self._finding, self._train.on_nonfinite
         text = f"step {fault.step}: a loss or a gradient is not finite: {found}"
-        if self._bundle is not None and fault.in_a_row == 1:
+        if bundle is not None:
             text += f"; moemesh replay {self._bundle} repeats the step"
         if action == "rollback":
             self._say(text, "alarm")
@@ -166,7 +169,7 @@ class Guard:
             )
         if found.phase == "unrepeated":
             return "test the hardware of the ranks; the same numbers were finite when run again"
-        if found.phase == "loss":
+        if found.phase == "loss" and found.samples and not found.num_alike:
             return "look at the samples named; to leave them out: train.on_nonfinite = skip"
         return f"the same command would end here again: {self._change()}"
 

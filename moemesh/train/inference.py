@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
 from moemesh.train.construction import construct
-from moemesh.train.conversion import open_weights
+from moemesh.train.conversion import open_weights, to_stderr
 from moemesh.train.folder import checkpoints_of
 from moemesh.train.optimizer import Optimizer
 
 
 def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh], str]) -> int:
-    """Print what `work` gives on the first rank; returns the exit code.
+    """Print what `work` gives on the first rank, unless it is empty; returns the exit code.
 
     Starts the ranks of the plan, each ``moemesh`` with these `arguments`, or is one of them.
     """
@@ -33,7 +32,7 @@ def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh],
     alone = ranks.world_size == 1
     mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
     found = work(mesh)
-    if mesh.rank == 0:
+    if mesh.rank == 0 and found:
         print(found, flush=True)
     barrier(mesh.control)
     launch.stop()
@@ -46,7 +45,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
     # Masters, so that weights are rounded once; an optimizer without state beside them.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():
-        say = _to_stderr if mesh.rank == 0 else _nothing
+        say = to_stderr if mesh.rank == 0 else lambda note: None
         saving.load_weights(open_weights(config, say), parallel, optimizer)
         return parallel
     folder = checkpoints_of(source)
@@ -55,17 +54,9 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(f"{folder}: holds no readable checkpoint{why}")
     for step, reason in skipped if mesh.rank == 0 else ():
-        _to_stderr(
+        to_stderr(
             f"moemesh: warning: the checkpoint of step {step} is left out: {reason}; "
             f"these are the weights of step {checkpoint.step}"
         )
     saving.load_weights(checkpoint, parallel, optimizer)
     return parallel
-
-
-def _to_stderr(note: str) -> None:
-    print(note, file=sys.stderr, flush=True)
-
-
-def _nothing(note: str) -> None:
-    pass

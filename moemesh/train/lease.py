@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from moemesh.checkpoint.ownership import describe_holder
 from moemesh.config.errors import UserError
+from moemesh.trace.machine import boot_name
 
 FILE = "lease"
 _HEARTBEAT_SECONDS = 2.0
@@ -187,7 +188,7 @@ class Lease:
         body = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "boot": _boot_id(),
+            "boot": boot_name(),
             "epoch": self.epoch,
             "started": self._started,
             "counter": self._beats,
@@ -266,7 +267,7 @@ def _text(body: dict[str, Any], key: str) -> str:
 def _is_foreign(body: dict[str, Any]) -> bool:
     """Whether a lease that is not given back is of another host, which this host's lock may not
     reach. What a process of this host held, it holds no more: its lock is free."""
-    return bool(body.get("held")) and body.get("boot") != _boot_id()
+    return bool(body.get("held")) and body.get("boot") != boot_name()
 
 
 def _is_beating(handle: int) -> bool:
@@ -285,11 +286,3 @@ def _replace_epoch(file: Path, epoch: int) -> None:
         os.pwrite(handle, json.dumps(body).encode().ljust(_BYTES), 0)
     finally:
         os.close(handle)
-
-
-def _boot_id() -> str:
-    """Of this start of this host; its name where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

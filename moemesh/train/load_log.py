@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from moemesh.checkpoint.files import replace_by
 from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
 from moemesh.train.row_log import RowLog
@@ -30,12 +30,7 @@ class LoadLog:
     `bins` 0: a line for each step and layer, and no bound.
     """
 
-    def __init__(
-        self,
-        log: RowLog,
-        bins: int,
-        checkpoints: Callable[[], set[int]] = set,
-    ) -> None:
+    def __init__(self, log: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set) -> None:
         """`checkpoints`: steps from which the run may go on; no bin is made across them."""
         self._log, self._most, self._checkpoints = log, bins, checkpoints
         self._bins: list[_Bin] = []
@@ -82,7 +77,8 @@ class LoadLog:
             return
         parts = neighbours([one.steps for one in self._bins], self._most, borders)
         try:
-            _write_sums(self._log.path, [self._bins[part.stop - 1].step for part in parts])
+            ends = [self._bins[part.stop - 1].step for part in parts]
+            replace_by(self._log.path, _sums(self._log.path, ends))
         except OSError:
             return  # a full disk: the file stays as it is, and the next bin tries again
         self._bins = [
@@ -110,24 +106,15 @@ def _readable(lines: Iterator[str]) -> Iterator[LayerLoads]:
             continue  # a damaged line: nobody can read it
 
 
-def _write_sums(path: Path, ends: Sequence[int]) -> None:
-    """Replace the file by one whose bins end at the steps `ends`."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
+    """The rows of a file, summed to bins that end at the steps `ends`."""
     remaining = iter(ends)
     end = next(remaining)
     sums: dict[int, LayerLoads] = {}
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for step, rows in _bins_of(path):
-                for loads in rows:
-                    before = sums.get(loads.layer)
-                    sums[loads.layer] = loads if before is None else before.plus(loads)
-                if step == end:
-                    file.writelines(sums[layer].to_line() for layer in sorted(sums))
-                    sums, end = {}, next(remaining, -1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    for step, rows in _bins_of(path):
+        for loads in rows:
+            before = sums.get(loads.layer)
+            sums[loads.layer] = loads if before is None else before.plus(loads)
+        if step == end:
+            yield "".join(sums[layer].to_line() for layer in sorted(sums)).encode()
+            sums, end = {}, next(remaining, -1)

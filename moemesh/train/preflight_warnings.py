@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from moemesh.comm.devices import num_gpus
+from moemesh.config.data import DataConfig
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
-from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import refusals
+from moemesh.data.files import HEAD, find
+from moemesh.data.sources import validation_source
+from moemesh.data.streams import open_stream
+from moemesh.data.tokenizer import DataError
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
@@ -25,6 +30,10 @@ RANKS_PER_CORE = 4
 LARGE_BUBBLE = 0.5
 #: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
 MOST_RANKS = 8
+#: So many times the usual rate are probably a mistake.
+_HIGH = {"adamw": 10, "sgd": 1000}
+#: Files of a source, and lines of a file, that are looked at.
+_FEW = 20
 #: Tokens of the shortest sequences that are proposed.
 _SHORTEST = 64
 
@@ -123,9 +132,7 @@ def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
         length //= 2
     for of_plan, of_data in candidates:
         changed = replace(
-            config,
-            plan=plan.model_copy(update=of_plan),
-            data=data.model_copy(update=of_data),
+            config, plan=plan.model_copy(update=of_plan), data=data.model_copy(update=of_data)
         )
         if changed.check() or any(True for _ in refusals(changed)):
             continue
@@ -147,15 +154,22 @@ def preflight_warnings(
     cores of this machine; `schedule` None: that of the plan."""
     plan = config.plan
     yield from _idle_keys(plan)
-    if config.model_path is not None and config.train.lr == TrainConfig().lr:
+    train, data = config.train, config.data
+    usual = config.usual_rate
+    if train.lr >= _HIGH[train.optimizer] * usual:
+        whose = "training from scratch" if config.model_path is None else "weights that are loaded"
         yield (
-            f"train.lr = {config.train.lr:g} is made for training from scratch; weights that are "
-            "trained already usually take about 1e-5, adapters 1e-4"
+            f"train.lr = {train.lr:g} is {train.lr / usual:,.0f} times {usual:g}, the default for "
+            f"{whose}: the loss will probably rise"
         )
-    train = config.train
-    # A trial of a few steps with all defaults is meant as one.
-    is_chosen = train.warmup_steps != TrainConfig().warmup_steps
-    if is_chosen and train.epochs is None and train.warmup_steps >= train.steps:
+    if (parts := plan.dp * plan.microbatches) > data.global_batch:
+        yield (
+            f"plan.dp = {plan.dp} and plan.microbatches = {plan.microbatches} cut a step of "
+            f"data.global_batch = {data.global_batch} sequences into {parts} parts: "
+            f"{parts - data.global_batch} are empty"
+        )
+    yield from _json_as_text(data)
+    if train.epochs is None and train.warmup_steps >= train.steps:
         reached = train.lr * train.steps / train.warmup_steps
         yield (
             f"train.warmup_steps = {train.warmup_steps} is no less than train.steps = "
@@ -202,6 +216,27 @@ def _idle_keys(plan: Plan) -> Iterator[str]:
         for name in ("dispatcher", "payload"):
             if (value := getattr(plan, name)) != getattr(defaults, name):
                 yield f"plan.{name} = {value} does nothing: plan.ep = 1 moves no token"
+
+
+def _json_as_text(data: DataConfig) -> Iterator[str]:
+    """Files of JSON lines that are trained on as they stand, because their format was named."""
+    named = [("data.format", source) for source in data.all_sources]
+    if data.validation is not None:
+        named.append(("data.validation_format", validation_source(data)))
+    for key, source in named:
+        if source.format not in ("text", "bytes"):
+            continue
+        with suppress(DataError, OSError):  # told where the data is looked at
+            for file in find(source.path, source.format)[:_FEW]:
+                with open_stream(file.path, file.compression) as stream:
+                    lines = stream.read(HEAD).splitlines()[:_FEW]
+                if num_objects := sum(line.startswith(b'{"') for line in lines):
+                    yield (
+                        f"{key} = {source.format} trains on {file.path} as it stands: {num_objects}"
+                        f" of its first {len(lines)} lines are JSON, whose braces and keys are "
+                        "learned like the rest; jsonl reads the records"
+                    )
+                    break
 
 
 def _bubble(plan: Plan, schedule: Schedule) -> Iterator[str]:

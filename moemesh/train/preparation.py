@@ -18,7 +18,7 @@ from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm import devices
 from moemesh.config.changes import Change
 from moemesh.config.errors import ConfigError, found_by, refuse_together
-from moemesh.config.load import Resolved, resolved_toml
+from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
@@ -72,8 +72,8 @@ def prepare(
     taken by `takeover`), then at the rest. Raises a UserError with all that is wrong with settings,
     inputs and this machine together. `say` gets the first line of a run, before data is read."""
     refuse_unknown_permissions(allowed_changes)
-    config = resolved.config
-    path = folder_of(config_file, config, out)
+    path = folder_of(config_file, resolved.config, out)
+    config = with_recorded(resolved.config, path)
     kept = replace(config, plan=readable(config.plan, path))
     folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
     if not takeover:
@@ -88,13 +88,14 @@ def prepare(
         config_file,
         cache_beside(path),
         also=(
-            lambda: None if untrainable(checked) else check_room(kept),
+            lambda: None if untrainable(checked, path) else check_room(kept),
             partial(check_sources, config),
             # The newest checkpoint may turn out damaged: then the run goes on from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
             partial(look, config, folder.checkpoints),
         ),
         before_data=lambda: say(starting(config)),
+        folder=path,
     )
     return Preparation(
         config=config,
@@ -110,7 +111,8 @@ def prepare(
 def finished(resolved: Resolved, config_file: Path | None, out: Path | None) -> str | None:
     """What is said of a run that is at its last step already, where its folder and its newest
     checkpoint say so without its data; None where there is something to do, or to find out."""
-    config, path = resolved.config, folder_of(config_file, resolved.config, out)
+    path = folder_of(config_file, resolved.config, out)
+    config = with_recorded(resolved.config, path)
     if config.train.epochs is not None or not (path / REPORT).exists():
         return None
     folder = RunFolder.inspect(path, config.train.resume, config.train.checkpoint_folder)
@@ -152,6 +154,7 @@ def check_inputs(
     *,
     also: Sequence[Callable[[], object]] = (),
     before_data: Callable[[], None] = lambda: None,
+    folder: Path | None = None,
 ) -> OpenedSamples | None:
     """What is trained at all, a device that was named, tokenizer, data, weights that are here, and
     what the checks of `also` find. Raises a UserError with all that is wrong.
@@ -161,7 +164,7 @@ def check_inputs(
     """
     config = resolved.config
     found: list[Exception] = []
-    if problems := untrainable(resolved):
+    if problems := untrainable(resolved, folder):
         found.append(ConfigError(problems))
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
     for check in (device, partial(check_headers, config), *also):
@@ -215,8 +218,10 @@ def check_sources(config: RunConfig) -> None:
 
 
 def folder_of(config_file: Path | None, config: RunConfig, out: Path | None) -> Path:
-    """`out`, or ``runs/<name of the file, of the model's folder, or of the preset>``: the same
-    command finds the same run again."""
+    """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of the
+    model's folder, or of the preset>``: the same command finds the same run again."""
+    if config_file is not None and config_file.is_dir():
+        out = out or config_file
     model = config.model_preset if config.model_path is None else Path(config.model_path).name
     return (out or Path("runs") / (config_file.stem if config_file else model)).expanduser()
 

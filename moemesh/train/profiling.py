@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.report.verdict import MARK
-from moemesh.trace.profile import FOLDER, WARM_UP
+from moemesh.trace import progress_words
+from moemesh.trace.machine import boot_name
+from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
 from moemesh.train.session import Report, Session, Steps
 from moemesh.train.step import FinishedStep
 
@@ -25,27 +25,35 @@ class ProfileTaken(Exception):
 
 
 class ProfiledSteps:
-    """Steps of which `num_steps` behind the warm-up are profiled; every rank then writes its trace
-    to the folder `profile` of the run, with the clock readings that align it, and raises
-    ProfileTaken."""
+    """Steps of which `num_steps` behind the warm-up and the plain ones are profiled; every rank
+    then writes its trace to the folder `profile` of the run, with the clock readings that align it,
+    and raises ProfileTaken."""
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps
         self._taken = 0
         self._profile: Any = None
         self._phases: list[dict[str, Any]] = []
+        self._plain: list[dict[str, Any]] = []
+        self._seconds = self._waited = 0.0
 
     def advance(self, first: int, report: Report) -> FinishedStep:
         """As of the steps that are profiled."""
         self._taken += 1
-        if self._taken == WARM_UP + 1:
+        if self._taken == WARM_UP + PLAIN + 1:
             self._start()
         if self._profile is None:
-            return self._steps.advance(first, report)
+            waited = progress_words.waited_in_steps() or 0.0
+            finished = self._steps.advance(first, report)
+            if self._taken > WARM_UP:
+                self._plain += finished.recorder.timeline().to_json()["records"]
+                self._seconds += finished.seconds
+                self._waited += (progress_words.waited_in_steps() or 0.0) - waited
+            return finished
         with record_function(f"step {first}"):
             finished = self._steps.advance(first, report)
         self._phases += finished.recorder.timeline().to_json()["records"]
-        if self._taken == WARM_UP + self._num_steps:
+        if self._taken == WARM_UP + PLAIN + self._num_steps:
             self._stop()
             raise ProfileTaken
         return finished
@@ -88,23 +96,18 @@ class ProfiledSteps:
         notes = {
             "rank": rank,
             "host": socket.gethostname(),
-            "boot": _boot(),
+            "boot": boot_name(),
             "trace": file.name,
             "num_steps": self._num_steps,
             "readings": _readings(session),
             # The recorder's clock is monotonic, the profiler's is that of the calendar.
             "epoch_minus_monotonic": time.time() - time.monotonic(),
             "phases": self._phases,
+            "plain": self._plain,
+            # The host of a GPU goes on at once, and its device waits.
+            "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
-
-
-def _boot() -> str:
-    """What tells machines apart: hosts may share a name, and containers a machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return f"{socket.gethostname()}-{os.name}"
 
 
 def _readings(session: Session) -> list[tuple[float, float]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 #: A line at most once in so many seconds ...
 MOST_OFTEN_SECONDS = 60.0
-#: ... but at least once in so many steps.
-LEAST_OFTEN_STEPS = 50
+#: ... but at least once in so many steps, and in this share of all.
+LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE = 50, 0.25
 #: Share of the newest step in the mean time of a step.
 _NEWEST = 0.1
 
@@ -21,11 +21,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        done: int,
-        total: int,
-        log_every: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, done: int, total: int, log_every: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._total, self._log_every, self._clock = total, log_every, clock
         self._finished_at: float | None = None
@@ -52,8 +48,8 @@ class Progress:
             return True
         if self._log_every:
             return step % self._log_every == 0
-        rare = step - self._line_step >= LEAST_OFTEN_STEPS
-        return rare or now - self._line_at >= MOST_OFTEN_SECONDS
+        most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
+        return step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
 
     @property
     def seconds_left(self) -> float | None:

@@ -24,6 +24,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.trace.machine import processor, usable_cores
 from moemesh.trace.provenance import FILE, SCHEMA, read_starts
 from moemesh.train.folder import RunFolder
 
@@ -103,6 +104,14 @@ def record_end(folder: RunFolder, last_step: int) -> None:
             _write(folder, starts)
 
 
+def record_return(folder: RunFolder, step: int) -> None:
+    """The newest start has gone back to `step`: those behind it are its own. Rank 0 calls."""
+    if (starts := read_starts(folder.path)) and int(starts[-1]["first_step"]) > step + 1:
+        starts[-1]["first_step"] = step + 1
+        with suppress(OSError):
+            _write(folder, starts)
+
+
 def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:
     folder.write_json(FILE, {"schema": SCHEMA, "starts": starts})
 
@@ -153,21 +162,11 @@ def hardware() -> dict[str, Any]:
     return {
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "usable_cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()
 
 
 def _by_host(hosts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

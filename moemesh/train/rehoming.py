@@ -144,10 +144,5 @@ class Rehoming:
     def _set(self, layer: int, places: Sequence[int]) -> None:
         parallel = self._parallel
         set_homes(
-            parallel.model,
-            parallel.placements,
-            parallel.homes,
-            layer,
-            places,
-            self._mesh.device,
+            parallel.model, parallel.placements, parallel.homes, layer, places, self._mesh.device
         )

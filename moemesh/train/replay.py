@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from moemesh.checkpoint import together
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
+from moemesh.trace.strict_json import strict_json
 from moemesh.train import saving
 from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundle
@@ -49,7 +49,7 @@ def replay(
     def work(mesh: Mesh) -> str:
         found = run(bundle, mesh)
         if as_json:
-            return json.dumps({"step": bundle.step, "text": str(found), **found.facts()})
+            return strict_json({"step": bundle.step, "text": str(found), **found.facts()})
         before = f"the run found   {bundle.text}\n" if bundle.text else ""
         return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
 

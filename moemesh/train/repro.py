@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moemesh.comm.supervisor import python_command
 from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
-from moemesh.trace.provenance import differences, read_starts
+from moemesh.trace.provenance import Part, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.folder import MARKS
 
@@ -26,15 +27,6 @@ COMPARED = ("loss", "grad_norm", "aux_loss", "mtp_loss", "validation_loss")
 
 class ReproError(UserError):
     """A run cannot be repeated; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Steps `first` to `last` of a run, as a start of it with this record has taken them."""
-
-    record: Mapping[str, Any]
-    first: int
-    last: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +43,10 @@ class Comparison:
     largest: float = 0.0
 
 
-def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
-    """Which start has taken which of the steps 1 to `last`: the newest one that has taken it.
-
-    Raises ReproError where the records do not say.
-    """
-    parts: list[Part] = []
-    for start in starts:
-        first = int(start["first_step"])
-        parts = [
-            Part(record=one.record, first=one.first, last=min(one.last, first - 1))
-            for one in parts
-            if one.first < first
-        ]
-        parts.append(Part(record=start, first=first, last=last))
-    parts = [one for one in parts if one.first <= last]
+def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
+    """:func:`parts_of` the steps 1 to `last`. Raises ReproError where the records do not cover
+    them."""
+    parts = [one for one in parts_of(starts, last) if one.first <= last]
     ends = [0, *(one.last for one in parts)]
     if not parts or any(one.first != end + 1 for one, end in zip(parts, ends, strict=False)):
         raise ReproError("the records of the run's starts do not cover its first steps")
@@ -129,7 +110,7 @@ def repro(
     if not starts:
         starts = [_without_record(run)]
         say(f"note: {run} has no provenance.json; its config.toml alone is repeated")
-    parts = parts_of(starts, last)
+    parts = covering_parts(starts, last)
     out = _free_folder(run, out)
     directory = Path(str(parts[0].record.get("directory") or Path.cwd()))
     if not directory.is_dir():
@@ -141,7 +122,8 @@ def repro(
             file = Path(temporary) / f"part-{number}.toml"
             text = str(part.record["config"])
             file.write_text(text, encoding="utf-8")
-            command = [python, "-m", "moemesh", "train", str(file), "--out", str(out)]
+            words = ("moemesh", "train", str(file), "--out", str(out))
+            command = python_command(*words, python=python)
             for override in _overrides(run, part.record):
                 command += ["--set", override]
             for change in compare(before, text) if before else []:

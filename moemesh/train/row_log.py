@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+
+from moemesh.checkpoint.files import explain, replace_by
 
 Row = dict[str, Any]
 
@@ -78,21 +79,11 @@ class RowLog:
             self._num_lost += 1
         if not self._fails:
             self._fails = True
-            self._tell(
-                f"{self.path} cannot be written ({error.strerror or error}{_free(self.path)}); "
-                "the run goes on, rows wait in memory"
-            )
+            self._tell(f"{explain(error, self.path)}; the run goes on, rows wait in memory")
 
     def _tell(self, text: str) -> None:
         if self._say is not None:
             self._say(text, "disk")
-
-
-def _free(path: Path) -> str:
-    """The free room of the disk, as a part of a message."""
-    with suppress(OSError):
-        return f"; {shutil.disk_usage(path.parent).free:,} bytes are free on its disk"
-    return ""
 
 
 class Cut(NamedTuple):
@@ -127,7 +118,8 @@ def cut_after(path: Path, step: int) -> Cut:
             is_whole = is_whole and start == kept_end and line.endswith(b"\n")
             kept_end = start + len(line)
     if not is_whole:
-        _rewrite(path, step)
+        rows = ((line, row) for _, line, row in _rows(path) if row is not None)
+        replace_by(path, (line.rstrip(b"\n") + b"\n" for line, row in rows if row[0] <= step))
     elif kept_end < path.stat().st_size:
         os.truncate(path, kept_end)
     return Cut(removed, damaged, first_damaged, lost)
@@ -149,20 +141,3 @@ def _step_and_steps(line: bytes) -> tuple[int, int] | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (step, steps) if type(step) is int and type(steps) is int else None
-
-
-def _rewrite(path: Path, step: int) -> None:
-    """The file with the rows up to `step` alone, replaced whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for _, line, row in _rows(path):
-                if row is not None and row[0] <= step:
-                    file.write(line.rstrip(b"\n") + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise

@@ -33,6 +33,7 @@ from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
+from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming
 from moemesh.train.row_bounds import RowBounds
 from moemesh.train.signals import StopRequest
@@ -125,9 +126,7 @@ class Session:
             optimizer=optimizer,
             artifacts=artifacts,
             rehoming=rehoming,
-            checkpoints=Checkpoints(
-                folder, parallel, optimizer, train, say=console.say, warn=console.warn
-            ),
+            checkpoints=Checkpoints(folder, parallel, optimizer, train, console),
             guard=guard,
             bundles=Bundles(folder.path, config, parallel, optimizer),
             vote=Vote(parallel, optimizer),
@@ -210,13 +209,13 @@ class Session:
         places = self.cursor.places(step)
         return self.samples.ids_at(places.start, len(places))
 
-    def examine(self, step: int) -> tuple[Finding, str | None]:
+    def examine(self, step: int, wants_bundle: bool) -> tuple[Finding, str | None]:
         """Where step `step`, which nobody has applied, is not finite first, and the path of its
         replay bundle, if there is one; all ranks call, behind the step."""
         progress_words.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
         parameters = first_look(self.parallel)
-        bundle = self.bundles.begin(step, self.samples, ids)
+        bundle = self.bundles.begin(step, self.samples, ids) if wants_bundle else None
         batches = self.batches(step)
         progress_words.phase(CHECK)
         found = examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
@@ -234,7 +233,7 @@ class Session:
         if self.config.train.on_mismatch == "stop" or not self.vote.take_majority(found):
             raise CopiesDiffer(step, found)
         told = "; ".join(map(str, found[:4]))
-        self.console.say(f"step {step}: {told}: the copy of the others is taken", "vote")
+        self.console.say(f"step {step}: {told}: the copy of the others is taken", "copies")
 
     def go_back(self, step: int, reason: str) -> int:
         """From behind step `step` to the newest checkpoint, whose step is returned; the samples
@@ -254,6 +253,8 @@ class Session:
         self.guard.load_state(checkpoint.state)
         saving.load(checkpoint, self.parallel, self.optimizer)
         self.artifacts.go_back(checkpoint.step)
+        if self.mesh.rank == 0:
+            record_return(self.folder, checkpoint.step)
         return checkpoint.step
 
     def record(self, step: FinishedStep, validation_loss: float | None = None) -> None:
@@ -293,6 +294,7 @@ class Session:
         self.folder.check_lease()
         self.artifacts.flush()
         state: dict[str, object] = {
+            **self.artifacts.identity,
             "step": step,
             "position": self.cursor.before(step + 1),
             **self.rehoming.state(),

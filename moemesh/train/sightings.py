@@ -110,10 +110,14 @@ class Look:
             if bad_T.any():
                 rows = bad_T.view(len(batch.sequences_B), -1).any(1)
                 sequences = tuple(batch.sequences_B[rows].tolist())
-                self._add("loss", "loss", losses_T[bad_T], sequences=sequences)
+                learns = torch.ones_like(bad_T) if mask_T is None else mask_T
+                num_looked = int(learns.view(len(batch.sequences_B), -1).any(1).sum())
+                where = {"sequences": sequences, "num_looked": num_looked}
+                self._add("loss", "loss", losses_T[bad_T], **where)
         if not is_finite(output.aux):
             sequences = tuple(batch.sequences_B.tolist())
-            self._add("loss", "auxiliary loss", output.aux, place=1, sequences=sequences)
+            where = {"sequences": sequences, "num_looked": len(sequences)}
+            self._add("loss", "auxiliary loss", output.aux, place=1, **where)
 
     def at_sums(self) -> None:
         """Gradients behind the sums over ranks."""
@@ -150,6 +154,7 @@ class Look:
             place = self._ended.setdefault((layer, name), len(self._ended))
             microbatch = self._microbatch(layer)
             bad = [x for x in _floats(output) if not is_finite(x)]
+            context = self._contexts.get(layer)
             experts, sequences = (), ()
             if isinstance(output, Routing) and int(output.fault) != NO_FAULT:
                 code, size = int(output.fault), output.logits_TE.shape[1]
@@ -166,7 +171,7 @@ class Look:
                     place=place,
                     is_fresh=all(is_finite(x) for x in _floats((*args, *keys.values()))),
                     experts=experts or self._experts_of(name, args, x),
-                    sequences=sequences or _sequences(self._contexts.get(layer), x),
+                    **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
             for x in _floats(output):
                 if x.requires_grad:
@@ -188,7 +193,7 @@ class Look:
                     microbatch=microbatch,
                     layer=layer,
                     place=place,
-                    sequences=_sequences(context, gradient),
+                    **_sequences(context, gradient),
                 )
 
         return look
@@ -260,19 +265,21 @@ class Look:
         where.setdefault("microbatch", self._current if phase == "loss" else 0)
         key = phase, name, where["microbatch"]
         if key not in self._seen:
-            for many in ("experts", "sequences"):
-                where[many] = tuple(where.get(many, ()))[:MOST_NAMED]
+            where["experts"] = tuple(where.get("experts", ()))[:MOST_NAMED]
             value = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
             rank = self.mesh.rank
             self._seen[key] = Sighting(rank=rank, phase=phase, name=name, value=value, **where)
 
 
-def _sequences(context: Context | None, x: Tensor) -> tuple[int, ...]:
-    """The sequences of the rows that are not finite, where rows are this rank's tokens."""
+def _sequences(context: Context | None, x: Tensor) -> dict[str, Any]:
+    """The sequences of the rows that are not finite, and how many there are, where rows are this
+    rank's tokens."""
     if context is None or x.ndim != 2 or len(x) != len(context.token_ids_T):
-        return ()
+        return {}
+    of_row_T = context.token_ids_T // context.length
     bad_T = ~torch.isfinite(x).all(1)
-    return tuple((context.token_ids_T[bad_T] // context.length).unique().tolist())
+    sequences = tuple(of_row_T[bad_T].unique().tolist())
+    return {"sequences": sequences, "num_looked": len(of_row_T.unique())}
 
 
 def is_finite(x: Tensor) -> bool:

@@ -114,11 +114,7 @@ def _numbers(row: MetricsRow) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-OPENERS: dict[str, Opener] = {
-    "csv": CsvSink,
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-}
+OPENERS: dict[str, Opener] = {"csv": CsvSink, "tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 class Sinks:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.collectives import all_reduce_
+from moemesh.config.shown import Shown
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.transformer import Output, Part
@@ -34,8 +35,8 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StepResult(Shown):
     """Of the whole step, the same on every rank. ``loss``: mean negative log-likelihood in nats;
     ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
     prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE

@@ -155,12 +155,7 @@ class TrainingStream:
         reducer.finish()
         mesh = self.parallel.mesh
         norm = gradient_norm(
-            reducer.gradients,
-            self._own,
-            reducer.owned,
-            mesh,
-            axis="stage",
-            others=done.sums.losses,
+            reducer.gradients, self._own, reducer.owned, mesh, axis="stage", others=done.sums.losses
         )
         index = window * self.window // self.num_microbatches
 

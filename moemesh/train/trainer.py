@@ -38,7 +38,7 @@ def train(
     """
     console.say(banner(config, folder.path, samples, mesh.device), "start")
     if config.plan.world_size > 1:
-        console.keep(what_is_compared(config), "start")
+        console.keep(what_is_compared(config), "note")
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
@@ -70,9 +70,9 @@ def train(
         console.say(f"warning: {warning}", "warning")
     if done:
         console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
-    if profile_steps is not None:
-        return _profile(session, profile_steps)
     with console.training(done, last):
+        if profile_steps is not None:
+            return _profile(session, profile_steps)
         saved = session.train(_steps(session))
     progress_words.phase(FINISH)
     session.artifacts.finish()

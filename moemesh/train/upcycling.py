@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from moemesh.checkpoint.huggingface.convert import write_checkpoint, write_huggingface
+from moemesh.checkpoint.huggingface.convert import write_huggingface
 from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, families_for, family_or_refusal
 from moemesh.config.huggingface.folder import CONFIG, read_config
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
-from moemesh.train.conversion import Target, open_weights
-from moemesh.train.folder import RunFolder
+from moemesh.train.conversion import Target, open_weights, write_run
 from moemesh.train.recipe import Recipe, refused
 
 
@@ -50,19 +48,14 @@ def upcycle(
         open_weights(config), model, Upcycling(recipe.noise, recipe.drop, recipe.seed)
     )
     if kind is None:
-        kept = "float32" if wanted == "bfloat16" else wanted
-        folder = RunFolder.open(out, "never")
-        state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
-        write_checkpoint(weights, folder.checkpoints, state, getattr(torch, kept))
         train = config.train.model_copy(update={"dtype": wanted})
-        made = replace(config, model=model, train=train, model_path=None)
-        (out / "config.toml").write_text(resolved_toml(made), encoding="utf-8")
+        write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
     ids = {key: given[key] for key in given if key.endswith("_token_id")}
-    carry_along(source, out)
     values = {**config_json(model, kind, wanted), **ids}
     torch_dtype = getattr(torch, wanted)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
+    carry_along(source, out)
 
 
 def upcycled_model(dense: ModelConfig, recipe: Recipe) -> ModelConfig:

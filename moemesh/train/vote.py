@@ -1,4 +1,4 @@
-"""The vote of replicas: ranks that hold copies of the same weights compare digests of them.
+"""Replica checksums: ranks that hold copies of the same weights compare digests of them.
 
 A bit that flips in the memory of one rank is in no gradient norm and in no loss for a while; the
 copies then drift apart, and a checkpoint holds whichever rank wrote it. So every
@@ -58,7 +58,7 @@ class CopiesDiffer(RuntimeError):
         first = found[0]
         culprits = sorted({rank for one in found for rank in one.culprits})
         self.facts: dict[str, Any] = {
-            "phase": "vote",
+            "phase": "check",
             "parameter": first.parameter,
             "parameters": [one.parameter for one in found[: 4 * _MOST_NAMED]],
             "ranks": culprits or list(first.ranks),
@@ -182,16 +182,19 @@ def what_is_compared(config: RunConfig) -> str:
     """One line for the start of a run: how many copies there are to compare."""
     plan = config.plan
     if not config.train.vote_every:
-        return "votes    none: copies of weights are not compared (train.vote_every = 0)"
+        return "copies of weights are not compared: train.vote_every is 0"
     if plan.world_size == 1 or plan.data == "zero3":
-        return "votes    none: every weight is stored once, so no copy can be compared"
-    kinds: Mapping[str, int] = {"dense": plan.dp * plan.cp}
-    if config.model.num_experts:
-        kinds = {**kinds, "expert": plan.edp}
-    said: list[str] = []
-    for kind, copies in kinds.items():
-        power = {1: "stored once: not compared", 2: "2 copies: a difference is reported"}
-        said.append(
-            f"{kind} weights {power.get(copies, f'{copies} copies: one that differs is named')}"
-        )
-    return f"votes    every {config.train.vote_every} steps: " + "; ".join(said)
+        return "every weight is on one rank alone: there are no copies to compare"
+    kinds = {
+        "dense": plan.dp * plan.cp,
+        **({"expert": plan.edp} if config.model.num_experts else {}),
+    }
+    words = {
+        1: "are on one rank alone, with no copy to compare",
+        2: "have 2 copies, and a difference is reported",
+    }
+    said = "; ".join(
+        f"{kind} weights {words.get(n, f'have {n} copies, and one that differs is named')}"
+        for kind, n in kinds.items()
+    )
+    return f"replica checksums are compared every {config.train.vote_every} steps: {said}"

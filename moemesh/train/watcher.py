@@ -45,7 +45,7 @@ _CULPRIT_FIRST_SECONDS = 0.4
 #: A report takes less than this, stacks included, or does not come.
 _REPORT_SECONDS = 8.0
 _COMMANDS = {
-    "torchrun": ["torchrun", "...", "-m", "moemesh"],
+    "torchrun": ["torchrun", "...", "--no-python", "moemesh"],
     "srun": ["srun", "...", "moemesh"],
 }
 _STARTS_AGAIN = {
@@ -82,7 +82,7 @@ def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> 
     spec = Spec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
     )
-    return python_command(["-m", "moemesh.train.watcher"], [spec.text()])
+    return python_command("moemesh.train.watcher", spec.text())
 
 
 class Watcher:

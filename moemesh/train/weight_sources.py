@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -23,10 +24,12 @@ from moemesh.config.paths import nearest_path
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
 from moemesh.trace.memory import format_bytes
-from moemesh.train.folder import CHECKPOINTS, checkpoints_of
+from moemesh.train.folder import CHECKPOINTS, checkpoints_of, names_in
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]
+#: What a conversion makes.
+Written = Literal["run", "folder", "adapter", "delta"]
 
 
 def config_of(source: Path, given: Sequence[str]) -> RunConfig:
@@ -74,6 +77,8 @@ def check_folder(source: Path) -> None:
     files that its index names."""
     if not has_weights(source):
         raise CheckpointError(f"{source} holds no weights: neither {SINGLE} nor {INDEX}")
+    if (source / SINGLE).exists():
+        return
     try:
         index: Any = json.loads((source / INDEX).read_text(encoding="utf-8"))
         files = sorted({str(file) for file in index["weight_map"].values()})
@@ -118,7 +123,20 @@ def checkpoint_steps(run: Path) -> list[int]:
     return candidates(checkpoints_of(run))
 
 
-def written_text(out: Path, kind: Literal["run", "folder", "adapter", "delta"]) -> str:
+def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
+    """Raises a UserError where `out`, into which `source` is to be converted, holds more than an
+    interrupted conversion of this `kind` leaves: nothing that is there is replaced or mixed."""
+    begun = {"run": CHECKPOINTS, "folder": r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"}
+    left = rf"\..*|{begun.get(kind, '')}"
+    held = sorted(name for name in names_in(out) if not re.fullmatch(left, name))
+    held += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
+    if held:
+        shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
+        message = f"{out} holds {shown}; what is made of {source} would be mixed with it"
+        raise refused("OUT", str(out), message, "choose a new folder")
+
+
+def written_text(out: Path, kind: Written) -> str:
     """What a conversion wrote into `out`, from its headers, and a command that uses it."""
     held: list[tuple[str, int]] = []
     if kind == "run":

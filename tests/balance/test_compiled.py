@@ -83,10 +83,10 @@ def halved() -> Callable[[float], float]:
 def test_without_numba(fresh: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
-    def refuse(name: str) -> Any:
+    def refuse(name: str, package: str | None = None) -> Any:
         if name == "numba":
             raise ImportError(name)
-        return real(name)
+        return real(name, package)
 
     fresh.setattr(importlib, "import_module", refuse)
     assert not loops.is_compiled()

@@ -19,6 +19,7 @@ from moemesh.bench.drill_figures import figures
 from moemesh.bench.drill_rank import Spec
 from moemesh.bench.drill_results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
 from tests import commands
+from tests.sandbox import ROOT
 from tests.train.test_train import process_of_rank
 from tests.waiting import PATIENCE
 
@@ -63,7 +64,7 @@ def test_tables(tmp_path: Path) -> None:
     found = {one.name: one for one in figures(rows)}
     assert list(found) == [f"R{number}" for number in range(1, 13)]
     paths = [path for one in found.values() for path in one.tests.split() if "/" in path]
-    assert len(paths) > 8 and all(Path(path).exists() for path in paths)
+    assert len(paths) > 8 and all((ROOT / path).exists() for path in paths)
     # A hang of 4 s is in time where ten median steps are 5 s, and late where they are 3 s.
     assert (
         "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in found["R4"].measured

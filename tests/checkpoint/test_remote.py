@@ -247,7 +247,7 @@ def test_killed_at_every_call_something_verified_is_left(
             try:
                 own.start(newest + 1, shards(newest + 1), {})
                 assert own._job is not None
-                own._job.join()
+                own._job.wait()
             except Killed:
                 pass
         found = latest(folder, never)

@@ -16,7 +16,7 @@ import torch
 from moemesh.bench.simulated_device import SimulatedDevice
 from moemesh.checkpoint import files, job, staging, writing
 from moemesh.checkpoint.saver import Outcome, Saver
-from moemesh.checkpoint.store import CheckpointError, Shard, candidates
+from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
 from tests import commands
 from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
 from tests.checkpoint.simulate import save_as_ranks, whole
@@ -93,6 +93,38 @@ def test_what_does_not_fit_into_memory_is_written_while_training_waits(
 
     for why in on_ranks(2, tmp_path, work):
         assert why == "rank 0: 256 bytes to stage, at most 50 are left to this rank"
+
+
+def test_a_buffer_that_cannot_be_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    own = one_rank(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.torch, "empty", refuse)
+        own.start(1, shards(), {})
+    assert candidates(tmp_path) == [1]
+    assert own.why_blocking == "rank 0: 256 bytes to stage, which cannot be allocated"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("can't start new thread")])
+def test_a_save_needs_no_new_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Where memory is short, a thread cannot be started, or never begins."""
+
+    def start(*_: object) -> None:
+        if error is not None:
+            raise error
+
+    own, large = one_rank(tmp_path), torch.arange(200_000.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "_start_new_thread", start)
+        patch.setattr("_thread.start_new_thread", start)
+        own.start(1, [whole("w", large), whole("v", large + 1)], {})
+        outcome = own.finish()
+    assert outcome is not None and outcome.problem is None
+    assert torch.equal(open_checkpoint(tmp_path, 1).read("v"), large + 1)
 
 
 def test_mistakes_are_told_on_all_ranks_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,46 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
     results = on_ranks(2, tmp_path, work)
     assert results[0][0].problem is None and results[1][0].problem is None
     assert len(results[0][1]) == 1 and "Input/output error" in results[0][1][0]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_has_no_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
+) -> None:
+    real = writing.write_file
+
+    def write(path: Path, parts: Any, *look: Any) -> files.Written:
+        if f"rank-{bad_rank:05d}" in path.name:
+            raise MemoryError("no memory left")
+        return real(path, parts, *look)
+
+    monkeypatch.setattr(writing, "write_file", write)
+
+    def work(rank: int, own: Saver) -> Outcome | None:
+        own.start(1, shards()[rank::2], {})
+        return own.finish()
+
+    for outcome in on_ranks(2, tmp_path, work):
+        assert f"{'rank 1: ' * bad_rank}MemoryError: no memory left" == outcome.problem
+    assert list(tmp_path.iterdir()) == [] or bad_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "reason"),
+    [
+        (errno.ENOSPC, 9, r": 7 bytes needed, [\d,]+ free"),
+        (errno.EDQUOT, 9, ": 7 bytes needed, the quota of this user, group or project is used up"),
+        (errno.EFBIG, 1024, r": 7 bytes needed, this process may write 1,024 into a file .*"),
+        (errno.EFBIG, resource.RLIM_INFINITY, ": 7 bytes needed, more than this file system .*"),
+        (errno.EIO, 9, ""),
+    ],
+)
+def test_what_there_is_no_room_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, limit: int, reason: str
+) -> None:
+    monkeypatch.setattr(files.resource, "getrlimit", lambda _: (limit, limit))
+    found = str(files.explain(OSError(code, os.strerror(code)), tmp_path / "x", 7))
+    assert re.fullmatch(f"{tmp_path}/x: {os.strerror(code)}{reason}", found), found
 
 
 def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +221,7 @@ def test_killed_at_every_call_something_verified_is_left(
             own = one_rank(folder, keep=1)
             own.start(3, shards(3), {})
             assert own._job is not None
-            own._job.join()
+            own._job.wait()
         found = latest(folder, never)
         assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
         seen.add(found.step)

@@ -16,6 +16,7 @@ import pytest
 from moemesh.balance.files import load_table
 from moemesh.balance.inputs import BalanceError
 from moemesh.cli.balancing import BalanceSettings, balance, place
+from moemesh.config.errors import UserError
 from moemesh.trace.loads import LayerLoads
 from tests.balance.cases import check_maps, hottest
 
@@ -91,15 +92,60 @@ def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, svg = write(tmp_path, "a.csv"), tmp_path / "out.svg"
     lines = command(path, capsys, **SIZES, svg=svg).splitlines()
-    assert lines[0].startswith("2 layers: 12 experts in 16 slots on 8 GPUs")
-    assert lines[1].startswith("hottest GPU / mean ")
-    assert max(map(len, lines[:2])) <= 80
-    assert lines[2].split()[:5] == ["layer", "before", "after", "bound", "gap"]
-    assert lines[3].split()[:3] == ["0", "1.851", "1.169"]
+    assert lines[0] == "2 layers: 12 experts in 16 slots (4 redundant) on 8 GPUs"
+    assert lines[1].startswith("most loaded GPU / mean GPU, mean over layers: 2.116 -> 1.206 (no ")
+    assert lines[2].startswith(
+        "most loaded GPU / mean GPU, worst layer: 2.381 (layer 1) -> 1.242 ("
+    )
+    assert lines[3].split()[:5] == ["layer", "before", "after", "bound", "gap"]
+    assert lines[4].split()[:3] == ["0", "1.851", "1.169"]
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())
-    with pytest.raises(BalanceError, match="No such file or directory"):
+    with pytest.raises(UserError, match="cannot be written: there is no folder"):
         command(path, capsys, **SIZES, svg=tmp_path / "no" / "a.svg")
+
+
+def test_a_large_placement_is_a_summary_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """60 layers of 64 experts, layer 41 the worst: its figure is there, its map in the file."""
+    loads = np.ones((60, 64))
+    loads[41, :2] = 40
+    path, out = tmp_path / "a.npy", tmp_path / "placement.json"
+    np.save(path, loads)
+    text = command(path, capsys, gpus=16, redundant=16, effort="fast", out=out)
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert lines[0] == "60 layers: 64 experts in 80 slots (16 redundant) on 16 GPUs"
+    assert "mean over layers: " in lines[1] and "(layer 41) -> " in lines[2]
+    assert lines[-1].startswith("(the first 8 of 60 layers; ") and "--out FILE" in lines[-1]
+    written = json.loads(out.read_text())
+    assert np.shape(written["physical_to_logical"]) == (60, 80)
+    assert "replicas move, in at most" in command(path, capsys, gpus=16, previous=out)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"redundant": 5},
+            "12 experts and --redundant 5 make 17 slots, no multiple of 8 GPUs: take",
+        ),
+        ({"redundant": 5}, "--redundant 4 or 12"),
+        ({"redundant": 1, "gpus": 16}, "--redundant 4$"),
+        ({"redundant": 4, "replicas": 16}, "give --replicas, or --redundant"),
+    ],
+)
+def test_redundant_experts(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """--redundant N is --replicas with N more than experts."""
+    path = write(tmp_path, "a.json")
+    with pytest.raises(BalanceError, match=words):
+        place(BalanceSettings(**{"loads": path, "gpus": 8} | given))
+    same = [
+        place(BalanceSettings(loads=path, gpus=8, **one)).to_json()
+        for one in ({"redundant": 4}, {"replicas": 16})
+    ]
+    assert same[0] == same[1]
 
 
 def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +210,7 @@ def test_damaged_numpy_files(tmp_path: Path) -> None:
 
 def test_without_replicas_it_permutes(tmp_path: Path) -> None:
     found = place(BalanceSettings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
-    assert found.replica_count.max() == 1 and found.after.mean() < found.before.mean()
+    assert found.maps[2].max() == 1 and found.balance[1].mean() < found.balance[0].mean()
 
 
 @pytest.mark.parametrize(
@@ -242,8 +288,8 @@ def test_loads_as_large_as_numbers_can_be(text: str, tmp_path: Path) -> None:
     """Their sum overflows; what is told is that of 2, 1, 2, 0: the best pairs are 2 + 1 and 2."""
     (tmp_path / "a.json").write_text(text)
     placed = place(BalanceSettings(loads=tmp_path / "a.json", gpus=2))
-    assert placed.after.tolist() == pytest.approx([1.2])
-    assert 1.1 < placed.bound[0] <= 1.2 and placed.before.tolist() == pytest.approx([1.2])
+    assert placed.balance[1].tolist() == pytest.approx([1.2])
+    assert 1.1 < placed.bound[0] <= 1.2 and placed.balance[0].tolist() == pytest.approx([1.2])
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
         (("ls", tmp_path), "holds no checkpoint"),
         (("verify", made / "step-8"), "no such checkpoint; there are the steps 1, 2, 3"),
         (("prune", made / "step-1"), "is one checkpoint; give the run"),
-        (("prune", made, "--keep", 0), "greater than or equal to 1"),
+        (("prune", made, "--keep", 0), "--keep must be at least 1, not 0"),
     ):
         code, _, err = call(*arguments)
         assert code == 2 and message in err, err

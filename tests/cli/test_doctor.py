@@ -15,9 +15,7 @@ import pytest
 
 from moemesh.bench import environment, examination
 from moemesh.bench.examination import Finding
-from tests.test_cli import clean_environment, run_guarded
-
-__all__ = ["clean_environment"]  # a fixture, used by being here
+from tests.test_cli import run_guarded
 
 FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": []}
 LINK = {"bytes": 4 << 20, "seconds": 0.01}

@@ -13,7 +13,6 @@ import pytest
 from moemesh.bench import hosts
 from tests.waiting import PATIENCE
 
-ROOT = Path(__file__).parent.parent.parent
 REASON = hosts.why_not()
 SMALL = (
     *("plan.dp=2", "plan.ep=2", "train.device=cpu", "train.validate_every=0"),
@@ -35,7 +34,6 @@ def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
     torchrun.chmod(0o755)
     search_path = f"{torchrun.parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": search_path, "MASTER_ADDR": "10.117.0.1"}
-    environ["PYTHONPATH"] = str(ROOT)
     for steps in (2, 4):
         settings = [word for one in SMALL for word in ("--set", one)]
         settings += ["--set", f"train.steps={steps}", "--out", "run", "--ranks-per-node", "1"]

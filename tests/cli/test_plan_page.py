@@ -50,8 +50,8 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: Planned) -
     (shown,) = re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)
     assert shown.replace(" \\\n ", "") == command
     assert "all_to_all" in text and "Transfers" in text
-    # Every abbreviation of a heading, and which memory it is.
-    for name in ("pp dp cp tp:", "parts:", "dispatch:", "80 %:", "MFU:", PREDICTED_PEAK):
+    # The words of the configuration, the roles, and which memory it is.
+    for name in ("microbatches", "zero1", "recommended", "80 %:", "MFU:", PREDICTED_PEAK):
         assert name in text
     heads = {name.strip() for name in re.findall(r"<th[^>]*>(.*?)</th>", page, flags=re.DOTALL)}
     assert {"Seconds a step", "Memory, GiB", "Tokens/s a device", "Bytes of one"} <= heads

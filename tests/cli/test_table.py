@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -25,7 +24,7 @@ def test_names_left_numbers_right_and_no_trailing_blanks() -> None:
 def test_only_a_terminal_that_is_too_narrow_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [("a name of many words", "1.0", "some words to wrap")]
     header = ("name", "ms", "note")
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((30, 24)))
+    monkeypatch.setenv("COLUMNS", "30")
     assert len(table(header, rows).splitlines()) == 2
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     lines = table(header, rows).splitlines()

@@ -153,7 +153,8 @@ def beside_an_eager_world(rank: int) -> None:
     waiting: list[torch.device] = []
     source = SimpleNamespace(supports_splitting=True, perform_nocolor_split=waiting.append)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_c10d, "_get_split_source", lambda group: source)
+        # Members would hand it to a real backend; who is none waits in it.
+        patch.setattr(distributed_c10d, "_get_split_source", lambda *_: [None, None, source][rank])
         bound = world.bound_device_id = torch.device("cuda", 0)
         try:
             new_group([0, 1], name="host", backend="gloo")

@@ -173,6 +173,7 @@ def test_a_node_without_a_watcher_is_met_by_nobody(tmp_path: Path) -> None:
     store.set("watcher/1", json.dumps(other))
     listener = listen("127.0.0.1")
     assert listener is not None and listen("no such host .") is None
+    assert listen("x" * 64) is None, "longer than a label of a name may be"
     (tmp_path / ADDRESS).write_text(json.dumps(listener.getsockname()))
     introduce(store, tmp_path, range(1), 2)
     alone = Peers(0, listener, tmp_path)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.config.errors import ConfigError, Problem, is_user_error
-from moemesh.config.load import Resolved, load_run, resolved_toml
+from moemesh.config.load import Resolved, load_run, resolved_toml, with_recorded
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.renames import SCHEMA_KEY
@@ -22,6 +22,7 @@ from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names
 from moemesh.config.toml import format_value, key_lines
 from moemesh.config.train import TrainConfig
+from tests.mistakes.files import MODEL
 
 
 def write(folder: Path, text: str, name: str = "my.toml") -> Path:
@@ -312,3 +313,68 @@ def test_config_error_is_a_value_error_with_its_problems() -> None:
     assert str(error) == "1 problem in the configuration\n1. a.b = 3   (o)\n    m [c]\n    fix: f"
     assert is_user_error(error)
     assert not is_user_error(ValueError("x"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr", "warmup"),
+    [
+        ([], 3e-3, 20),
+        (["train.steps=5000"], 3e-3, 20),
+        (["train.steps=25"], 3e-3, 2),
+        (["train.steps=1"], 3e-3, 0),
+        (["train.steps=25", "train.warmup_steps=20", "train.lr=0.5"], 0.5, 20),
+        (["model.path=HERE"], 1e-5, 20),
+        (["model.path=HERE", "lora.rank=4", "train.steps=30"], 1e-4, 3),
+        (["model.path=HERE", "train.lr=0.003"], 3e-3, 20),
+    ],
+)
+def test_rate_and_warm_up_follow_from_the_rest(
+    tmp_path: Path, overrides: list[str], lr: float, warmup: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    given = [one.replace("HERE", str(tmp_path)) for one in overrides]
+    found = load_run([], given, {})
+    assert (found.config.train.lr, found.config.train.warmup_steps) == (lr, warmup)
+    for key in ("train.lr", "train.warmup_steps"):
+        is_given = any(one.startswith(f"{key}=") for one in overrides)
+        assert found.origins[key].startswith("--set" if is_given else "default by ")
+    # What is written down loads back as given, whatever else changes then.
+    (tmp_path / "run.toml").write_text(resolved_toml(found.config))
+    again = load_run([tmp_path / "run.toml"], ["train.steps=9000"], {}).config.train
+    assert (again.lr, again.warmup_steps) == (lr, warmup)
+
+
+def test_what_follows_is_kept_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    first = load_run([], ["train.steps=20"], {}).config
+    assert with_recorded(first, tmp_path) == first  # a new run
+    recorded = load_run([], ["train.lr=0.5", "train.warmup_steps=7"], {}).config
+    (tmp_path / "config.toml").write_text(resolved_toml(recorded))
+    longer = with_recorded(load_run([], ["train.steps=40"], {}).config, tmp_path).train
+    assert (longer.lr, longer.warmup_steps, longer.steps) == (0.5, 7, 40)
+    given = with_recorded(load_run([], ["train.lr=0.1"], {}).config, tmp_path).train
+    assert (given.lr, given.warmup_steps) == (0.1, 7)
+    # A file of an earlier version without the keys stands for their defaults.
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 20\n")
+    assert with_recorded(first, tmp_path).train.warmup_steps == 20
+
+
+def test_epochs_give_the_warm_up_when_they_are_steps() -> None:
+    config = load_run([], ["train.epochs=1.0"], {}).config
+    assert "warmup_steps" not in resolved_toml(config)
+    assert config.with_following(steps=50, epochs=None).train.warmup_steps == 5
+    given = load_run([], ["train.epochs=1.0", "train.warmup_steps=30"], {}).config
+    assert "warmup_steps = 30" in resolved_toml(given)
+    assert given.with_following(steps=50, epochs=None).train.warmup_steps == 30
+
+
+def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    found = load_run([tmp_path], [], {})
+    assert found.config.train.steps == 7
+    assert found.origins["train.steps"] == f"{tmp_path / 'config.toml'}:2"
+    (tmp_path / "config.toml").unlink()
+    with pytest.raises(ConfigError, match="the folder of a run"):
+        load_run([tmp_path], [], {})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"--set model.path={tmp_path}"):
+        load_run([tmp_path], [], {})

@@ -14,9 +14,7 @@ from moemesh.config.load import load_run
 from moemesh.config.migration import migrate
 from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
-from tests.test_cli import clean_environment, run
-
-__all__ = ["clean_environment"]  # a fixture, used by being here
+from tests.test_cli import run
 
 OLD = """# My run.
 

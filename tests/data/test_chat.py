@@ -12,6 +12,7 @@ import pytest
 from moemesh.comm.mesh import Mesh
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.corpus import Corpus
+from moemesh.data.documents import Document
 from moemesh.data.records import Where
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -54,6 +55,18 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+def by_itself(template: ChatTemplate, record: dict[str, Any], tokenizer: Tokenizer) -> Document:
+    """One conversation by itself."""
+    rendered = template.render(record, HERE)
+    ((ids, offsets),) = tokenizer.encode_with_offsets([rendered.text])
+    return Document(HERE, ids, rendered.mask(offsets))
+
+
+def learned_of(found: Document) -> list[int]:
+    assert found.learned is not None
+    return found.ids[found.learned].tolist()
+
+
 def jsonl(path: Path, *records: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
@@ -61,23 +74,21 @@ def jsonl(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_the_assistant_turns_carry_loss(folder: Path) -> None:
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
-        {"messages": TALK}, tokenizer, HERE
-    )
-    learned = [int(one) for one, is_learned in zip(*found, strict=True) if is_learned]
+    found = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
+    learned = learned_of(found)
     start, end = (tokenizer.encode(text, "") for text in (b"<|im_start|>", b"<|im_end|>"))
     assert len(start) == len(end) == 1
     text = tokenizer.decode([one for one in learned if one != int(end[0])])
-    assert text == "Hallo, schön!\nBye.\n"
+    assert text == "Hallo, schön!Bye.", "not the newline that the template writes behind a turn"
     assert learned.count(int(end[0])) == 2, "the end of a turn is learned"
     assert int(start[0]) not in learned, "the header is not"
 
 
 def test_bytes_of_characters_are_learned_whole() -> None:
     template = ChatTemplate(CHATML, {}, "test")
-    found = template.encode({"messages": TALK}, Tokenizer.open("bytes"), HERE)
-    text = bytes(int(one) for one, is_learned in zip(*found, strict=True) if is_learned).decode()
-    assert text == "Hallo, schön!<|im_end|>\nBye.<|im_end|>\n"
+    found = by_itself(template, {"messages": TALK}, Tokenizer.open("bytes"))
+    text = bytes(learned_of(found)).decode()
+    assert text == "Hallo, schön!<|im_end|>Bye.<|im_end|>"
 
 
 def test_the_rendering_is_that_of_transformers(folder: Path) -> None:
@@ -85,23 +96,28 @@ def test_the_rendering_is_that_of_transformers(folder: Path) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     expected = theirs.apply_chat_template(TALK, chat_template=CHATML, tokenize=False)
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
-        {"messages": TALK}, tokenizer, HERE
-    )
+    found = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
     assert np.array_equal(found.ids, tokenizer.encode(expected.encode(), HERE))
 
 
 def test_batches_have_the_mask(folder: Path, tmp_path: Path) -> None:
-    data = jsonl(tmp_path / "chat.jsonl", *[{"messages": TALK}] * 12)
+    data = jsonl(tmp_path / "chat.jsonl", *[{"messages": TALK}] * 50)
+    tokenizer = Tokenizer.open(str(folder))
+    one = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
     corpus = Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
-    assert corpus.learned is not None and len(corpus.learned) == len(corpus.tokens)
-    samples = Samples(corpus, seq_len=16, seed=0, global_batch=2)
-    ids = np.arange(4, dtype=np.int64)
-    (batch,) = own_batches(samples, Mesh.single("cpu"), ids, 1, seed=0)
-    assert batch.loss_mask_BS is not None
-    flat = batch.loss_mask_BS.flatten().numpy()
-    assert np.array_equal(flat, corpus.learned[1 : 4 * 16 + 1])
-    assert 0 < batch.num_loss_tokens() < batch.num_tokens
+    assert np.array_equal(corpus.tokens, np.tile(one.ids, 50)), "nothing stands between"
+    assert corpus.learned is not None and np.array_equal(corpus.learned, np.tile(one.learned, 50))
+    size = len(one.ids)
+    samples = Samples(corpus, seq_len=2 * size + 9, seed=0, global_batch=2)
+    (batch,) = own_batches(samples, Mesh.single("cpu"), np.arange(4), 1, seed=0)
+    assert batch.loss_mask_BS is not None and batch.documents_BS is not None
+    assert batch.valid_BS is not None and batch.valid_BS.sum(1).tolist() == [2 * size] * 4
+    # A token that carries loss is the target of the one before it.
+    learned = np.concatenate([one.learned[1:], [False]] * 2 + [np.zeros(9, dtype=bool)])
+    assert np.array_equal(batch.loss_mask_BS.numpy(), np.tile(learned, (4, 1)))
+    assert batch.num_loss_tokens() == 4 * 2 * one.learned.sum()
+    numbers = np.repeat([0, 1, -1], [size, size, 9])
+    assert np.array_equal(batch.documents_BS[0].numpy(), numbers)
 
 
 def test_texts_and_conversations_in_one_file(folder: Path, tmp_path: Path) -> None:
@@ -109,8 +125,9 @@ def test_texts_and_conversations_in_one_file(folder: Path, tmp_path: Path) -> No
     corpus = Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
     assert corpus.learned is not None
     assert corpus.learned[:5].all() and corpus.learned[-4:].all()
-    assert not corpus.learned[5], "the newline between documents"
-    assert len(corpus.starts) == 3
+    newline = Tokenizer.open(str(folder)).encode(b"\n", "")
+    assert corpus.learned[5] and corpus.tokens[5] == newline[0], "the end of a text"
+    assert corpus.starts[1] == 6 and len(corpus.starts) == 3
 
 
 def test_a_corpus_of_texts_has_no_mask(tmp_path: Path) -> None:
@@ -153,21 +170,20 @@ def test_templates_that_fail(folder: Path, tmp_path: Path) -> None:
         Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
 
 
-def test_a_template_that_rewrites_earlier_turns(folder: Path) -> None:
-    """Some drop earlier reasoning: the part of a turn in the whole text cannot be told then."""
-    template = ChatTemplate(
-        "{% for m in messages %}{{ m.content if loop.last else '' }};{% endfor %}", {}, "test"
-    )
-    with pytest.raises(DataError, match="turn 3 otherwise"):
-        template.encode({"messages": TALK}, Tokenizer.open(str(folder)), HERE)
+def test_a_template_that_leaves_turns_out() -> None:
+    """What is not in the text carries no loss; where no answer is, the record is bad."""
+    source = "{% for m in messages %}{{ m.content if loop.last else '' }};{% endfor %}"
+    template = ChatTemplate(source, {}, "test")
+    found = template.render({"messages": TALK}, HERE)
+    assert [found.text[span.start : span.stop] for span in found.learned] == ["Bye.;"]
+    with pytest.raises(DataError, match=r"line 7, byte 90: .* none of the assistant turns"):
+        template.render({"messages": [*TALK, {"role": "user", "content": "?"}]}, HERE)
 
 
 def test_generation_blocks_are_their_body() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     talk = [{"role": "assistant", "content": "ab"}]
-    found = ChatTemplate(source, {}, "test").encode(
-        {"messages": talk}, Tokenizer.open("bytes"), HERE
-    )
+    found = by_itself(ChatTemplate(source, {}, "test"), {"messages": talk}, Tokenizer.open("bytes"))
     assert bytes(found.ids).decode() == "ab"
 
 
@@ -182,7 +198,5 @@ def test_special_tokens_of_the_settings(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     talk = [{"role": "assistant", "content": "e"}]
     tokenizer = Tokenizer.open(str(folder))
-    found = ChatTemplate.open(Tokenizer.open(str(folder))).encode(
-        {"messages": talk}, tokenizer, HERE
-    )
+    found = by_itself(ChatTemplate.open(tokenizer), {"messages": talk}, tokenizer)
     assert tokenizer.decode([int(one) for one in found.ids]) == "Be"

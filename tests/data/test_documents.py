@@ -15,6 +15,7 @@ from moemesh.data.chat import ChatTemplate
 from moemesh.data.documents import encoded
 from moemesh.data.records import BadRecordError, Record, Where
 from moemesh.data.tokenizer import DataError, Tokenizer
+from tests.data.test_chat import by_itself
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
@@ -65,7 +66,8 @@ def test_batches_are_the_records_one_by_one(
     expected: list[tuple[Where, list[int], list[bool] | None]] = []
     for where, record in records():
         if isinstance(record, dict):
-            ids, learned = template.encode(record, tokenizer, where)
+            _, ids, learned = by_itself(template, record, tokenizer)
+            assert learned is not None
             expected.append((where, ids.tolist(), learned.tolist()))
         elif record:
             expected.append((where, tokenizer.encode(record, where).tolist(), None))

@@ -96,37 +96,38 @@ def test_ids_take_the_smallest_dtype(tmp_path: Path, vocab_size: int, dtype: str
 def test_parts_give_the_file_of_one_writer(
     tmp_path: Path, masked: tuple[int, ...], ends_last: bool
 ) -> None:
-    """Documents put together from parts; an end behind each, which carries no loss."""
+    """Documents put together from parts; an end behind each text, which carries loss as it does,
+    and with `ends_last` behind conversations and the last document, too."""
     documents = [ids(1, 2, 3), ids(4), ids(5, 6)]
     masks = [np.arange(len(d)) % 2 == 0 if i in masked else None for i, d in enumerate(documents)]
     with writer(tmp_path / "whole", end=(7, 8), ends_last=ends_last) as whole:
         for document, mask in zip(documents, masks, strict=True):
             whole.add(document, mask)
     for name, own in (("one", slice(0, 1)), ("two", slice(1, 3))):
-        with writer(tmp_path / name, end=(7, 8), ends_last=True) as part:
+        with writer(tmp_path / name, end=(7, 8), ends_last=ends_last) as part:
             for document, mask in zip(documents[own], masks[own], strict=True):
                 part.add(document, mask)
     with writer(tmp_path / "joined", end=(7, 8), ends_last=ends_last) as joined:
-        for name in ("one", "two"):
-            joined.extend(IndexedTokens.open(tmp_path / name))
+        for name, last in (("one", 0), ("two", 2)):
+            joined.extend(IndexedTokens.open(tmp_path / name), ends_text=masks[last] is None)
     for suffix in (BIN, IDX, MASK, META):
         first, second = (beside(tmp_path / name, suffix) for name in ("whole", "joined"))
         assert first.exists() == second.exists() == (suffix != MASK or bool(masked))
         if first.exists():
             assert first.read_bytes() == second.read_bytes()
     found = IndexedTokens.open(tmp_path / "joined")
-    last = [7, 8] if ends_last else []
-    assert found.tokens.tolist() == [1, 2, 3, 7, 8, 4, 7, 8, 5, 6, *last]
-    assert found.starts.tolist() == [0, 5, 8]
+    has_end = [ends_last or (i < 2 and i not in masked) for i in range(3)]
+    ends = [[7, 8] if one else [] for one in has_end]
+    parts = [[*document.tolist(), *end] for document, end in zip(documents, ends, strict=True)]
+    assert found.tokens.tolist() == [one for part in parts for one in part]
+    assert found.starts.tolist() == [0, len(parts[0]), len(parts[0]) + len(parts[1])]
     if masked:
         assert found.learned is not None
-        ends = [False, False]
         expected = [
-            bool(one)
-            for i, document in enumerate(documents)
-            for one in (*(np.ones(len(document), bool) if i not in masked else masks[i]), *ends)
+            [True] * len(part) if mask is None else [*mask.tolist(), *([False] * len(end))]
+            for part, mask, end in zip(parts, masks, ends, strict=True)
         ]
-        assert found.learned.tolist() == expected[: len(found.tokens)]
+        assert found.learned.tolist() == [one for part in expected for one in part]
     found.verify()
 
 

@@ -95,19 +95,6 @@ def test_a_source_without_a_sample_is_named() -> None:
     Samples(made, seq_len=10, seed=0, validation=[stream("v", 55)])
 
 
-def test_windows_without_loss_are_left_out() -> None:
-    learned = np.zeros(1001, dtype=bool)
-    learned[[5, 10, 11, 500, 1000]] = True  # targets of windows 0, 0, 1, 49 and 99
-    samples = Samples(stream("a", 1001, learned), seq_len=10, seed=0, held_out=0.25)
-    assert sorted([*samples.training_ids, *samples.held_out_ids]) == [0, 1, 49, 99]
-    assert samples.splits[0].without_loss == 96
-    mask = samples.loss_mask(np.array([0, 1, 49, 99]))
-    assert mask is not None and mask.sum(axis=1).tolist() == [2, 1, 1, 1]
-    none = stream("a", 1001, np.zeros(1001, dtype=bool))
-    with pytest.raises(DataError, match="100 samples have no target that carries loss"):
-        Samples(none, seq_len=10, seed=0)
-
-
 # --- files -----------------------------------------------------------------------------------
 
 
@@ -173,8 +160,8 @@ def test_another_key_of_the_text(tmp_path: Path) -> None:
     assert opened(data).num_tokens == 9 * 24 - 1
 
 
-def test_conversations_are_packed_and_only_answers_are_learned(tmp_path: Path) -> None:
-    """Also beside plain text and token files, and where a conversation is longer than a window."""
+def test_conversations_beside_texts(tmp_path: Path) -> None:
+    """Windows of the texts read on as they do alone; no conversation is cut or sees another."""
     pytest.importorskip("tokenizers")
     folder = add_tokenizer(tmp_path)
     tokenizer = Tokenizer.open(str(folder))
@@ -184,36 +171,31 @@ def test_conversations_are_packed_and_only_answers_are_learned(tmp_path: Path) -
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         talks.append({"messages": turns})
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
-    (tmp_path / "plain.txt").write_text("plain text " * 40)
+    (tmp_path / "plain.txt").write_text("plain text " * 200)
     data = DataConfig(
         sources=(
             DataSource(path=str(tmp_path / "chat.jsonl")),
             DataSource(path=str(tmp_path / "plain.txt")),
         ),
         tokenizer=str(folder),
-        documents="mask",
-        seq_len=16,
+        seq_len=380,
         global_batch=2,
         held_out=0.1,
     )
     samples = opened(data)
-    chats = samples.splits[0]
-    assert chats.without_loss > 5  # windows of nothing but long questions
     ids = np.arange(samples.num_samples)
     targets, mask, documents = samples.batch(ids)[1], samples.loss_mask(ids), samples.documents(ids)
     assert mask is not None and documents is not None
-    kept = {*samples.training_ids.tolist(), *samples.held_out_ids.tolist()}
     of_chats = ids < samples.firsts[1]
-    for row in ids:
-        text = tokenizer.decode(targets[row][mask[row]].tolist())
-        if of_chats[row]:
-            assert set(text) <= set("TELL") | set("</s>\n<|im_end|>"), text
-            assert (row in kept) == bool(mask[row].any())
-        else:
-            assert len(text) == 16 and row in kept
-    # The conversations are numbered in their order, and each begins with its own header.
-    numbers = documents[of_chats][:, :-1].reshape(-1)
-    assert np.unique(numbers).tolist() == list(range(6)) and (np.diff(numbers) >= 0).all()
+    for number in range(6):
+        own = mask & (documents[:, 1:] == number) & of_chats[:, None]
+        assert len(np.unique(np.nonzero(own)[0])) == 1, "in one sequence"
+        assert tokenizer.decode(targets[own].tolist()) == "TELL" * (7 * number + 1) + "</s>"
+    assert mask[~of_chats].all() and not documents[~of_chats].any()
+    alone = opened(data.model_copy(update={"sources": (data.sources[1],)}))
+    assert np.array_equal(alone.windows(np.arange(5)), samples.windows(ids[~of_chats]))
+    with pytest.raises(DataError, match=r"6 conversations have no .* raise data.seq_len"):
+        opened(data.model_copy(update={"seq_len": 8}))
 
 
 def test_several_formats_in_a_folder_are_told(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`make gpu` names commands that exist and plans that the GPUs at hand can run."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from moemesh.cli.application import app
 from moemesh.config.load import load_run
 from moemesh.config.trainable import refusals
 from tests.gpu_session import commands, main, plans, run, sanitized
+from tests.sandbox import ROOT
 
 
 def parse(words: list[str]) -> None:
@@ -57,10 +57,10 @@ def test_the_report_goes_on_behind_a_failure(tmp_path: Any) -> None:
 
 def test_memory_is_checked_where_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in (None, "/opt/cuda/bin/compute-sanitizer"):
-        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        monkeypatch.setattr("shutil.which", lambda name, *options, found=found: found)
         words = sanitized()
         assert (found in words) if found else not words
-    assert Path(words[words.index("gpu") + 1]).exists()
+    assert (ROOT / words[words.index("gpu") + 1]).exists()
 
 
 def test_a_machine_without_a_gpu_says_so(

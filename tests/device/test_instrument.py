@@ -23,6 +23,23 @@ def test_tensors_say_cuda_and_compute_as_the_cpu() -> None:
         assert device.totals("forward").launched[0].bytes == 4 * (12 + 6 + 8)
 
 
+def test_an_optimizer_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a CUDA build of torch on a machine without a device, which most of them are."""
+
+    def without_driver(*_: object) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceIndex", without_driver)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", without_driver)
+    with SimulatedDevice():
+        weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        weight.grad = torch.ones(3, device="cuda")
+        torch.optim.AdamW([weight], lr=0.5).step()
+        assert float(weight.detach().sum()) < 3
+        assert not torch.cuda.is_current_stream_capturing()  # other optimizers ask this
+
+
 def test_tensors_of_the_cpu_are_refused() -> None:
     with SimulatedDevice() as device:
         x, y = torch.ones(3, device="cuda"), torch.ones(3)

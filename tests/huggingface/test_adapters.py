@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.adapters import CONFIG, AdapterFolder, write_adapters
+from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS, AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import write_huggingface
 from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.store import Shard
@@ -73,8 +75,10 @@ def of_transformers(model: Any) -> Tensor:
 
 
 def loaded(kind: str, folder: Path) -> Any:
-    """PEFT's model over that of transformers."""
-    return peft.PeftModel.from_pretrained(copy.deepcopy(build(kind)), folder)
+    """PEFT's model over that of transformers. It says of no key that it was ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        return peft.PeftModel.from_pretrained(copy.deepcopy(build(kind)), folder)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -120,18 +124,44 @@ def test_every_family_merged(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "targets",
-    [("q_proj", "up_proj"), ("down_proj",), ("gate_proj", "up_proj"), ("k_proj", "o_proj")],
-    ids="-".join,
+    ("kind", "targets"),
+    [
+        ("qwen2_moe", ("q_proj", "up_proj")),
+        ("qwen2_moe", ("down_proj",)),
+        ("qwen2_moe", ("k_proj", "o_proj")),
+        # No module but stacks, and dense layers and shared experts beside them: one rank for all.
+        ("mixtral", ("gate_proj", "up_proj")),
+        ("gpt_oss", ("gate_proj", "up_proj", "down_proj")),
+        ("qwen3_moe", ("gate_proj", "up_proj", "down_proj")),
+        ("deepseek_v3", ("gate_proj", "up_proj", "down_proj")),
+    ],
 )
-def test_some_targets(tmp_path: Path, targets: tuple[str, ...]) -> None:
-    folder = save("qwen2_moe", tmp_path / "base")
+def test_some_targets(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> None:
+    folder = save(kind, tmp_path / "base")
     config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets, rslora=True))
     write_adapters(
-        ModelWeights(model), config, "qwen2_moe", tmp_path / "peft", dtype=torch.float32, base="x"
+        ModelWeights(model), config, kind, tmp_path / "peft", dtype=torch.float32, base="x"
     )
     expected = ours.logits(model, TOKENS)[0]
-    assert_near(of_transformers(loaded("qwen2_moe", tmp_path / "peft")), expected)
+    assert_near(of_transformers(loaded(kind, tmp_path / "peft")), expected)
+
+    again = ours.load(folder, config=config)
+    AdapterFolder(tmp_path / "peft", config, kind).load_into(shards(again))
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_wide_adapter_that_is_full_is_refused(tmp_path: Path) -> None:
+    """PEFT trained more rows than the adapters here have."""
+    folder = save("mixtral", tmp_path / "base")
+    targets = ("gate_proj", "up_proj", "down_proj")
+    config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets))
+    write_adapters(ModelWeights(model), config, "mixtral", tmp_path, dtype=torch.float32, base=None)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name in (name for name in tensors if "base_layer" not in name and "lora_B" in name):
+        tensors[name] = tensors[name] + 1
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="has other rows of A than its own"):
+        AdapterFolder(tmp_path, config, "mixtral").load_into(shards(model))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moemesh.checkpoint import store
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
+from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, differences
 from moemesh.config.huggingface.model import model_values
@@ -111,6 +114,36 @@ def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         expected, found = build(folder.name)(tokens()).logits, model.eval()(tokens()).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.layers.3.input_layernorm.weight": (48,)}, "is behind the 3 layers"),
+        ({f"model.layers.{i}.mlp.x": (1,) for i in range(3, 11)}, r"3.mlp.x .*\(and 7 more\)"),
+        ({"model.layers.0.self_attn.other.weight": (1,)}, "other.weight belongs to no part"),
+        ({"model.norm.weight": (47,)}, r"norm.weight has shape \[47\]"),
+        ({"model.norm.weight": None}, "norm.weight is missing"),
+        ({"lm_head.weight": None}, "lm_head.weight is missing"),
+        ({"model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}, None),
+        ({"mtp.norm.weight": (4,)}, None),
+    ],
+)
+def test_every_tensor_is_used_or_named(
+    folder: Path, change: dict[str, tuple[int, ...] | None], words: str | None
+) -> None:
+    contents = FolderContents(folder)
+    for name, shape in change.items():
+        contents.tensors.pop(name, None)
+        if shape is not None:
+            contents.tensors[name] = StoredTensor("", "float32", shape)
+    given = json.loads((folder / "config.json").read_text())
+    num_ahead = given.get("num_nextn_predict_layers", 0)
+    if words is None:
+        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
+        return
+    with pytest.raises(CheckpointError, match=words):
+        checked_tensors(contents, config_of(folder), folder.name, num_ahead)
 
 
 def test_our_configuration_means_the_same(folder: Path) -> None:

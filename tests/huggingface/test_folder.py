@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
 from moemesh.checkpoint.huggingface.folder import WeightFolder
-from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensors
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along, write_folder
 from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
+from moemesh.train.weight_sources import check_folder
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_shared_experts=0, num_experts=4)
 KIND = "qwen3_moe"
@@ -124,10 +127,97 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         WeightFolder(Path(__file__))
 
 
-def test_prediction_layers_behind_the_last_are_let_be(tmp_path: Path) -> None:
-    named = tensors() | {"model.layers.2.eh_proj.weight": torch.zeros(4, 4)}
-    save_file(named, tmp_path / SINGLE)
+@pytest.mark.parametrize(
+    ("kind", "num_ahead", "names", "refused_name"),
+    [
+        (KIND, 0, ["2.eh_proj.weight", "2.mlp.gate.weight"], None),
+        (KIND, 0, ["3.hnorm.weight", "3.mlp.gate.weight"], None),
+        (KIND, 0, ["2.mlp.gate.weight"], "2.mlp.gate.weight"),
+        (KIND, 1, ["2.mlp.gate.weight"], None),
+        (KIND, 1, ["10.mlp.gate.weight", "3.mlp.gate.weight", "2.mlp.gate.weight"], "3.mlp"),
+        (KIND, 1, ["2.mlp.gate.weight", "3.eh_proj.weight"], "2.mlp.gate.weight"),
+        # Families that are known to name a part that no other layer has.
+        ("deepseek_v3", 1, ["2.mlp.gate.weight"], "2.mlp.gate.weight"),
+        ("deepseek_v3", 0, ["2.enorm.weight", "2.mlp.gate.weight"], None),
+        (KIND, 0, ["9" * 5000 + ".mlp.gate.weight"], "belongs to no part of the model"),
+    ],
+)
+def test_layers_behind_the_last_are_prediction_layers_or_named(
+    kind: str, num_ahead: int, names: list[str], refused_name: str | None
+) -> None:
+    extra = [f"model.layers.{name}" for name in names]
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+    contents = SimpleNamespace(path="P", tensors=expected | dict.fromkeys(extra))
+    known = ahead_tensors(contents.tensors, CONFIG, kind, num_ahead)
+    contents.tensors = {
+        name: StoredTensor("", "float32", expected.get(name, ())) for name in contents.tensors
+    }
+    if refused_name is None:
+        FolderContents.check(contents, expected, known, CONFIG.num_layers)
+        assert known == set(extra)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        FolderContents.check(contents, expected, known, CONFIG.num_layers)
+    assert refused_name in str(caught.value)
+    if len(names[0]) < 100:
+        assert "is behind the 2 layers of config.json and of no pred" in str(caught.value)
+
+
+def test_an_unknown_tensor_of_a_layer_that_is_trained_ahead_is_named() -> None:
+    config = CONFIG.model_copy(update={"num_mtp_layers": 1})
+    names = [
+        "model.layers.2.enorm.weight",
+        "model.layers.2.a",
+        "model.layers.2.embed_tokens.weight",
+    ]
+    assert ahead_tensors(names, config, "deepseek_v3", 1) == {names[2]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mtp.fc.weight", "model.mtp_block.0.mlp.gate.weight", "model.rotary_emb.inv_freq",
+     "model.layers.0.self_attn.rotary_emb.inv_freq"],
+)  # fmt: skip
+def test_tensors_that_no_model_of_transformers_has_a_use_for(tmp_path: Path, name: str) -> None:
+    save_file(tensors() | {name: torch.zeros(2)}, tmp_path / SINGLE)
     HuggingFaceWeights(tmp_path, CONFIG, KIND)
+
+
+def test_one_file_counts_before_an_index(folder: Path) -> None:
+    """As in transformers, where a model was saved over a larger one."""
+    changed = {name: tensor.zero_() for name, tensor in tensors().items()}
+    save_file(changed, folder / SINGLE)
+    weights = HuggingFaceWeights(folder, CONFIG, KIND)
+    assert not weights.read("norm.weight", [range(32)]).any()
+    next(folder.glob("model-*")).unlink()
+    check_folder(folder)
+    HuggingFaceWeights(folder, CONFIG, KIND)
+
+
+def test_files_of_two_conversions_do_not_mix(folder: Path, tmp_path: Path) -> None:
+    """Loaders would take one file for the whole model."""
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: is a file of another model"):
+        write_folder(folder, deferred(tensors()), {})
+    write_folder(tmp_path / "one", deferred(tensors()), {})
+    with pytest.raises(CheckpointError, match=rf"{SINGLE}: is a file of another model"):
+        write_folder(tmp_path / "one", deferred(tensors()), {}, file_bytes=300_000)
+
+
+def test_pieces_of_different_dtypes_keep_their_numbers(tmp_path: Path) -> None:
+    """Queries in fp16 beside keys in fp32 and values in bf16."""
+    named = tensors()
+    expected = {name: named[name].clone() for name in named}
+    for name in named:
+        if "q_proj" in name or "v_proj" in name:
+            named[name] = named[name].to(torch.float16 if "q_proj" in name else torch.bfloat16)
+            expected[name] = named[name].float()
+    for folder, values in ((tmp_path / "mixed", named), (tmp_path / "full", expected)):
+        folder.mkdir()
+        save_file(values, folder / SINGLE)
+    mixed, full = (HuggingFaceWeights(tmp_path / one, CONFIG, KIND) for one in ("mixed", "full"))
+    name = "layers.1.attention.qkv"
+    box = [range(size) for size in full.tensors[name].shape]
+    assert torch.equal(mixed.read(name, box), full.read(name, box))
 
 
 def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:

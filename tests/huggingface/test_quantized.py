@@ -172,7 +172,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     save_file({"a.weight": weight, **scale}, tmp_path / "model.safetensors")
     assert WeightFolder(tmp_path, fp8).tensors["a.weight"].shape == (40, 30)
     with pytest.raises(CheckpointError, match="float8_e4m3fn and config"):
-        WeightFolder(tmp_path).contents.check({"a.weight": (40, 30)}, [".*"])
+        WeightFolder(tmp_path).contents.check({"a.weight": (40, 30)}, scale, 1)
     blocks = torch.zeros(2, 6, 3, 16, dtype=torch.uint8)
     mxfp4 = Quantization("mxfp4", (1, 32))
     assert "b_scales is missing" in refused({"b_blocks": blocks}, mxfp4)
@@ -180,3 +180,5 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
         {"b_blocks": blocks, "b_scales": torch.zeros(2, 6, dtype=torch.uint8)}, mxfp4
     )
     assert "of bytes" in refused({"b_blocks": blocks[..., :8].contiguous()}, mxfp4)
+    whole = {"b": torch.zeros(2, 96, 6), "b_blocks": blocks, "b_scales": blocks[..., 0].clone()}
+    assert "b is there twice: as it is, and as b_blocks" in refused(whole, mxfp4)

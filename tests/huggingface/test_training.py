@@ -58,6 +58,8 @@ def prepare(case: Case, tmp_path: Path) -> tuple[Path, list[str]]:
     keys |= {"model.path": folder, "train.optimizer": case.optimizer, "train.dtype": case.dtype}
     if case.sft:
         keys["data.path"] = write_sums(tmp_path / "sums.jsonl", 400)
+        # transformers reads on across conversations, of which two make a sequence.
+        keys |= {"data.documents": "ignore", "data.seq_len": 84}
     else:
         text = tmp_path / "text.txt"
         text.write_text("".join(random.Random(1).choices("abcdefgh 0123", k=6000)))
@@ -77,7 +79,7 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
         if mask_BS is not None:
             assert 0 < mask_BS.sum() < 0.8 * mask_BS.numel()
             targets_BS = targets_BS.masked_fill(~mask_BS, -100)
-        found.append(Step(batch.tokens_BS, targets_BS))
+        found.append(Step(batch.tokens_BS, targets_BS, batch.valid_BS))
     return found
 
 

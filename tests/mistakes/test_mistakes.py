@@ -7,6 +7,7 @@ it again.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,12 @@ def test_every_message_names_key_value_and_nearest_choice(found: list[Outcome]) 
     ]
     assert not wrong, wrong[:3]
     assert all(mistake.words for mistake in MISTAKES)
+
+
+def test_a_problem_that_can_be_mended_by_a_rule_has_a_fix(found: list[Outcome]) -> None:
+    kinds = "wrong-type|not-a-choice|missing|unknown-key|unknown-option|not-divisible"
+    bare = re.compile(rf"\[({kinds})\]\n(?!    fix: .)")
+    assert not [one.err for one in found if bare.search(one.err)]
 
 
 def test_a_message_takes_less_than_a_second(found: list[Outcome]) -> None:

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moemesh.config import parameters
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
+from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.holdings import Holdings
+from moemesh.planner.traffic.tensors import StagePlacement
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
 
@@ -108,3 +111,26 @@ def test_refusals(plan: str, model: str, code: str) -> None:
     with pytest.raises(ConfigError) as error:
         Holdings.named(plan, model)
     assert code in {problem.code for problem in error.value.problems}
+
+
+def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer for 100,000 ranks takes seconds: work is done for each place that differs."""
+    held = Holdings.named("pp=2,dp=64,tp=2,ep=4,etp=2,microbatch=1", "tiny")
+    asked: list[str] = []
+    count, find = ParameterTensor.elements_at, StagePlacement.held
+    monkeypatch.setattr(
+        ParameterTensor, "elements_at", lambda *given: asked.append("tensor") or count(*given)
+    )
+    monkeypatch.setattr(
+        StagePlacement, "held", lambda *given: asked.append("stage") or find(*given)
+    )
+    rows = held.to_json()["ranks"]
+    places = {tuple(row["at"][axis] for axis in ("pp", "tp", "ep", "etp")) for row in rows}
+    tensors = len(list(parameters.tensors(ModelConfig(), held.plan)))
+    assert len(rows) == 256 and asked.count("stage") == 2
+    assert asked.count("tensor") <= tensors * len(places) / 2
+    for rank in (0, 77, 255):
+        exact = sum(
+            one.local_elements(held.layout, rank) for one in find(held._placement, rank // 128)
+        )
+        assert rows[rank]["parameters"] == exact

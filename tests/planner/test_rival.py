@@ -169,8 +169,10 @@ def test_no_line_is_wider_than_a_terminal() -> None:
     """Thirty layouts differ in nearly every column."""
     _, planned = searched()
     why = ["tp=8,ep=8,data=zero3", "tp=3", "pp=2,dispatcher=hierarchical"]
+    assert len(planned.candidates) == 30
     planned = replace(planned, rivals=tuple(map(judged, why)), tokens=1e12)
-    text = plan_text(planned, "--model m --cluster c --seq-len 4096 --global-batch 64")
+    asked = "--model m --cluster c --seq-len 4096 --global-batch 64"
+    text = plan_text(planned, asked, explain=True)
     assert [line for line in text.split("\n") if len(line) > WIDTH] == []
     assert [line for line in text.split("\n") if line != line.rstrip()] == []
 

@@ -14,6 +14,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search import search
+from moemesh.planner.search.choices import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space, families
@@ -85,6 +86,63 @@ def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float
     assert all(all_of_it.memory(index).needed <= all_of_it.capacity for index in picked)
 
 
+@pytest.mark.representative("llama3-8b-80.0")
+@pytest.mark.parametrize("memory_gib", [50.0, 80.0])
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "llama3-8b"])
+def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
+    model: str, memory_gib: float
+) -> None:
+    machine = cluster(1, memory_gib)
+    narrow = space(machine, batch=16, schedules=("1f1b", "zb_v"), largest_microbatch=4)
+    all_of_it = Found(load_model(model).shape, machine, narrow)
+    safe = 0.7 * machine.memory_bytes
+    fits = [i for i in range(all_of_it.examined) if all_of_it.needed[i] <= all_of_it.capacity]
+    seconds = {index: all_of_it.seconds(index) for index in fits}
+    least = min(seconds.values())
+    rows = choose(all_of_it, 6, safe)
+    of_role = {role: row.number for row in rows for role in row.roles}
+    assert seconds[of_role["fastest"]] == least
+    ties = [index for index in fits if seconds[index] <= 1.02 * least]
+    first = of_role["recommended"]
+    assert rows[0].number == first and first in ties
+    assert all_of_it.needed[first] <= safe or all(all_of_it.needed[i] > safe for i in ties)
+    # Where the leanest of them alone is safe it is recommended, however many mechanisms it has.
+    least_memory = min(all_of_it.needed[i] for i in ties)
+    (lean, *_), safe_one = choose(all_of_it, 6, least_memory), all_of_it.needed[first]
+    assert all_of_it.needed[lean.number] == least_memory <= safe_one
+    simplest = min(words(all_of_it, i) for i in fits if seconds[i] <= 1.05 * least)
+    assert words(all_of_it, of_role["simplest"]) == simplest
+    if "safest" in of_role:
+        fastest_safe = min(seconds[i] for i in fits if all_of_it.needed[i] <= safe)
+        assert all_of_it.needed[of_role["safest"]] <= safe
+        assert seconds[of_role["safest"]] <= fastest_safe * 1.02
+    else:
+        assert all(all_of_it.needed[i] > safe for i in fits)
+    times = [seconds[row.number] for row in rows[1:]]
+    assert times == sorted(times) and len({row.number for row in rows}) == len(rows) <= 6
+    assert [row.number for row in choose(all_of_it, 1, safe)] == list(
+        dict.fromkeys([first, of_role["fastest"]])
+    ) or first == of_role["fastest"]
+
+
+def words(all_of_it: Found, index: int) -> int:
+    """Mechanisms, counted by hand."""
+    one = all_of_it.layout(index)
+    degrees = sum(getattr(one, axis) > 1 for axis in ("pp", "dp", "cp", "tp", "ep", "etp"))
+    of_schedule = {"zb_v": 2}.get(one.schedule, 0)
+    return degrees + of_schedule + bool(one.recompute) + (one.dispatcher == "hierarchical")
+
+
+def test_rows_are_different_answers() -> None:
+    """Layouts that cut the weights alike, by the same schedule and recomputation, are one row."""
+    all_of_it = found("qwen3-30b-a3b", 2)
+    rows = choose(all_of_it, 5, 0.7 * all_of_it.cluster.memory_bytes)
+    keys = ("pp", "tp", "ep", "etp", "schedule", "stages_per_rank", "recompute")
+    others = [all_of_it.layout(row.number) for row in rows if not row.roles]
+    assert len({tuple(getattr(one, key) for key in keys) for one in others}) == len(others)
+    assert sum(row.alike for row in rows) > 0
+
+
 def test_every_layout_is_legal_and_unique() -> None:
     machine = cluster(2)
     shape, rejected = load_model("mixtral-8x7b").shape, Counter[str]()
@@ -141,6 +199,16 @@ def test_json_keeps_the_contract() -> None:
         assert {"plan", "seconds", "memory_bytes", "breakdown"} <= row.keys()
         assert sum(row["breakdown"].values()) == pytest.approx(row["seconds"], rel=0.02)
     assert answer["lower_bound_seconds"] <= answer["plans"][0]["seconds"]
+    roles = [role for row in answer["plans"] for role in row["roles"]]
+    assert sorted(roles) == ["fastest", "recommended", "safest", "simplest"]
+    times = [row["seconds"] for row in answer["plans"]]
+    assert times == sorted(times) and answer["lower_bound_seconds"] == times[0]
+    assert "fastest" in answer["plans"][0]["roles"]
+    (recommended,) = [row for row in answer["plans"] if "recommended" in row["roles"]]
+    assert recommended["plan"] == answer["recommended"]
+    alone = to_json(plan_named("tiny", "dgx_a100", 128, 32, top=1))
+    assert [row["seconds"] for row in alone["plans"]] == times[:1]
+    assert alone["recommended"] == answer["recommended"]
 
 
 def test_bad_input_names_the_numbers() -> None:
@@ -154,7 +222,7 @@ def test_bad_input_names_the_numbers() -> None:
         plan_named("tiny", "dgx_h100", 128, 32, nodes=0)
     with pytest.raises(ConfigError, match="global_batch = 7") as batch:
         plan_named("llama3-8b", "dgx_h100", 4095, 7, nodes=509)
-    assert "legal" in str(batch.value)
+    assert "legal" in str(batch.value) and " x dp does not divide the batch" in str(batch.value)
     with pytest.raises(NothingFits, match="more than there is"):
         plan_named("deepseek-v3", "dgx_h100", 4096, 64, nodes=1)
 

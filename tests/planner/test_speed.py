@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from moemesh import cli
+from moemesh.cli import options
+from moemesh.cli.application import app
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.flops import count_flops, training_flops
+from moemesh.planner.kv_cache import read_cache_size
 from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.quantities import read_tokens
 from moemesh.planner.shapes.load import load_model
-from moemesh.planner.speed import Speed, device_peak_flops, peak_flops, read_tokens
+from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
 
 
 def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
@@ -74,3 +81,48 @@ def test_numbers_of_tokens(text: str, tokens: float) -> None:
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--tokens 14\.8T"):
         read_tokens(text)
+
+
+LENGTHS = [
+    ("4096", 4096),
+    ("4k", 4096),
+    ("4K", 4096),
+    ("1M", 2**20),
+    ("0.5k", 512),
+    ("2_000", 2000),
+]
+
+
+@pytest.mark.parametrize(("text", "tokens"), LENGTHS)
+def test_lengths_are_counted_in_1024(text: str, tokens: int) -> None:
+    """As papers and tables of runs do; one parser serves every verb, and its defaults."""
+    assert options.tokens(tokens) == options.tokens_of_any_sign(tokens) == tokens
+    assert options.tokens(text) == options.tokens_of_any_sign(text) == tokens
+    assert read_cache_size(f"32x{text}") == (32, tokens)
+
+
+@pytest.mark.parametrize("text", ["4q", "", "-1", "0", "1.5", "k"])
+def test_what_is_no_length(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="tokens"):
+        options.tokens(text)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "plan --model tiny --cluster laptop_cpu --global-batch 8 --top 1 --json --seq-len",
+        "estimate --model tiny --cluster laptop_cpu --plan dp=1 --global-batch 8 --json --seq-len",
+        "layout --model tiny --plan dp=2 --json --seq-len",
+        "partition --model tiny --cluster laptop_cpu --global-batch 8 --stages 1 --json --seq-len",
+        "dispatch --json --tokens",
+        "bench dispatch --tokens",
+        "bench memory --seq-len",
+        "evaluate folder --data text.txt --seq-len",
+        "generate folder --prompt text --max-tokens",
+        "esft scores folder text.txt --seq-len",
+    ],
+)
+def test_every_verb_reads_them(verb: str) -> None:
+    cli.import_verbs()
+    found = CliRunner().invoke(app, [*verb.split(), "0.1k"])
+    assert found.exit_code == 2 and "102.4 tokens" in found.output

@@ -10,8 +10,8 @@ from moemesh.report.balance import CLASSES, balance_heat_maps, colour_of
 def test_hot_gpus_keep_their_colour() -> None:
     picture = balance_heat_maps([[1.0, 1.0, 1.0, 5.0]], [[2.0, 2.0, 2.0, 2.0]])
     ElementTree.fromstring(picture)
-    before, after = picture.split("after: hottest")
-    assert colour_of(2.5) in before.split("before: hottest")[1]
+    before, after = picture.split("after: most loaded")
+    assert colour_of(2.5) in before.split("before: most loaded")[1]
     body = after.split("<g ")[1]
     assert colour_of(1.0) in body and colour_of(2.5) not in body
     assert "2.500 before, 1.000 after" in picture

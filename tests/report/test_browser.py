@@ -90,6 +90,35 @@ def test_widths_and_colour_schemes(chromium, pages, width, scheme):
         assert [text for text in texts if text[3] and text[1] < 8.5] == []
 
 
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_wide_table_scrolls_with_its_names_and_caption_in_sight(chromium, pages, width):
+    """And a shadow at the edge says so; no word of a name is broken."""
+    chromium.open(pages[0], width=width)
+    found = chromium.evaluate("""
+        [...document.querySelectorAll(".scroll")].filter(e => e.checkVisibility()).map(e => {
+          e.scrollLeft = 9999;
+          const box = e.getBoundingClientRect(), caption = e.querySelector("caption");
+          const last = [...e.querySelectorAll("tbody tr:first-child > *")];
+          return {
+            wide: e.scrollWidth > e.clientWidth,
+            caption: caption.getBoundingClientRect().right <= innerWidth,
+            name: last[0].getBoundingClientRect().left >= box.left - 1,
+            end: last.at(-1).getBoundingClientRect().right <= box.right + 1,
+            shadow: getComputedStyle(e).backgroundImage.includes("linear-gradient"),
+          };
+        })
+    """)
+    assert len(found) > 8 and any(one["wide"] for one in found) == (width == 390)
+    assert [
+        one for one in found if not all(value for key, value in one.items() if key != "wide")
+    ] == []
+    heights = chromium.evaluate(
+        "[...document.querySelectorAll('td.name')].filter(e => ['backward', 'gradients']"
+        ".includes(e.innerText)).map(e => e.getBoundingClientRect().height)"
+    )
+    assert heights and max(heights) < 40
+
+
 def test_print_is_light_and_cuts_nothing(chromium, pages):
     chromium.open(pages[0], width=1200)
     chromium.call("Emulation.setEmulatedMedia", media="print")

@@ -6,6 +6,7 @@ import random
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -14,14 +15,16 @@ from moemesh.cli.insight import explain as explain_verb
 from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
-from moemesh.config.load import load_run, resolved_toml
+from moemesh.config.load import load_run, resolved_toml, with_recorded
 from moemesh.planner.run_estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import explain
 from moemesh.report.failures import CAUSES, OTHER
-from moemesh.trace.run import PlannedStep, Run
+from moemesh.report.health import lower_rate
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Record, Timeline
 from moemesh.train.folder import refuse_changes
 from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
@@ -117,7 +120,10 @@ def test_what_bounds_a_run(tmp_path, name):
         assert command[command.index("--out") + 1] == str(tmp_path / "run")
         assert overrides[-1] == "train.steps=40"
         file = tmp_path / "run" / "config.toml"
-        configs = [load_run([file], more, environ={}).config for more in ((), overrides)]
+        configs = [
+            with_recorded(load_run([file], more, environ={}).config, tmp_path / "run")
+            for more in ((), overrides)
+        ]
         allowed = [command[i + 1] for i, word in enumerate(command) if word == "--allow-change"]
         refuse_changes(compare(*map(resolved_toml, configs)), frozenset(allowed))
         assert len(allowed) == (name == "imbalance")  # train.rebalance_every
@@ -251,6 +257,46 @@ def test_the_command_of_the_run_comes_back(tmp_path):
     assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text
 
 
+@pytest.mark.parametrize(
+    ("argv", "lr", "command"),
+    [
+        ("train --set train.lr=1e6 --out r --set train.steps=9", 1e6,
+         "train --out r --set train.steps=9 --set train.lr=0.003 --allow-change train.lr"),
+        ("train f.toml --set=train.lr=1 --set train.lr=5e-3 --allow-change train.lr", 5e-3,
+         "train f.toml --set train.lr=0.0005 --allow-change train.lr"),
+    ],
+)  # fmt: skip
+def test_a_diverged_run_is_given_each_key_once_and_a_usual_rate(tmp_path, argv, lr, command):
+    folder = folder_of(tmp_path / "run", timeline())
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.001", f"lr = {lr}"))
+    starts = [{"argv": ["moemesh", *argv.split()]}]
+    (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
+    (folder / "failure.json").write_text('{"kind": "Diverged", "message": "is not finite"}')
+    found = sorted(shlex.split(explain(Run.load(folder)).command))
+    assert found == sorted(["moemesh", *command.split()])
+
+
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [("", "0.003"), ('path = "hf"', "1e-05"), ('path = "hf"\n[lora]\nrank = 8', "0.0001")],
+)
+def test_a_lower_rate_is_at_most_the_usual_one(tmp_path, more, rate):
+    config = f"[train]\nlr = 3.0\n[model]\n{more}\n"
+    run = Run(folder=tmp_path, config=tomllib.loads(config))
+    assert lower_rate(run) == f"train.lr={rate}"
+
+
+def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline(reduce=8.0))
+    book = Ledger()
+    book.record(axis="dp_cp", op="all_reduce", phase="backward", caller="gradients", count=1,
+                payload_bytes=8, wire_bytes=2**30, received_bytes=8)  # fmt: skip
+    (folder / "ledger.json").write_text(json.dumps(ledgers_to_json({0: book})))
+    found = explain(Run.load(folder))
+    assert "global_batch" not in found.command and "and learns otherwise" in found.text
+
+
 def test_any_failure_report_is_explained(tmp_path):
     folder = folder_of(tmp_path / "run")
     for failure in ({}, {"kind": None, "message": 7, "collective": "x", "rank": None}):
@@ -263,7 +309,7 @@ def test_a_run_that_ended_without_a_word(tmp_path):
     (folder / "summary.json").unlink()
     found = explain(Run.load(folder))
     assert (found.state, found.cause) == ("interrupted", "killed")
-    assert found.command == f"moemesh train {folder / 'config.toml'} --out {folder}"
+    assert found.command == f"moemesh train {folder}"
 
 
 def test_the_verb_needs_no_torch(tmp_path):

@@ -39,9 +39,9 @@ def all_figures(name: str = "") -> dict[str, str]:
         line = Timeline(ranks=line.ranks, records=(*line.records, named), source="measured")
     return {
         "loss": curves.loss_curve(rows, unigram_loss=3.0)[0],
-        "throughput": curves.throughput_curve(rows)[0],
-        "gradient norm": curves.gradient_norm_curve(rows)[0],
-        "learning rate": curves.learning_rate_curve(rows)[0],
+        "throughput": curves.one_curve(rows, "tokens_per_second", "Throughput")[0],
+        "gradient norm": curves.one_curve(rows, "grad_norm", "Gradient norm")[0],
+        "learning rate": curves.one_curve(rows, "lr", "Learning rate")[0],
         "auxiliary": curves.auxiliary_curve(rows, unit="nats a byte")[0],
         "narrow loss": curves.loss_curve(rows, unigram_loss=3.0)[1],
         "imbalance": loads.imbalance_curve(some_loads)[0],

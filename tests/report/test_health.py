@@ -125,7 +125,7 @@ def test_rows_of_the_first_schema(tmp_path):
 
 
 def test_the_page_fits_a_terminal(tmp_path):
-    events = [(kind, 50 * "many words ") for kind in ("rollback", "skipped", "vote", "alarm")]
+    events = [(kind, 50 * "many words ") for kind in ("rollback", "skipped", "copies", "alarm")]
     found = explain(run_of(tmp_path / "run", FALLING, {100: 9.0}, 3.2, events=events))
     for width in (60, 100):
         lines = found.wrapped(width).splitlines()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -48,7 +49,11 @@ def rank_of(rank, *, length=1000.0, pause=400.0, offset=None):
         event(f"{MARK}all_gather over tp (mlp.enter)", begin + 10, 1, cat="user_annotation"),
         event("aten::empty", begin + 20, 80),
         event("aten::sum", begin + 100 + pause, 50),
+        event("aten::linear", begin + 150 + pause, length - 150 - pause),
         event("aten::mm", begin + 150 + pause, length - 150 - pause),
+        # What runs inside a product leaves it the longest, and the rest of it is no pause.
+        event("aten::resolve_conj", begin + 151 + pause, 1),
+        event("aten::resolve_conj", begin + length - 2, 1),
         event("aten::mm", begin + 5000, 10),
     ]
     place = {"kind": "F", "stage": 0, "microbatch": 0, "step": 3}
@@ -78,10 +83,25 @@ def test_the_verdict_by_hand():
     assert "1 step on 2 ranks, 2.4 ms a step" in text
     assert "forward 58.3%  optimizer 41.7%" in text
     assert "waits       tp 16.7%" in text
-    assert "operation   aten::mm: 0.86 ms a step and rank, 2 calls" in text
+    (first, *_) = [line for line in lines if line.startswith("operation")]
+    assert first == "operation   aten::mm: 0.86 ms a step and rank, 2 calls"
+    assert "operation   aten::linear: 0.00 ms" in text
     assert "0.4 ms on rank 0, all_gather over tp (mlp.enter)" in text
     assert "rank 1 works 1.40 times the mean, rank 0 0.60 times" in text
     assert "share a clock" in text
+    # Shares are those of the steps without the profiler, where these were measured.
+    plain = [Record(rank=0, start=0.0, end=0.3, name="data", step=2)]
+    plain += [Record(rank=0, start=0.3, end=1.2, name="optimizer", step=2)]
+    ranks = [replace(one, plain=plain, waited=share)
+             for one, share in zip(profile.ranks, (0.1, 0.3), strict=True)]  # fmt: skip
+    text = "\n".join(verdict(replace(profile, ranks=ranks)))
+    assert "without it  400.0 ms a step, of which the shares are" in text
+    assert "phases      optimizer 75.0%  data 25.0%  (mean rank)" in text
+    assert "waits       tp 20.0%  (for other ranks" in text
+    ranks = [replace(one, events=[], waited=0.25) for one in ranks]
+    assert "waits       25.0%  (for other ranks" in "\n".join(
+        verdict(replace(profile, ranks=ranks))
+    )
     empty = [RankProfile(rank=rank, host="node", events=[], phases=[]) for rank in (0, 1)]
     assert "no rank recorded" in "\n".join(verdict(Profile(ranks=empty, num_steps=1)))
 
@@ -144,6 +164,8 @@ def profiled(tmp_path, *plan):
         command, capture_output=True, text=True, env=environment, timeout=PATIENCE
     )
     assert found.returncode == 0, found.stderr
+    assert "profiler_start" not in found.stderr + found.stdout
+    assert "\nwithout it  " in found.stdout and " -" not in found.stdout
     lines = found.stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("profile "))
     assert len(lines) - start <= 20

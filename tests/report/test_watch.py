@@ -40,8 +40,14 @@ def lease(folder: Path, pid: int, host: str = "") -> None:
 def run(folder: Path, steps: int = 3, total: int = 10) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(f"[train]\nsteps = {total}\n")
-    append(folder / "events.jsonl", event("start", "model"))
-    details = {"mfu": 0.4, "load_max_over_mean": 1.5, "data_seconds": 0.02, "memory_bytes": 2**31}
+    append(folder / "events.jsonl", event("start", "model  7 layers\nplan   2 rank(s)"))
+    details = {
+        "mfu": 0.4,
+        "tflops_per_rank": 0.01,
+        "load_max_over_mean": 1.5,
+        "data_seconds": 0.02,
+        "memory_bytes": 2**31,
+    }
     append(folder / "metrics.jsonl", *(row(n, **details).to_json() for n in range(1, steps + 1)))
     lease(folder, os.getpid())
     return folder
@@ -152,7 +158,8 @@ def test_lines_in_a_pipe_until_the_end(tmp_path: Path) -> None:
     command = [*BIN, str(folder), "--every", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().endswith("start: model\n")
+        assert process.stdout.readline().endswith("start: model  7 layers\n")
+        assert process.stdout.readline().endswith("start: plan   2 rank(s)\n")
         assert process.stdout.readline().startswith("step 3/10  loss 2.5")
         append(folder / "metrics.jsonl", row(4).to_json())
         append(folder / "events.jsonl", event("finished", "validation loss 2"))

@@ -16,6 +16,7 @@ from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import saving
 from moemesh.train.checkpoints import Checkpoints
+from moemesh.train.console import Console
 from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
@@ -61,7 +62,9 @@ def chain_on_rank(
             assert checkpoint is not None and checkpoint.step == number - 1
             saving.load(checkpoint, parallel, optimizer)
         found.append(states(parallel, optimizer))
-        Checkpoints(run, parallel, optimizer, keys).save_last(number, {"step": number})
+        Checkpoints(run, parallel, optimizer, keys, Console(silent=True)).save_last(
+            number, {"step": number}
+        )
         parallel.close()
         end_meshes()
     return found

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOO
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
+from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.train.artifacts import _peak_flops
+from moemesh.train.artifacts import Artifacts, _peak_flops
 from moemesh.train.progress import Progress
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
@@ -47,6 +50,22 @@ def steps_with_lines(seconds: float, total: int, log_every: int = 0, done: int =
 
 def test_fast_steps_have_a_line_in_fifty() -> None:
     assert steps_with_lines(0.01, 200) == [1, 51, 101, 151, 200]
+    assert steps_with_lines(0.01, 1000) == [1, *range(51, 1000, 50), 1000]
+
+
+def test_short_runs_have_a_line_in_a_quarter() -> None:
+    assert steps_with_lines(0.01, 20) == [1, 6, 11, 16, 20]
+    assert steps_with_lines(0.01, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("validation", "is_told"), [(3.1, False), (3.2, True), (5.0, True)])
+def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_told: bool) -> None:
+    ended = SimpleNamespace(
+        config=RunConfig(), folder=SimpleNamespace(path="run"), _validation=validation, _unigram=3.2
+    )
+    text = Artifacts.summary(cast("Artifacts", ended))
+    assert f"validation loss     {validation:.4f} nats a byte" in text
+    assert ("has not learned" in text) == is_told
 
 
 def test_slow_steps_have_a_line_a_minute() -> None:

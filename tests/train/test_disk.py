@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.saver import Outcome
 from moemesh.checkpoint.stored import candidates, open_stored
+from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
+from moemesh.config.train import TrainConfig
 from moemesh.train import disk
+from moemesh.train.checkpoints import Checkpoints
+from moemesh.train.console import Console
+from moemesh.train.folder import RunFolder
 from tests.train import runs
 
 
@@ -31,7 +40,7 @@ def overrides(keys: dict[str, Any]) -> list[str]:
         pytest.param({"train__optimizer": "sgd", "train__momentum": 0.9}, id="momentum"),
         pytest.param({"train__dtype": "float64"}, id="float64"),
         pytest.param({"train__dtype": "bfloat16", "train__freeze": "layers.0.*"}, id="frozen"),
-        pytest.param({"lora__rank": 4}, id="lora"),
+        pytest.param({"lora__rank": 4, "train__train_only": "layers.0.*"}, id="lora"),
     ],
 )
 def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any]) -> None:
@@ -70,6 +79,30 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
                 disk.refuse_full_disk(config, tmp_path)
         else:
             assert disk.refuse_full_disk(config, tmp_path).free == free
+    for limit in (size - 1, size):
+        monkeypatch.setattr(disk, "file_limit", lambda limit=limit: limit)
+        if limit == size:
+            assert disk.refuse_full_disk(config, tmp_path).checkpoint == size
+        else:
+            with pytest.raises(disk.DiskError, match=rf"{size:,} .*of {limit:,} .*ulimit -f"):
+                disk.refuse_full_disk(config, tmp_path)
+
+
+def test_advice_speaks_of_a_checkpoint_only_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moemesh", "train"])
+    folder, console = RunFolder.open(tmp_path / "run"), Console(silent=False)
+    parallel: Any = SimpleNamespace(mesh=Mesh.single("cpu"))
+    own = Checkpoints(folder, parallel, cast("Any", None), TrainConfig(), console)
+    outcome = Outcome(2, "the disk is full", 0.1)
+    monkeypatch.setattr(own._saver, "finish", lambda hurry: outcome)
+    for step, words in ((None, "no checkpoint was written yet"), (1, "goes on from step 1: moe")):
+        if step is not None:
+            (folder.checkpoints / f"step-{step}").mkdir()
+        with pytest.raises(CheckpointError, match="the disk is full") as caught:
+            own.finish(raises=True)
+        assert words in str(caught.value.facts["advice"])
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ def check(where: Injection, outcomes: list[Outcome]) -> None:
     assert all(outcome.skipped for outcome in outcomes), where
     if where.kind != "weight":
         assert all(outcome.is_unchanged for outcome in outcomes), where
+    assert not finding.num_alike, "one sequence alone was spoiled"
     if where.kind == "loss":
         assert finding.phase == "loss" and finding.samples, finding
         return

@@ -5,21 +5,34 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from moemesh.checkpoint import ownership
 from moemesh.checkpoint.ownership import OwnedError
+from moemesh.checkpoint.retention import Standing, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.data.corpus import Corpus
+from moemesh.data.samples import Samples
 from moemesh.train import folder as folder_module
+from moemesh.train.data_record import record, refuse_other_data
+from moemesh.train.events import Events
 from moemesh.train.folder import RunFolder, RunFolderError, refuse_changes
+from tests.checkpoint.simulate import save_one, whole
+
+METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
+           "lr": 0.1, "seconds": 1.0}  # fmt: skip
 
 
 def test_module_does_not_import_torch() -> None:
@@ -64,6 +77,56 @@ def test_only_a_checkpoint_is_a_run(tmp_path: Path) -> None:
     assert RunFolder.open(tmp_path, "auto").has_run
     with pytest.raises(RunFolderError, match="never"):
         RunFolder.open(tmp_path, "never")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda run: shutil.rmtree(run / "checkpoints"),
+        lambda run: shutil.rmtree(run / "checkpoints/step-3"),
+        lambda run: [(run / "checkpoints/verified.json").unlink(),
+                     shutil.rmtree(run / "checkpoints/step-3"),
+                     Events(RunFolder(run, has_run=True)).add("saved", "step 3", 3)],
+    ],
+    ids=["the folder", "the steps", "all but the folder"],
+)  # fmt: skip
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    run = RunFolder.open(tmp_path / "run")
+    run.row_log("metrics.jsonl").append([METRICS | {"step": step} for step in (1, 2, 3, 4)])
+    run.row_log("loads.jsonl").append([{"step": 4}])
+    assert RunFolder.inspect(run.path).has_run  # it was killed before it saved
+    save_one(run.checkpoints, 3, [whole("w", torch.zeros(2))])
+    remember(run.checkpoints, [Standing(3, "digest", True, True)])
+    elsewhere = str(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=r"elsewhere holds none.* it kept them in .*/run/che"):
+        RunFolder.open(run.path, checkpoint_folder=elsewhere)
+    spoil(run.path)
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(RunFolderError, match=r"run records 4 steps, and .* holds none of its"):
+        RunFolder.open(run.path)
+    assert sorted(run.path.rglob("*")) == before and not Path(elsewhere).exists()
+    assert RunFolder.open(run.path, None).has_run  # a rank, after a look of its launcher
+
+
+def test_rows_are_set_aside_under_a_free_name(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path)
+    assert run.set_rows_aside() == []
+    for number in (1, 2):
+        run.row_log("metrics.jsonl").append([{"step": number}])
+        (tmp_path / "loads.jsonl").write_text("")
+        assert run.set_rows_aside() == [f"metrics-{number}.jsonl"]
+    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_checkpoints_in_the_memory_of_a_process_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(RunFolderError, match=r"checkpoint_folder memory:///x is in the memory of"):
+        RunFolder.open(tmp_path / "run", checkpoint_folder="memory://x")
+    with pytest.raises(UserError, match="name one store"):
+        RunFolder.open(tmp_path / "run", checkpoint_folder="simplecache::s3://bucket/x")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_users_own_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -292,6 +355,48 @@ def test_the_refusal_shows_the_difference() -> None:
     assert str(Change(key="a", old="x", new=True, kind="free")) == 'a: "x" -> true (free)'
     with pytest.raises(UserError, match="not TOML"):
         compare("= 1", OLD)
+
+
+def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
+    """Whatever the run folder says, and where there is none."""
+    place = tmp_path / "kept"
+    facts = {"num_files": 1, "num_bytes": 900, "vocab_size": 256, "tokenizer": "bytes"}
+    samples, others = (
+        Samples(Corpus(tokens=np.arange(seed, 900) % 256, source="t", **facts), seq_len=16, seed=0)
+        for seed in (0, 1)
+    )
+    state = {"config": OLD, "data": record(samples)}
+    save_one(place, 3, [whole("w", torch.zeros(2))], state)
+
+    def folder(name: str) -> RunFolder:
+        return RunFolder.open(tmp_path / name, checkpoint_folder=str(place))
+
+    assert [one.key for one in folder("new").changes(OLD.replace("ep = 2", "ep = 4"))] == [
+        "plan.ep"
+    ]
+    with pytest.raises(
+        RunFolderError, match=r"of the checkpoint .*/kept/step-3:\n  train.lr: 0.003"
+    ):
+        folder("new").changes(OLD.replace("lr = 0.003", "lr = 0.1"))
+    refuse_other_data(folder("new"), samples, allowed=False)
+    refuse_other_data(folder("new"), others, allowed=True)
+    with pytest.raises(RunFolderError, match=r"not those of the ch.*\n  t: 900 .* 899 now"):
+        refuse_other_data(folder("new"), others, allowed=False)
+    # Allowed once, and ended before it saved: the checkpoint counts.
+    run = folder("run")
+    run.write_text("config.toml", OLD.replace("lr = 0.003", "lr = 0.1"))
+    run.write_json("data.json", record(others))
+    assert run.changes(OLD) == []
+    refuse_other_data(run, samples, allowed=False)
+    with pytest.raises(RunFolderError, match=r"config.toml has another train.lr, with .* saved\):"):
+        run.changes(OLD.replace("lr = 0.003", "lr = 0.1"))
+    # One that cannot be read is passed over; one of an older version leaves it to the run folder.
+    (place / "step-4").mkdir()
+    assert folder("new").recorded.config == OLD
+    save_one(place, 5, [whole("w", torch.zeros(2))], {"step": 5})
+    assert folder("new").recorded.config is None and "0.1" in str(folder("run").recorded.config)
+    with pytest.raises(RunFolderError, match=r"not those of the run in .*\n  t: 899 .* 900 now"):
+        refuse_other_data(folder("run"), samples, allowed=False)
 
 
 def test_a_key_that_an_older_version_did_not_know_stands_for_its_default() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +19,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import replay
 from moemesh.train import session as sessions
@@ -27,10 +30,11 @@ from moemesh.train.construction import construct
 from moemesh.train.events import Events
 from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
-from moemesh.train.guard import Diverged
+from moemesh.train.guard import Diverged, Guard
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.signals import StopRequest
 from moemesh.train.spikes import CENTRE, LEAST, WINDOW, Spikes
+from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.train.vote import CopiesDiffer
 from tests.ranks import mesh_on_ranks
@@ -146,10 +150,12 @@ def run_on_rank(
         return Spoiled(error, facts, [], [], finite, 0)
     told = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     rows = (run.path / "metrics.jsonl").read_text().splitlines()
-    manifest = max(
-        run.checkpoints.glob("step-*/manifest.json"), key=lambda p: int(p.parent.name[5:])
-    )
-    position = json.loads(manifest.read_text())["state"]["position"]
+    saves = [
+        p for p in run.checkpoints.glob("step-*/manifest.json") if ".tmp-" not in p.parent.name
+    ]
+    # None where an error abandoned the save under way, be it the first.
+    manifest = max(saves, key=lambda p: int(p.parent.name[5:]), default=None)
+    position = json.loads(manifest.read_text())["state"]["position"] if manifest else 0
     return Spoiled(error, facts, told, [json.loads(row)["step"] for row in rows], finite, position)
 
 
@@ -213,6 +219,9 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
         advice = rank.facts["advice"]
         assert "the same command would end here again" in advice and "1e+30" in advice
     rank = outcomes[0]
+    told = [*of_kind(rank.events, "skipped"), rank.error]
+    # The weights are the cause, not the samples of a step.
+    assert all("; samples " not in one for one in told[-3:])
     bundle = Path(rank.facts["bundle"])
     body = json.loads((bundle / "bundle.json").read_text())
     ranks = mesh_on_ranks(Plan(dp=2, ep=2).layout, replay_on_rank, bundle, [])
@@ -221,6 +230,42 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
         assert found.microbatch == body["found"]["microbatch"]
     with pytest.raises(UserError, match="not a replay bundle"):
         Bundle(tmp_path, [])
+
+
+def test_no_sample_is_blamed_where_all_are_alike() -> None:
+    some = Finding(phase="loss", rank=0, ranks=(0,), value="NaN", samples=(7, 8))
+    assert "; samples 7, 8)" in str(some)
+    text = str(replace(some, num_alike=2))
+    assert "all 2 sequences alike" in text and "7, 8" not in text
+
+
+def test_each_step_in_a_row_names_its_own_samples() -> None:
+    said: list[str] = []
+    guard = Guard(TrainConfig(max_skips=3), lambda text, kind: said.append(text))
+    asked: list[tuple[int, bool]] = []
+
+    def examine(step: int, wants_bundle: bool) -> tuple[Finding, str | None]:
+        asked.append((step, wants_bundle))
+        found = Finding(phase="loss", rank=0, ranks=(0,), value="NaN", samples=(100 + step,))
+        return found, "failures/step-4" if wants_bundle else None
+
+    nothing = torch.zeros(0, 0, dtype=torch.int64)
+    bad = StepResult(
+        loss=math.nan, grad_norm=math.nan, aux_loss=0.0, mtp_loss=None, num_tokens=1,
+        counts_LE=nothing, dropped_L=nothing, skipped=True,
+    )  # fmt: skip
+    for step in (4, 5, 6):
+        guard.judge(step, bad)
+        if step < 6:
+            assert guard.settle(examine) is None
+            assert f"samples {100 + step})" in said[-1]
+            assert ("moemesh replay" in said[-1]) == (step == 4)
+    with pytest.raises(Diverged, match="samples 106") as caught:
+        guard.settle(examine)
+    assert asked == [(4, True), (5, False), (6, False)]
+    assert caught.value.facts["samples"] == [106]
+    assert caught.value.facts["bundle"] == "failures/step-4"
+    assert "look at the samples named" in caught.value.facts["advice"]
 
 
 def test_bundles_are_bounded(tmp_path: Path) -> None:

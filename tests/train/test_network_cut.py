@@ -19,7 +19,6 @@ from moemesh.bench import hosts
 from tests.train.runs import arguments
 from tests.waiting import PATIENCE, until
 
-ROOT = Path(__file__).parent.parent.parent
 REASON = hosts.why_not()
 pytestmark = [
     pytest.mark.slow,
@@ -32,14 +31,13 @@ def nodes(names: Sequence[str], command: Sequence[str]) -> Iterator[list[subproc
     """An agent of torchrun on each host, with one rank."""
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += ["--master-addr=10.117.0.1", "--master-port=29500", "-m", "moemesh"]
-    variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": hosts.INTERFACE}
     started = [
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", name, sys.executable, *torchrun[:4]),
                 *(f"--node-rank={number}", *torchrun[4:], *command),
             ],
-            env=os.environ | variables,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": hosts.INTERFACE},
             stderr=subprocess.PIPE,
             text=True,
         )

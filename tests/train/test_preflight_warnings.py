@@ -8,6 +8,7 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.trace.memory import format_bytes
+from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import (
     TooLargeError,
     memory_warning,
@@ -105,8 +106,72 @@ def test_memory_that_no_change_makes_enough() -> None:
     assert warning is not None and warning.endswith("with `moemesh plan`")
 
 
-def test_the_default_learning_rate_is_not_for_trained_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "usual", "high"),
+    [
+        ([], "0.003", "0.03"),
+        (["model.path=HERE"], "1e-05", "1e-4"),
+        (["model.path=HERE", "lora.rank=8"], "0.0001", "1e-3"),
+        (["train.optimizer=sgd"], "0.003", "3.0"),
+    ],
+)
+def test_a_rate_far_above_the_usual_one_is_named(
+    tmp_path: Path, overrides: list[str], usual: str, high: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (remark,) = said(f"model.path={tmp_path}")
-    assert "train.lr = 0.003 is made for training from scratch" in remark
-    assert said(f"model.path={tmp_path}", "train.lr=1e-5") == []
+    given = [one.replace("HERE", str(tmp_path)) for one in overrides]
+    assert str(load_run([], given, {}).config.train.lr) == usual and said(*given) == []
+    assert said(*given, f"train.lr={float(high) * 0.9}") == []
+    (remark,) = said(*given, f"train.lr={float(high) * 2}")
+    times = "2,000" if "sgd" in str(given) else "20"
+    assert f"is {times} times {float(usual):g}, the default for" in remark
+
+
+def test_parts_of_a_step_without_a_sequence_are_counted() -> None:
+    assert said("plan.dp=4", "plan.microbatches=8") == []
+    (remark,) = said("plan.dp=4", "plan.microbatches=9")
+    assert "data.global_batch = 32 sequences into 36 parts: 4 are empty" in remark
+
+
+@pytest.mark.parametrize("key", ["data", "validation", "sources"])
+def test_json_that_is_trained_on_as_text_is_named(tmp_path: Path, key: str) -> None:
+    lines = ['{"messages": [{"role": "user", "content": "a"}]}\n'] * 30
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    (tmp_path / "plain.txt").write_text("{ no JSON }\n" * 30)
+
+    def given(name: str, format: str) -> list[str]:
+        file = str(tmp_path / name)
+        if key == "sources":
+            return [f'data.sources=[{{path = "{file}", format = "{format}"}}]']
+        names = {"data": ("path", "format"), "validation": ("validation", "validation_format")}
+        return [f"data.{names[key][0]}={file}", f"data.{names[key][1]}={format}"]
+
+    assert said(*given("chats.jsonl", "jsonl")) == [] == said(*given("plain.txt", "text"))
+    assert said(*given("gone.jsonl", "text")) == []  # told where the data is looked at
+    for format in ("text", "bytes"):
+        (remark,) = said(*given("chats.jsonl", format))
+        assert f"= {format} trains on {tmp_path / 'chats.jsonl'} as it stands: 20 of " in remark
+
+
+@pytest.mark.parametrize(
+    ("overrides", "legal", "words"),
+    [
+        (["plan.dp=33"], ["plan.dp=32"], "1 of the 33 replicas would have nothing to do"),
+        (["plan.dp=64"], ["plan.dp=64", "data.global_batch=64"], "32 of the 64 replicas"),
+        (["lora.rank=8"], ["lora.rank=8", "train.train_only=*"], "beside random weights"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    overrides: list[str], legal: list[str], words: str
+) -> None:
+    (problem,) = untrainable(load_run([], overrides, {}))
+    assert words in problem.message and problem.fix
+    assert untrainable(load_run([], legal, {})) == []
+
+
+def test_adapters_of_a_run_that_goes_on_or_starts_from_weights_are_right(tmp_path: Path) -> None:
+    assert untrainable(load_run([], ["lora.rank=8"], {}), tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    assert untrainable(load_run([], ["lora.rank=8"], {}), tmp_path) == []
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    assert untrainable(load_run([], ["lora.rank=8", f"model.path={tmp_path}"], {})) == []

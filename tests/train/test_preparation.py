@@ -14,14 +14,12 @@ from moemesh.cli.weights import _length_of_run
 from moemesh.comm import devices
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run, resolved_toml
-from moemesh.train import evaluation, preflight_warnings, preparation
+from moemesh.train import evaluation, preflight_warnings, preparation, weight_sources
 from moemesh.train.lease import Lease
 from moemesh.train.preparation import finished, prepare
 from tests.documents import text_of
 from tests.mistakes.files import MODEL
-from tests.test_cli import clean_environment, run, run_guarded
-
-__all__ = ["clean_environment"]  # a fixture, used by being here
+from tests.test_cli import run, run_guarded
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +70,30 @@ def test_a_dry_run_of_a_run_that_goes_on(
     assert run(capsys, monkeypatch, "train", "--dry-run", *given)[0] == 0
 
 
+def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "kept/a/checkpoints/step-5").mkdir(parents=True)
+    recorded = load_run([], ["data.path=a.txt", "train.steps=10"]).config
+    (here / "kept/a/config.toml").write_text(resolved_toml(recorded))
+    (here / "kept/a/plan.json").write_text("{}")
+    given = ["train", "kept/a", "--dry-run"]
+    code, out, _ = run(capsys, monkeypatch, *given, "--set", "plan.dp=2")
+    assert code == 0 and "resume   from kept/a/checkpoints/step-5\n" in out
+    assert "writes   kept/a: " in out and "plan.dp: 1 -> 2 (layout)" in out
+    code, out, error = run(capsys, monkeypatch, *given, "--set", "train.lr=0.1")
+    assert code == 2 and "--allow-change train.lr" in error
+    # Another folder: a new run of the same configuration.
+    code, out, _ = run(capsys, monkeypatch, *given, "--out", "kept/b")
+    assert code == 0 and "resume   nothing there: a new run\nwrites   kept/b: " in out
+    # Repeated with more steps, a command does not change what follows from their number.
+    given = ["train", "--dry-run", "--out", "kept/a", "--set", "data.path=a.txt"]
+    code, out, error = run(capsys, monkeypatch, *given, "--set", "train.steps=400")
+    assert code == 0, error
+    assert "changed since the last call: train.steps: 10 -> 400 (free)" in out
+    assert "warmup" not in out
+
+
 def test_a_folder_in_use_is_refused_before_any_data_is_read(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +106,58 @@ def test_a_folder_in_use_is_refused_before_any_data_is_read(
     assert "gone: No such file" in run(capsys, monkeypatch, *given, "--takeover")[2]
     lease.release()
     assert "gone: No such file" in run(capsys, monkeypatch, *given)[2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "run other",
+        "run other --adapter",
+        "run other --delta",
+        "folder other",
+        "folder other --dtype bfloat16 --to huggingface",
+        "folder other --upcycle experts=2,k=1",
+        "folder other --upcycle experts=2,k=1 --to moemesh",
+        "folder other --apply delta",
+        "run stored",
+        "run tuned",
+        "run tuned --adapter",
+        "run tuned --delta",
+        "run run/checkpoints",
+        "run run/checkpoints/step-1",
+        "folder folder --to huggingface --dtype bfloat16",
+        "folder notes",
+        "folder a.txt",
+    ],
+)
+def test_nothing_is_converted_into_a_folder_that_holds_anything(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    for name in ("run", "other"):
+        (here / name / "checkpoints/step-1").mkdir(parents=True)
+        for file in ("config.toml", "metrics.jsonl", "checkpoints/step-1/manifest.json"):
+            (here / name / file).write_text(name)
+    (here / "stored/checkpoints/step-0").mkdir(parents=True)
+    (here / "notes").mkdir()
+    (here / "notes/mine.md").write_text("mine")
+    for name in ("folder", "tuned", "delta"):
+        (here / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (here / name / file).write_text(name)
+    before = {path: path.is_file() and path.read_bytes() for path in here.rglob("*")}
+    source, out, *options = given.split()
+    code, printed, error = run(capsys, monkeypatch, "convert", source, out, *options)
+    assert (code, printed) == (2, "") and f"{out}" in error, error
+    assert f"what is made of {source} would be mixed with it" in error or out == "a.txt"
+    assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
+
+
+def test_a_conversion_that_was_interrupted_may_go_on(here: Path) -> None:
+    for kind, left in (("folder", "model-00001-of-00002.safetensors"), ("run", "checkpoints/x")):
+        (here / kind / left).mkdir(parents=True)
+        (here / kind / ".model.safetensors.tmp").write_text("")
+        weight_sources.refuse_occupied(here / "in", here / kind, kind)  # pyright: ignore
+    weight_sources.refuse_occupied(here / "in", here / "new", "adapter")
 
 
 def test_a_finished_run_is_told_before_its_data_is_read(
@@ -108,6 +182,7 @@ def test_all_that_a_run_would_meet_is_told_at_once(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ["data.path=a.txt", "data.seq_len=9000", "lora.rank=2", "lora.path=gone"]
+    given.append("train.train_only=*")  # weights besides the adapters, of a run from scratch
     given += ["plan.dp=2", "plan.pp=2", "plan.schedule=gone.txt", "train.device=cuda"]
     words = [word for one in given for word in ("--set", one)]
     monkeypatch.setattr(devices, "num_gpus", lambda: 0)

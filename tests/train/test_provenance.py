@@ -71,6 +71,14 @@ def test_equal_diffs_are_written_once(tmp_path: Path) -> None:
     assert sorted(p.name for p in run.path.glob("*.patch")) == ["diff-3.patch", "diff.patch"]
 
 
+def test_a_return_behind_the_first_step_of_a_start_is_recorded(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path / "run")
+    run.write_json("provenance.json", {"starts": [{"first_step": 1}, {"first_step": 21}]})
+    for step, first in ((30, 21), (20, 21), (10, 11)):
+        provenance.record_return(run, step)
+        assert [start["first_step"] for start in read_starts(run.path)] == [1, first]
+
+
 def test_no_secret_is_written_down() -> None:
     given = {
         "OMP_NUM_THREADS": "2",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.train.repro import Comparison, ReproError, compare_rows, parts_of, repro
+from moemesh.train.repro import Comparison, ReproError, compare_rows, covering_parts, repro
 from tests.commands import python
 from tests.trace.test_run import row
 from tests.train.runs import arguments, metrics, moemesh
@@ -18,13 +18,13 @@ from tests.waiting import PATIENCE
 
 def test_the_newest_start_that_has_taken_a_step_counts() -> None:
     starts = [{"first_step": 1}, {"first_step": 11}, {"first_step": 5}, {"first_step": 31}]
-    found = [(one.record, one.first, one.last) for one in parts_of(starts, 20)]
+    found = [(one.record, one.first, one.last) for one in covering_parts(starts, 20)]
     assert found == [(starts[0], 1, 4), (starts[2], 5, 20)]
-    assert [(one.first, one.last) for one in parts_of(starts, 3)] == [(1, 3)]
+    assert [(one.first, one.last) for one in covering_parts(starts, 3)] == [(1, 3)]
     with pytest.raises(ReproError, match="do not cover"):
-        parts_of(starts[1:2], 20)
+        covering_parts(starts[1:2], 20)
     with pytest.raises(ReproError, match="do not cover"):
-        parts_of([], 20)
+        covering_parts([], 20)
 
 
 def test_rows_are_compared_bit_by_bit() -> None:

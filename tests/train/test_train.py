@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moemesh.checkpoint.stored import read_manifest
 from moemesh.trace.run import Run
 from tests import commands
 from tests.train.runs import arguments, losses, metrics, moemesh, start, train
@@ -61,6 +62,12 @@ def test_the_run_folder_is_complete(two_ranks: Path) -> None:
     assert all(key in row for row in rows for key in keys)
     assert rows[0]["tokens"] == 6 * 16 and "validation_loss" in rows[-1]
     run = Run.load(two_ranks)
+    state = read_manifest(two_ranks / "checkpoints/step-4").state
+    assert state["config"] == (two_ranks / "config.toml").read_text()
+    assert state["data"] == json.loads((two_ranks / "data.json").read_text())
+    assert [(one.step, one.text) for one in run.events if one.kind == "saved"] == [
+        (4, "first checkpoint of this start: step 4")
+    ]
     assert json.loads((two_ranks / "plan.json").read_text())["world_size"] == 2
     assert {
         profile["rank"] for profile in json.loads((two_ranks / "memory.json").read_text())["ranks"]
@@ -105,8 +112,12 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
     wait_for_checkpoint(out, 2)
     process.kill()
     process.wait()
+    (out / "timeline_simulated.json").write_text("{}")  # of an end under the first plan
     rows = train(out, **short, train__steps=6, plan__dp=2, plan__ep=2)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    plans = Run.load(out).plans
+    assert [one.record["dp"] for one in plans] == [1, 2] and plans[1].last == 6
+    assert not (out / "timeline_simulated.json").exists()
     assert_close(losses(rows), whole)
 
 
@@ -290,6 +301,41 @@ def test_another_model_in_the_same_folder_is_refused(two_ranks: Path) -> None:
     done = moemesh(*arguments(two_ranks, **TWO_RANKS, model__num_layers=3))
     assert done.returncode == 2
     assert "model.num_layers: 2 -> 3" in done.stderr and "another folder" in done.stderr
+
+
+def test_another_run_does_not_go_on_from_a_checkpoint_in_a_new_folder(
+    tmp_path: Path, one_rank: Path
+) -> None:
+    shutil.copytree(one_rank / "checkpoints", tmp_path / "kept")
+    keys = {"train__checkpoint_folder": f"file://{tmp_path}/kept", "train__steps": 6}
+    keys["data__path"] = str(one_rank.parent / "corpus.txt")
+    done = moemesh(*arguments(tmp_path / "new", **keys, train__seed=7, model__num_heads=4))
+    assert done.returncode == 2 and "--allow-change train.seed" in done.stderr
+    assert "model.num_heads: 8 -> 4 (model)" in done.stderr and not (tmp_path / "new").exists()
+    again = moemesh(*arguments(tmp_path / "new", **keys))
+    assert again.returncode == 0 and "resumed from step 4" in again.stdout
+
+
+def test_a_run_that_was_killed_before_it_saved_begins_again_and_keeps_its_rows(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "run"
+    process = start(*arguments(out, train__steps=5000), python=commands.python())
+    until((out / "metrics.jsonl").exists, process)
+    process.kill()
+    process.communicate()
+    rows = (out / "metrics.jsonl").read_bytes()
+    short = [*arguments(out, train__steps=2), "--allow-change", "train.steps"]
+    done = moemesh(*short)
+    assert done.returncode == 0, done.stderr
+    assert "kept in metrics-1.jsonl and loads-1.jsonl" in done.stdout
+    assert (out / "metrics-1.jsonl").read_bytes() == rows and len(metrics(out)) == 2
+    # Of a run that has saved nothing is replaced.
+    shutil.rmtree(out / "checkpoints")
+    rows = (out / "metrics.jsonl").read_bytes()
+    done = moemesh(*short)
+    assert done.returncode == 2 and "run records 2 steps, and" in done.stderr
+    assert (out / "metrics.jsonl").read_bytes() == rows and not (out / "checkpoints").exists()
 
 
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_ranks_that_do_not_see_each_other_do_not_meet(
     folder = meet(node, lambda folder: ["true"])
     assert folder is not None
     handle = lock(folder)
-    monkeypatch.setattr(nodes, "_processes", lambda: "another container")
+    monkeypatch.setattr(nodes, "process_namespace", lambda: "another container")
     assert meet(node, lambda folder: ["true"]) is None
     os.close(handle)
 

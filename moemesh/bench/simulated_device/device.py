@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -48,9 +47,8 @@ class SimulatedDevice(Counts):
         compile (:mod:`moemesh.ops.fusion`) counts as one kernel that reads its arguments and writes
         its results, else operation by operation."""
         super().__init__()
-        self.fuses = fuses
-        self.capability, self.num_devices = capability, num_devices
-        self._stack = ExitStack()
+        self.fuses, self.capability, self.num_devices = fuses, capability, num_devices
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
         assert not current, "one simulated device at a time"
@@ -82,8 +80,7 @@ class SimulatedDevice(Counts):
                 self.is_inside = False
             touched = list(tensors_of((args, kwargs, found)))
             num_bytes = sum(bytes_of(x.numbers) for x in touched if isinstance(x, DeviceTensor))
-            kernel = Kernel(function.__name__, 0, num_bytes, touched[0].dtype, line())
-            self.queue(kernel)
+            self.queue(Kernel(function.__name__, 0, num_bytes, touched[0].dtype, line()))
             return found
 
         return call
@@ -104,6 +101,9 @@ class SimulatedDevice(Counts):
             (cuda, "max_memory_allocated", lambda device=None: 0),
             (cuda, "reset_peak_memory_stats", lambda device=None: None),
             (cuda, "current_stream", lambda device=None: Stream()),
+            (cuda, "is_current_stream_capturing", lambda: False),
+            # A CUDA build would ask its driver, which is missing where no device is.
+            (torch.accelerator, "current_accelerator", lambda check_available=False: None),
             (cuda, "Stream", Stream),
             (cuda, "stream", lambda stream: contextlib.nullcontext()),
             (cuda, "Event", Event),

@@ -7,7 +7,8 @@ all experts of a layer are one parameter, and gate with up is one, too. PEFT ada
 (``target_parameters``) with A [E R, I], the experts one after the other, and B [O, R E], the
 experts of a rank side by side; the adapter of ``gate_up_proj`` lies under ``base_layer`` where
 ``down_proj`` has one. Separate adapters of gate and up are then one of rank 2 R whose B is block
-diagonal, with twice the alpha.
+diagonal, with twice the alpha. Where no module but stacks are adapted, all are "wide": of rank 2 R,
+the others with zeros behind their own, for PEFT warns of a ``rank_pattern`` that fits no module.
 """
 
 from __future__ import annotations
@@ -109,25 +110,25 @@ class Adaptation(NamedTuple):
 
     def load(self, factor: str, stored: Tensor) -> list[Tensor]:
         """Our factors of all parts from PEFT's tensor. Where its A serves gate and up together,
-        both get it. Raises CheckpointError where it serves them in part."""
-        if not self.is_stack:
-            return [stored if factor == "A" else self._logical(stored, self.rank)]
-        experts = self.weight.shape[0]
+        both get it. Raises CheckpointError where it serves them in part, or has numbers behind
+        their rank."""
+        experts = self.weight.shape[0] if self.is_stack else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
         places = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
         if factor == "A":
-            by_expert = stored.reshape(experts, rank, -1)
-            return [by_expert[:, start : start + self.rank] for start in places]
-        by_expert = stored.reshape(-1, rank, experts).permute(2, 0, 1)
-        if _is_transposed(self._piece(rank)):
-            by_expert = by_expert.transpose(1, 2)
-        joined = self._logical(by_expert.contiguous(), rank)
+            by_expert = stored.reshape(experts, rank, -1) if self.is_stack else stored
+            return [by_expert.narrow(-2, start, self.rank) for start in places]
+        if self.is_stack:
+            stored = stored.reshape(-1, rank, experts).permute(2, 0, 1)
+            if _is_transposed(self._piece(rank)):
+                stored = stored.transpose(1, 2)
+        joined = self._logical(stored.contiguous(), rank)
         found: list[Tensor] = []
         for part, start in zip(self.parts, places, strict=True):
-            own = _rows(joined, part)
+            own = _rows(joined, part) if self.is_stack else joined
             outside = [own[..., :start], own[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
-                raise CheckpointError(f"{self.name('B')}: gate and up share a part of A's rows")
+                raise CheckpointError(f"{self.name('B')}: has other rows of A than its own")
             found.append(own[..., start : start + self.rank])
         return found
 
@@ -141,9 +142,7 @@ class Adaptation(NamedTuple):
 
     def _logical(self, stored: Tensor, rank: int) -> Tensor:
         piece = self._piece(rank)
-        ends = zip(piece.offset, piece.shape, strict=True)
-        box = [range(start, start + size) for start, size in ends]
-        return piece.read(box, lambda name, ranges: stored)
+        return piece.read(piece.box, lambda name, ranges: stored)
 
 
 def _rows(joined: Tensor, part: Part) -> Tensor:
@@ -180,27 +179,36 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
     """``adapter_config.json``; `base` is the folder or name of the weights beside the adapters."""
     lora, every = model.lora, list(adaptations(model, kind))
     stacks = {one.target for one in every if one.is_stack}
-    # Beside stacks PEFT takes the name of any other MLP for that of the experts, unless it is
-    # given as a parameter.
-    modules, paths = set[str](), set[str]()
+    modules, parameters = set[str](), set(stacks)
     for one in (one for one in every if not one.is_stack):
+        # Beside stacks PEFT takes the name of any other MLP for that of the experts, unless it is
+        # given as a parameter.
         if stacks and ".feed_forward." in one.weight.name:
-            paths.add(".".join(one.module.split(".")[-2:]) + ".weight")
+            parameters.add(".".join(one.module.split(".")[-2:]) + ".weight")
         else:
             modules.add(one.target)
-    doubled = rf".*\.{_FUSED}" if any(len(one.parts) > 1 for one in every) else None
-    alpha = lora.alpha * (math.sqrt(2) if lora.rslora else 2)
+    rank, alpha = lora.rank, int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    double = 2 * lora.rank, lora.alpha * (math.sqrt(2) if lora.rslora else 2)
+    patterns: dict[str, tuple[int, float]] = {}
+    is_doubled = any(len(one.parts) > 1 for one in every)
+    if is_doubled and not modules:
+        rank, alpha = double
+    elif is_doubled:
+        # The first that matches counts. The second names a module, too: PEFT warns of a pattern
+        # that fits parameters alone.
+        module = min(modules)
+        patterns = {module: (rank, alpha), rf".*\.{_FUSED}|{module}": double}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "use_rslora": lora.rslora,
         "target_modules": sorted(modules) or None,
-        "target_parameters": sorted(stacks | paths) or None,
-        "rank_pattern": {} if doubled is None else {doubled: 2 * lora.rank},
-        "alpha_pattern": {} if doubled is None else {doubled: alpha},
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": {key: one for key, (one, _) in patterns.items()},
+        "alpha_pattern": {key: one for key, (_, one) in patterns.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -221,22 +229,29 @@ def write_adapters(
     """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
     5 of the family `kind`."""
     shapes = {tensor.name: tensor.shape for tensor in tensors(model, Plan())}
+    config = peft_config(model, kind, base)
+    every = list(adaptations(model, kind))
+    if config["r"] != model.lora.rank:
+        every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
 
     def make(one: Adaptation, factor: str) -> Tensor:
         names = [one.factor(part, factor) for part in one.parts]
         own = [weights.read(name, [range(size) for size in shapes[name]]) for name in names]
+        more = one.rank - model.lora.rank
+        pad = (0, 0, 0, more) if factor == "A" else (0, more)
+        own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
         return one.store(factor, own).to(dtype).contiguous()
 
     made = {
         one.name(factor): Deferred(
             dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
         )
-        for one in adaptations(model, kind)
+        for one in every
         for factor in "AB"
     }
     out.mkdir(parents=True, exist_ok=True)
     replace_by(out / WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
-    write_json(out / CONFIG, peft_config(model, kind, base))
+    write_json(out / CONFIG, config)
 
 
 class AdapterFolder:
@@ -251,9 +266,9 @@ class AdapterFolder:
             name: entry.shape
             for name, entry in read_header(path / WEIGHTS, file_size(path / WEIGHTS)).items()
         }
-        self._check_config(given, model.lora)
         self._adaptations = list(adaptations(model, kind))
-        self._check_tensors(found)
+        self._check_config(given, model.lora, peft_config(model, kind, None))
+        self._check_tensors(found, given["r"])
         self._places = {
             one.factor(part, factor): (one, index, factor)
             for one in self._adaptations
@@ -285,15 +300,21 @@ class AdapterFolder:
             self._last = stored, one.load(factor, self._file.get_tensor(stored))
         return self._last[1][index]
 
-    def _check_config(self, given: dict[str, Any], lora: LoraConfig) -> None:
+    def _check_config(
+        self, given: dict[str, Any], lora: LoraConfig, written: dict[str, Any]
+    ) -> None:
+        """`written`: what this package would have written."""
         path = self.path / CONFIG
         if given.get("peft_type") != "LORA":
             raise CheckpointError(f"{path}: is of the type {given.get('peft_type')}, not LORA")
         expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-        for (key, value), ours in zip(expected.items(), ("rank", "alpha", "rslora"), strict=True):
-            if given.get(key, False) != value:
+        if given.get("r") == written["r"]:
+            expected = {key: written[key] for key in expected}
+        for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
+            if given.get(key, False) != expected[key]:
                 raise CheckpointError(
-                    f"{path}: has {key} = {given.get(key)}, and lora.{ours} is {value}"
+                    f"{path}: has {key} = {given.get(key)}, and lora.{ours} is "
+                    f"{getattr(lora, ours)}"
                 )
         for key in ("use_dora", "modules_to_save", "lora_bias", "layer_replication"):
             if given.get(key):
@@ -301,14 +322,14 @@ class AdapterFolder:
         ranks, alphas = (given.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
         root = math.sqrt if lora.rslora else float
         for key in sorted(ranks.keys() | alphas.keys()):
-            rank, alpha = ranks.get(key, lora.rank), alphas.get(key, lora.alpha)
+            rank, alpha = ranks.get(key, given["r"]), alphas.get(key, given["lora_alpha"])
             if not math.isclose(alpha / root(rank), lora.scaling):
                 raise CheckpointError(
                     f"{path}: {key} has rank {rank} and alpha {alpha}, another scaling than "
                     f"rank {lora.rank} and alpha {lora.alpha} of the rest"
                 )
 
-    def _check_tensors(self, found: dict[str, tuple[int, ...]]) -> None:
+    def _check_tensors(self, found: dict[str, tuple[int, ...]], rank: int) -> None:
         path = self.path / WEIGHTS
         expected = {one.name(factor): (one, factor) for one in self._adaptations for factor in "AB"}
         of_folder = sorted({match[1] for name in found if (match := _LEAF.search(name))})
@@ -324,7 +345,7 @@ class AdapterFolder:
                 f"of no target of lora.targets{advice}"
             )
         for name, (one, factor) in expected.items():
-            legal = {one.shape(factor, one.total_rank), one.shape(factor, one.rank)}
+            legal = {one.shape(factor, each) for each in (one.total_rank, one.rank, rank)}
             if found[name] not in legal:
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(found[name])}, this model makes it "

@@ -27,6 +27,7 @@ from moemesh.config.huggingface.quantization import Quantization
 #: Upper bound of an index that will be parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 #: Numbers that a weight can be stored as.
 _WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: safetensors' names of dtypes -> torch's.
@@ -99,16 +100,18 @@ class FolderContents:
                 raise CheckpointError(f"{path}: holds {name}, which {INDEX} places in {there}")
             self.stored[name] = StoredTensor(file, dtype, entry.shape, start)
 
-    def check(self, expected: dict[str, tuple[int, ...]], known: Collection[str] = ()) -> None:
-        """Raises CheckpointError unless the folder holds the tensors `expected` with these shapes,
-        and no others but those that match a pattern of `known`."""
+    def check(
+        self, expected: dict[str, tuple[int, ...]], known: Collection[str], num_layers: int
+    ) -> None:
+        """Raises CheckpointError unless the folder holds the tensors `expected` of a model of
+        `num_layers` with these shapes, and no others but those that are `known`."""
         missing = [name for name in expected if name not in self.tensors]
-        extra = [
-            name
-            for name in self.tensors
-            if name not in expected and not any(re.fullmatch(one, name) for one in known)
-        ]
+        extra = [name for name in self.tensors if name not in expected and name not in known]
+        behind = [name for name in sorted(extra, key=layer_of) if layer_of(name) >= num_layers]
+        why = f"is behind the {num_layers} layers of config.json and of no prediction layer (MTP)"
+        extra = [name for name in extra if name not in behind]
         lines = _listed("is missing", missing) + _listed("belongs to no part of the model", extra)
+        lines += _listed(why, behind)
         for name, shape in expected.items():
             if (tensor := self.tensors.get(name)) is None:
                 continue
@@ -116,7 +119,7 @@ class FolderContents:
                 found = list(tensor.shape)
                 lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
             elif tensor.dtype not in _WEIGHT_DTYPES:
-                why = "and config.json names no quantization" if "float8" in tensor.dtype else ""
+                why = "and config.json names no such format" if "float8" in tensor.dtype else ""
                 lines.append(f"{name} is stored as {tensor.dtype} {why}".rstrip())
         if lines:
             more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
@@ -125,6 +128,12 @@ class FolderContents:
                 + "\n  ".join(lines[:_MOST_LINES])
                 + more
             )
+
+
+def layer_of(name: str) -> int:
+    """The layer that the name of a tensor says; -1 of none."""
+    match = _LAYER.match(name)
+    return -1 if match is None else int(match[1])
 
 
 def plain_file(folder: Path, name: str) -> Path:
@@ -156,9 +165,9 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 def _index(path: Path) -> dict[str, str] | None:
     """Tensor -> file; None where there is one file without an index."""
+    if (path / SINGLE).exists():  # as transformers chooses, where both are there
+        return None
     if not (path / INDEX).exists():
-        if (path / SINGLE).exists():
-            return None
         raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
     found = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +15,19 @@ from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.delta import Delta
 from moemesh.checkpoint.huggingface.folder import WeightFolder
-from moemesh.checkpoint.huggingface.logical import LogicalTensor, extra_layers, logical_tensors
-from moemesh.checkpoint.huggingface.pieces import Piece
+from moemesh.checkpoint.huggingface.logical import (
+    AHEAD_COPIES,
+    LogicalTensor,
+    ahead_tensors,
+    logical_tensors,
+)
+from moemesh.checkpoint.huggingface.pieces import Piece, slices
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD
+from moemesh.config.huggingface.keys import first
 from moemesh.config.model import ModelConfig
 
 #: A stack of experts; a checkpoint has each expert by itself.
@@ -79,15 +86,17 @@ def write_huggingface(
 ) -> None:
     """Write `weights` as a folder of the family `kind` with this `config`.
 
-    All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Layers
-    behind the last that the folder `origin` has and the model has not are copied from there. With
+    All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Prediction
+    layers that the folder `origin` has and the model has not are copied from there. With
     `delta` its tensors take the places of those of `weights`.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
     if delta is not None:
         tensors = delta.onto(tensors)
     if origin is not None:
-        tensors |= _extra(origin, tensors, model, dtype)
+        num_ahead = first(config, "num_mtp_layers", 0)
+        names = ahead_tensors(origin.tensors, model, kind, num_ahead)
+        tensors |= _ahead(origin, names - tensors.keys(), tensors, dtype)
     write_folder(out, tensors, config, on_file=on_file)
 
 
@@ -148,35 +157,26 @@ def _stored(
     weights: Weights, name: str, tensor: LogicalTensor, piece: Piece, dtype: torch.dtype
 ) -> Tensor:
     """The tensor of a folder that `piece` stands for."""
-    box = [
-        range(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True)
-    ]
     if tensor.view == tensor.shape:
-        return piece.store(weights.read(name, box).to(dtype))
+        return piece.store(weights.read(name, piece.box).to(dtype))
     table = weights.read(name, [range(size) for size in tensor.shape]).reshape(tensor.view)
-    return piece.store(table[tuple(slice(one.start, one.stop) for one in box)].to(dtype))
+    return piece.store(table[slices(piece.box)].to(dtype))
 
 
-def _extra(
-    folder: WeightFolder,
-    tensors: Mapping[str, Deferred],
-    model: ModelConfig,
-    dtype: torch.dtype,
+def _ahead(
+    folder: WeightFolder, names: Set[str], tensors: Mapping[str, Deferred], dtype: torch.dtype
 ) -> dict[str, Deferred]:
-    """Tensors of further prediction layers that the model does not have, as they stand; of a
+    """The tensors `names` of prediction layers that the model does not have, as they stand; of a
     quantized folder in `dtype`."""
-    patterns = extra_layers(model)
     # Layers that are trained share the model's tables: copies beside them follow.
-    trained = "|".join(map(str, model.mtp_layers))
-    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
-    shared = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": head}
+    trained = {name.rpartition(".eh_proj.")[0] for name in tensors if ".eh_proj." in name}
+    head = HEAD if HEAD in tensors else EMBEDDING
+    shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
     found: dict[str, Deferred] = {}
-    for name, stored in folder.tensors.items():
-        if name in tensors or not any(re.fullmatch(pattern, name) for pattern in patterns):
-            continue
-        copy = re.fullmatch(rf"model\.layers\.({trained})\.({'|'.join(shared)})\.weight", name)
-        if copy is not None:
-            found[name] = tensors[shared[copy[2]]]
+    for name in (name for name in folder.tensors if name in names):
+        stored, (*layer, leaf) = folder.tensors[name], name.split(".", 3)
+        if ".".join(layer) in trained:
+            found[name] = tensors[shared[leaf]]
             continue
         box = [range(size) for size in stored.shape]
         kept = dtype if folder.is_quantized else stored.dtype

@@ -5,17 +5,19 @@ Names and shapes alone say it, so that a folder is checked before anything is re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.contents import FolderContents
+from moemesh.checkpoint.huggingface.contents import FolderContents, layer_of
 from moemesh.checkpoint.huggingface.names import pieces, view_of
-from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble
-from moemesh.config.huggingface.folder import read_config
-from moemesh.config.huggingface.model import family_of
+from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble, whole
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
+from moemesh.config.huggingface.keys import first
+from moemesh.config.huggingface.model import family_of, trained_families
 from moemesh.config.huggingface.quantization import quantization_of
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
@@ -25,8 +27,13 @@ from moemesh.config.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Tensors that some versions of transformers write and no model needs.
-_WITHOUT_USE = (r".*\.rotary_emb\.inv_freq",)
+#: Tables that old versions of transformers wrote, which follow from config.json.
+_WITHOUT_USE = ".rotary_emb.inv_freq"
+#: Of prediction layers (MTP): names that have no layer's number, modules that no other layer has,
+#: and copies of the model's tables.
+_AHEAD = re.compile(r"(model\.)?mtp[._]")
+_ONLY_AHEAD = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
+AHEAD_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class LogicalTensor(NamedTuple):
@@ -67,18 +74,22 @@ def logical_tensors(
 
 
 def checked_tensors(
-    contents: FolderContents, config: ModelConfig, kind: str
+    contents: FolderContents, config: ModelConfig, kind: str, num_ahead: int = 0
 ) -> dict[str, LogicalTensor]:
-    """The same of a folder that is there, in the layout that it has. Raises CheckpointError unless
-    it holds the tensors of the model and no others."""
+    """The same of a folder that is there, in the layout that it has; `num_ahead`: its prediction
+    layers by config.json. Raises CheckpointError unless it holds the tensors of the model, and
+    others only that are known to be of no use to it."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in contents.tensors)
     found = logical_tensors(config, kind, fused=fused)
-    expected = {piece.source: piece.stored for one in found.values() for piece in one.pieces}
-    # Further prediction layers stand behind the last layer; a tied head may be written twice.
-    known = [*_WITHOUT_USE, *extra_layers(config)]
+    known = ahead_tensors(contents.tensors, config, kind, num_ahead)
+    known |= {name for name in contents.tensors if name.endswith(_WITHOUT_USE)}
     if config.tied_embeddings:
-        known.append(r"lm_head\.weight")
-    contents.check(expected, known)
+        known.add(HEAD)  # where it is the embedding once more
+        if HEAD in contents.tensors and EMBEDDING not in contents.tensors:
+            table = found["embedding.weight"]
+            found["embedding.weight"] = table._replace(pieces=[whole(HEAD, table.shape)])
+    expected = {piece.source: piece.stored for one in found.values() for piece in one.pieces}
+    contents.check(expected, known, config.num_layers + config.num_mtp_layers)
     return found
 
 
@@ -86,15 +97,23 @@ def check_model_folder(path: Path, config: ModelConfig) -> None:
     """Raises a UserError unless the headers in the folder `path` are those of the model `config`;
     no number is read."""
     given = read_config(path)
-    checked_tensors(FolderContents(path, quantization_of(given)), config, family_of(given))
+    contents = FolderContents(path, quantization_of(given))
+    checked_tensors(contents, config, family_of(given), first(given, "num_mtp_layers", 0))
 
 
-def extra_layers(config: ModelConfig) -> list[str]:
-    """Patterns of the tensors behind the last layer: further prediction layers of DeepSeek-V3 and
-    GLM-4.5, which loaders of transformers skip."""
-    first = config.num_layers
-    behind = "|".join(str(index) for index in range(first, first + 8))
-    return [rf"model\.layers\.({behind})\..*", r"mtp\..*"]
+def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahead: int) -> set[str]:
+    """The tensors among `names` that are of prediction layers (MTP), which loaders of transformers
+    skip, but for those that `config` trains: of layers behind the last those with modules that no
+    other layer has; in families that are not known to have these, the first `num_ahead`."""
+    found = {name for name in names if _AHEAD.match(name)}
+    behind = {name: layer for name in names if (layer := layer_of(name)) >= config.num_layers}
+    layers = {behind[name] for name in behind if _ONLY_AHEAD.match(name)}
+    if not layers and not trained_families()["family"][kind].get("predicts_ahead"):
+        layers = set(range(config.num_layers, config.num_layers + num_ahead))
+    for name, layer in behind.items():
+        if layer in layers and (layer not in config.mtp_layers or name.endswith(AHEAD_COPIES)):
+            found.add(name)
+    return found
 
 
 def _named_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

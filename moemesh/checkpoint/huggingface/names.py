@@ -13,9 +13,11 @@ layer are one tensor. Sources: the published model code of each family.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from moemesh.checkpoint.huggingface.pieces import Piece, whole
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD
 from moemesh.config.model import ModelConfig
 
 Shape = tuple[int, ...]
@@ -23,7 +25,8 @@ Shape = tuple[int, ...]
 
 class Names(NamedTuple):
     """Of one family, below ``model.layers.<index>``: the block of router and experts, what is
-    there in it, and how a stack of experts is stored (None: each expert by itself)."""
+    there in it, how a stack of experts is stored (None: each expert by itself), and whether the
+    block's module returns more than its output."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -33,24 +36,25 @@ class Names(NamedTuple):
     down: str = "down_proj"
     shared: str = "shared_experts"
     stack: Callable[[str, str, Shape], list[Piece]] | None = None
+    returns_pair: bool = False
 
 
-def _fused(leaf: str, block: str, shape: Shape) -> list[Piece]:
+def _fused(
+    leaf: str,
+    block: str,
+    shape: Shape,
+    gate_up: str = "experts.gate_up_proj",
+    down: str = "experts.down_proj",
+) -> list[Piece]:
     """[E, 2F, H] with the rows of the gate first, and [E, H, F]: modules of transformers 5."""
-    if leaf == "gate_up":
-        experts, two, width, hidden = shape
-        stored = (experts, two * width, hidden)
-        return [Piece(f"{block}.experts.gate_up_proj", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
-    return [whole(f"{block}.experts.down_proj", shape)]
+    if leaf == "down":
+        return [whole(f"{block}.{down}", shape)]
+    experts, two, width, hidden = shape
+    stored = (experts, two * width, hidden)
+    return [Piece(f"{block}.{gate_up}", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
 
 
-def _granite(leaf: str, block: str, shape: Shape) -> list[Piece]:
-    """[E, 2F, H] with the rows of the gate first, and [E, H, F]."""
-    if leaf == "gate_up":
-        experts, two, width, hidden = shape
-        stored = (experts, two * width, hidden)
-        return [Piece(f"{block}.input_linear.weight", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
-    return [whole(f"{block}.output_linear.weight", shape)]
+_granite = partial(_fused, gate_up="input_linear.weight", down="output_linear.weight")
 
 
 def _gpt_oss(leaf: str, block: str, shape: Shape) -> list[Piece]:
@@ -87,7 +91,7 @@ FAMILIES: dict[str, Names] = {
     "qwen2_moe": Names(shared="shared_expert"),
     "hy_v3": Names(router="router.gate", selection_bias="expert_bias", shared="shared_mlp"),
     "granitemoe": Names(block="block_sparse_moe", router="router.layer", stack=_granite),
-    "gpt_oss": Names(router="router", stack=_gpt_oss),
+    "gpt_oss": Names(router="router", stack=_gpt_oss, returns_pair=True),
     "ernie4_5_moe": Names(selection_bias="moe_statics.e_score_correction_bias"),
 }
 #: The same of the fused layout; gpt-oss has one layout.
@@ -101,9 +105,9 @@ FUSED: dict[str, Names] = {
 }
 _NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
 _ENDS = {
-    "embedding.weight": "model.embed_tokens.weight",
+    "embedding.weight": EMBEDDING,
     "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+    "head.weight": HEAD,
 }
 
 

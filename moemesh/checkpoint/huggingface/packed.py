@@ -105,6 +105,8 @@ def _mxfp4(stored: Mapping[str, Entry]) -> tuple[dict[str, Packed], list[str]]:
                 f"{GROUP_BYTES}] of bytes"
             )
             continue
+        if name in stored:
+            problems.append(f"{name} is there twice: as it is, and as {blocks}")
         stack, rows, groups, _ = entry.shape
         problems += _partner(stored, blocks, name + SCALES, (stack, rows, groups), "uint8")
         found[name] = Mxfp4(name, (stack, groups * GROUP, rows))

@@ -52,15 +52,19 @@ class Piece(NamedTuple):
         """The shape of the part."""
         return tuple(self.view[dim] for dim in self.order)
 
+    @property
+    def box(self) -> list[range]:
+        """The part, in the dims of the logical tensor."""
+        ends = zip(self.offset, self.shape, strict=True)
+        return [range(start, start + size) for start, size in ends]
+
     def overlap(self, box: Sequence[range]) -> list[range] | None:
         """The part of `box` that this piece fills, in the dims of the logical tensor; or None."""
-        common: list[range] = []
-        for wanted, start, size in zip(box, self.offset, self.shape, strict=True):
-            first, last = max(wanted.start, start), min(wanted.stop, start + size)
-            if first >= last:
-                return None
-            common.append(range(first, last))
-        return common
+        common = [
+            range(max(wanted.start, own.start), min(wanted.stop, own.stop))
+            for wanted, own in zip(box, self.box, strict=True)
+        ]
+        return common if all(common) else None
 
     def read(self, box: Sequence[range], read: Read) -> Tensor:
         """The numbers of `box`, which lies inside the piece, in the dims of the logical tensor."""
@@ -116,6 +120,12 @@ def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None
     return Piece(source, size, size, tuple(range(len(size))), start)
 
 
+def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[slice, ...]:
+    """The index of `part` in a tensor, or in the part `box` of it."""
+    starts = [0] * len(part) if box is None else [one.start for one in box]
+    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(part, starts, strict=True))
+
+
 def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tensor:
     """The numbers of `box` of a logical tensor that `pieces` cover."""
     # Here alone: names and shapes of a folder are checked before torch is imported.
@@ -128,12 +138,10 @@ def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tenso
     for common, piece in parts:
         part = piece.read(common, read)
         if found is None:
-            found = torch.empty([len(wanted) for wanted in box], dtype=part.dtype)
-        place = [
-            slice(inside.start - wanted.start, inside.stop - wanted.start)
-            for inside, wanted in zip(common, box, strict=True)
-        ]
-        found[tuple(place)] = part
+            shape = [len(wanted) for wanted in box]
+            found = torch.empty(shape, dtype=part.dtype, device=part.device)
+        found = found.to(torch.promote_types(found.dtype, part.dtype))  # pieces may differ
+        found[slices(common, box)] = part
     return torch.empty([len(wanted) for wanted in box]) if found is None else found
 
 
@@ -143,11 +151,7 @@ def assemble_into(
     """As :func:`assemble`, into `out`."""
     for piece in pieces:
         if (common := piece.overlap(box)) is not None:
-            place = [
-                slice(inside.start - wanted.start, inside.stop - wanted.start)
-                for inside, wanted in zip(common, box, strict=True)
-            ]
-            piece.read_into(common, out[tuple(place)], source)
+            piece.read_into(common, out[slices(common, box)], source)
 
 
 def _split(stored: Sequence[int], view: Sequence[int]) -> list[list[int]]:

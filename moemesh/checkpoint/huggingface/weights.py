@@ -17,6 +17,7 @@ from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensor
 from moemesh.checkpoint.huggingface.pieces import Piece, assemble_into
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.keys import first
 from moemesh.config.huggingface.model import family_of
 from moemesh.config.huggingface.quantization import Quantization, quantization_of
 from moemesh.config.lora import is_adapter
@@ -36,22 +37,25 @@ class HuggingFaceWeights:
         config: ModelConfig,
         kind: str,
         quantization: Quantization | None = None,
+        num_ahead: int = 0,
     ) -> None:
         self.folder = WeightFolder(path, quantization)
         self.quantization = quantization
         self._experts: dict[str, list[LogicalTensor]] = {}
-        self.tensors = checked_tensors(self.folder.contents, config, kind)
+        self.tensors = checked_tensors(self.folder.contents, config, kind, num_ahead)
 
     @staticmethod
     def open(path: Path, config: ModelConfig) -> HuggingFaceWeights:
-        """A folder whose family and format of weights its ``config.json`` names."""
+        """A folder whose family, format of weights and prediction layers its ``config.json``
+        names."""
         given = read_config(path)
-        return HuggingFaceWeights(path, config, family_of(given), quantization_of(given))
+        num_ahead = first(given, "num_mtp_layers", 0)
+        return HuggingFaceWeights(path, config, family_of(given), quantization_of(given), num_ahead)
 
     @property
     def note(self) -> str | None:
         """What is to be known before the weights are read; None where they are stored as usual."""
-        if self.quantization is None:
+        if not self.folder.is_quantized:
             return None
         return (
             f"{self.folder.path}: weights in {self.quantization} are turned into full numbers "

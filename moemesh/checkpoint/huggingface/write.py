@@ -42,6 +42,9 @@ def write_folder(
     """
     out.mkdir(parents=True, exist_ok=True)
     groups = _files(tensors, file_bytes)
+    # Loaders take the single file where both are there: one of them would be of another model.
+    if (other := out / (SINGLE if len(groups) > 1 else INDEX)).exists():
+        raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
     for done, (file, names) in enumerate(groups.items()):
         part = {name: tensors[name] for name in names}
         if not _is_there(out / file, part):

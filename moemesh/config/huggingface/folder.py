@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +20,16 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
+#: The tables that a model with ``tie_word_embeddings`` has once.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
+#: A file that holds a tensor, its age, first byte and size of the tensor, its dtype and shape.
+_Place = tuple[Path, int, int, int, str]
 
 
 def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
-    """The JSON object of a ``config.json``, or of that in a folder.
+    """The JSON object of a ``config.json``, or of that in a folder. As in transformers, a folder
+    whose weights have a head that differs from the embedding is not tied, whatever the file says.
 
     Raises ConfigError, under `key`, for a file that is missing, too long, or no JSON object.
     """
@@ -44,7 +51,48 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
         raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
-    return cast("dict[str, Any]", found)
+    values = cast("dict[str, Any]", found)
+    is_tied = values.get("tie_word_embeddings") is not False
+    if is_tied and path.is_dir() and _has_own_head(path):
+        values["tie_word_embeddings"] = False
+    return values
+
+
+def _has_own_head(folder: Path) -> bool:
+    """Whether the weights of a folder have a head that differs, in any byte, from the embedding.
+    What is wrong with a folder is said when its weights are opened."""
+    try:
+        index: dict[str, str] = {}
+        if not (folder / SINGLE).exists():
+            index = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        files = {name: folder / Path(index.get(name, SINGLE)).name for name in (EMBEDDING, HEAD)}
+        if not all(file.is_file() for file in files.values()):
+            return False
+        return not _are_equal(*(_place(file, name) for name, file in files.items()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _place(file: Path, name: str) -> _Place:
+    with file.open("rb") as stream:
+        length, status = int.from_bytes(stream.read(8), "little"), file.stat()
+        entry = json.loads(stream.read(min(length, _HEADER_LIMIT)))[name]
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= status.st_size:
+        raise ValueError("the header does not describe the file")
+    kind = f"{entry['dtype']} {entry['shape']}"
+    return file, status.st_mtime_ns, 8 + length + begin, end - begin, kind
+
+
+@lru_cache
+def _are_equal(one: _Place, other: _Place) -> bool:
+    if one[3:] != other[3:] or "F8" in one[4]:  # numbers of fp8 have scales beside them
+        return False
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        first.seek(one[2])
+        second.seek(other[2])
+        sizes = (min(_CHUNK_BYTES, one[3] - done) for done in range(0, one[3], _CHUNK_BYTES))
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from moemesh.parallel.expert.layer_options import (
     check_count,
     model_config,
 )
+from moemesh.parallel.expert.layer_transformers import TransformersBlock
 from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.spread import (
     LayerError,
@@ -145,12 +146,15 @@ class MoELayer(nn.Module):
         with torch.device("cpu" if device is None else device):
             block = LayerBlock(self.config, gradients, size)
             if size > 1:
-                block.experts = SpreadExperts(num_experts, hidden_size, expert_size, self.ranks)
+                block.experts = SpreadExperts(self.config, self.ranks)
         if size > 1 or dispatch_chunks > 1:
             block.runner = overlapped(1 if combine == "exact" else dispatch_chunks)
         # The children are the layer's own, so that names of parameters have no prefix; the block
         # that computes with them is not.
         self.router, self.experts, self.shared = block.router, block.experts, block.shared
+        self.shared_gate = block.shared_gate
+        #: The block of transformers that the layer was made of.
+        self.origin: TransformersBlock | None = None
         self._block = (block,)
         self._connection: Connection | None = None
         #: Tokens of a rank that dispatcher and memory were planned for, at the first forward.
@@ -168,6 +172,59 @@ class MoELayer(nn.Module):
             f"top_k={c.experts_per_token}, ranks={self.ranks.size}, {self.plan.dispatcher}"
         )
 
+    @classmethod
+    def from_transformers(
+        cls,
+        block: nn.Module,
+        group: ProcessGroup | DeviceMesh | None = None,
+        dispatcher: DispatcherName = "auto",
+        **options: Any,
+    ) -> MoELayer:
+        """A layer in the place of a MoE block of transformers 5 (``Qwen3MoeSparseMoeBlock``, ...),
+        with copies of its tensors: of their dtypes, on their devices, trained where they are.
+
+        It returns what the block does: y [B, S, H] for x [B, S, H], in gpt-oss a pair with y in
+        front. Where the model is asked for ``output_router_logits``, it adds its balancing loss as
+        before. ``counts`` are those of the last forward. `options` are those of the class that do
+        not say what the block computes (``gradients``, ``payload``, ...), and ``router_bias_rate``.
+        Every rank brings the whole block, and keeps experts of its own.
+
+        Raises LayerError for other modules and options, ConfigError for families that are not
+        known.
+        """
+        origin = TransformersBlock(block)
+        config, known = origin.config, RoutingOptions.__annotations__.keys()
+        if wrong := sorted(options.keys() & {*known, "device", "dtype"} - {"router_bias_rate"}):
+            raise LayerError(f"{wrong[0]} follows from the block: leave it out")
+        routing = {name: getattr(config, name) for name in known}
+        routing |= {"aux_loss_coefficient": 0.0, **options}
+        layer = cls(
+            config.hidden_size,
+            config.expert_intermediate_size,
+            config.num_experts,
+            config.experts_per_token,
+            group,
+            dispatcher,
+            device="meta",
+            **{name: value for name, value in routing.items() if value is not None},
+        )
+        tensors = origin.read(block)
+        copies = {name: one.detach().contiguous().clone() for name, one in tensors.items()}
+        layer.load_state_dict(copies, assign=True)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(tensors[name].requires_grad)
+        layer.origin = origin
+        layer.recorder = layer._block[0].recorder = origin.recorder()
+        layer.register_forward_hook(origin.finish)
+        return layer.train(block.training)._apply(lambda tensor: tensor)
+
+    def to_transformers(self) -> dict[str, Tensor]:
+        """The state dict of the block that the layer was made of; all ranks of the group call, as
+        for :meth:`state_dict`. Raises LayerError for a layer that was made of none."""
+        if self.origin is None:
+            raise LayerError("the layer was not made by MoELayer.from_transformers")
+        return self.origin.stored(self.state_dict())
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw initial weights: normal with ``init_std``, biases zero.
@@ -183,7 +240,7 @@ class MoELayer(nn.Module):
             shape, parts = list(parameter.shape), [range(size) for size in parameter.shape]
             if name in spread:
                 shape[0], parts[0] = self.config.num_experts, self.experts.held
-            if len(shape) == 1:
+            if len(shape) == 1 or name.endswith("bias"):
                 parameter.zero_()
             else:
                 parameter.copy_(normal_slice(seed, name, tuple(shape), parts))

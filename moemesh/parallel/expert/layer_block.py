@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moemesh.config.model import ModelConfig
+from moemesh.config.shown import short_repr
 from moemesh.model.balance_loss import auxiliary_loss
 from moemesh.model.batch import Context
 from moemesh.model.faults import NO_FAULT
@@ -35,6 +36,9 @@ class Auxiliary(NamedTuple):
     num_dropped: Tensor
     finite: Tensor
 
+    def __repr__(self) -> str:
+        return short_repr(self, self._asdict())
+
 
 class LayerBlock(MoE):
     """The computation, on parameters that are prepared for it."""
@@ -42,11 +46,14 @@ class LayerBlock(MoE):
     def __init__(self, config: ModelConfig, gradients: str, num_ranks: int) -> None:
         super().__init__(config)
         self.gradients, self.num_ranks = gradients, num_ranks
+        self.recorder: nn.Module | None = None
 
     def forward(  # type: ignore[override]
         self, x_TH: Tensor, context: Context
     ) -> tuple[Tensor, Auxiliary]:
         routing = self.router(x_TH, context, self.tokens)
+        if self.recorder is not None:
+            self.recorder(routing.logits_TE)
         scale = self._loss_scale(context)
         balance_loss, z_loss = (
             auxiliary_loss(

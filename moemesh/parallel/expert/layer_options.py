@@ -20,6 +20,11 @@ class RoutingOptions(TypedDict, total=False):
     num_shared_experts: int
     shared_intermediate_size: int
     shared_combine: keys.SharedCombine
+    shared_gate: bool
+    expert_bias: bool
+    swiglu_limit: float
+    swiglu_alpha: float
+    swiglu_offset: float
     init_std: float
     router_score: keys.RouterScore
     router_when: keys.RouterWhen

@@ -26,7 +26,9 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
 from moemesh.config.arguments import check_kind, check_limit
 from moemesh.config.errors import UserError
+from moemesh.config.model import ModelConfig
 from moemesh.model.experts import Experts
+from moemesh.model.moe import swiglu_form
 
 #: Whether state dicts hold this rank's experts as DTensors; see :func:`sharded_state_dicts`.
 _SHARDED = ContextVar("_SHARDED", default=False)
@@ -37,15 +39,21 @@ class LayerError(UserError):
 
 
 class SpreadExperts(Experts):
-    """``num_experts / ranks.size`` consecutive experts of `num_experts`, in rank order.
+    """``num_experts / ranks.size`` consecutive experts of a layer, in rank order.
 
     DDP and FSDP2, which take parameters for equal on all ranks, must leave them alone: see
     :func:`expert_parameters`. Raises LayerError where FSDP2 shards them.
     """
 
-    def __init__(self, num_experts: int, hidden: int, width: int, ranks: Axis) -> None:
-        super().__init__(num_experts // ranks.size, hidden, width)
-        self.ranks, self.num_experts = ranks, num_experts
+    def __init__(self, config: ModelConfig, ranks: Axis) -> None:
+        super().__init__(
+            config.num_experts // ranks.size,
+            config.hidden_size,
+            config.expert_intermediate_size,
+            bias=config.expert_bias,
+            form=swiglu_form(config),
+        )
+        self.ranks, self.num_experts = ranks, config.num_experts
         self.register_state_dict_post_hook(_gather)
         self.register_load_state_dict_pre_hook(_take_own)
 

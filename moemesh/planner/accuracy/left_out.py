@@ -32,10 +32,7 @@ _HEADING = """\
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
     """Predict each source by what all others taught. `start` is what a fit begins with."""
-    return Intervals(
-        seconds=tuple(_seconds(runs, start)),
-        memory=tuple(_memory(runs)),
-    )
+    return Intervals(seconds=tuple(_seconds(runs, start)), memory=tuple(_memory(runs)))
 
 
 def _seconds(runs: Sequence[PublishedRun], start: Calibration) -> list[SecondsErrors]:

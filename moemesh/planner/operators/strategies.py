@@ -136,10 +136,7 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
     """The operator with a strategy for every legal choice of cuts."""
     strategies = [one for ways in _choices(spec, costs) for one in _strategies(spec, costs, ways)]
     return Operator(
-        name=spec.name,
-        strategies=tuple(strategies),
-        group=group,
-        output_bytes=spec.output_bytes,
+        name=spec.name, strategies=tuple(strategies), group=group, output_bytes=spec.output_bytes
     )
 
 

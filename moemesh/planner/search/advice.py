@@ -30,13 +30,13 @@ class Advice:
     why_not: tuple[str, ...]
 
 
-def advise(found: Found, best: int) -> Advice:
-    """Explain layout `best`, the fastest that fits."""
-    sensitivity = tuple(_sensitivity(found, best))
+def advise(found: Found, best: int, fastest: int) -> Advice:
+    """Explain layout `best`, which is as good as the fastest that fits."""
+    sensitivity = tuple(_sensitivity(found, fastest))
     return Advice(
-        binding=_binding(found, best, sensitivity),
+        binding=_binding(found, fastest, sensitivity),
         sensitivity=sensitivity,
-        why_not=tuple(_why_not(found, best)),
+        why_not=tuple(_why_not(found, best, found.seconds(fastest))),
     )
 
 
@@ -62,11 +62,11 @@ def _binding(found: Found, best: int, sensitivity: tuple[tuple[int, float], ...]
     return f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
 
 
-def _why_not(found: Found, best: int) -> Iterator[str]:
-    """Faster layouts, the ones that miss their memory by least."""
+def _why_not(found: Found, best: int, fastest: float) -> Iterator[str]:
+    """Layouts that are faster than all that fit, the ones that miss their memory by least."""
     seconds = found.seconds(best)
     seen: set[str] = set()
-    for index in found.faster_that_do_not_fit(seconds, 12):
+    for index in found.faster_that_do_not_fit(fastest, 12):
         layout, memory = found.layout(index), found.memory(index)
         change = difference(found.layout(best), layout)
         if change in seen:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,28 @@ from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
 from moemesh.config.section import LARGEST_SIZE, Section
-from moemesh.config.sources import preset_names
+from moemesh.config.sources import parse_value, preset_names
 from moemesh.config.toml import format_value
-from moemesh.planner.headroom import with_headroom
+from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of, untrained
+from moemesh.planner.quantities import read_tokens, with_headroom
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
-from moemesh.planner.search.rival import Rival, rival_table, why_not
+from moemesh.planner.search.choices import choose
+from moemesh.planner.search.known_runs import KnownRun, known_runs
+from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_both, load_model
-from moemesh.planner.speed import Speed, read_tokens
+from moemesh.planner.speed import Speed
 from moemesh.planner.tuned import read_tuned
 from moemesh.trace.memory import format_bytes
 
 #: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
 _SHORT = 64
+#: The beginning of a file that `plan --write` may write anew.
+PLAN_FILE = "# Written by `moemesh plan`"
 #: Keys of [plan] that every answer names, with their defaults, too.
 _ALWAYS = (
     *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
@@ -43,7 +49,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The answer to `moemesh plan`."""
+    """The answer to `moemesh plan`: the recommended candidate, then the others by seconds."""
 
     model: Model
     cluster: Cluster
@@ -58,6 +64,12 @@ class Planned:
     rivals: tuple[Rival, ...] = ()
     #: Tokens of a training, for its days.
     tokens: float | None = None
+    #: How many layouts were asked for.
+    top: int = 5
+    #: Whether the whole memory interval of any layout fits the device.
+    has_safe: bool = True
+    #: What others measured of the model on such devices.
+    published: tuple[KnownRun, ...] = ()
 
     def speed(self, found: Candidate) -> Speed:
         """Tokens a second, MFU and days of a candidate."""
@@ -71,30 +83,51 @@ class Planned:
         """80 % interval of the bytes that it needs."""
         return shipped_intervals().of_memory(found.memory.needed)
 
+    @property
+    def fastest_first(self) -> list[Candidate]:
+        """As many candidates as were asked for, by seconds."""
+        return sorted(self.candidates, key=lambda one: one.seconds)[: self.top]
+
+    def is_safe(self, found: Candidate) -> bool:
+        """Whether the device holds that whole interval, whatever `headroom` leaves free of it."""
+        return self.memory_interval(found).high <= self.cluster.memory_bytes
+
 
 def plan(
-    model: Model, cluster: Cluster, space: Space, top: int, *, rivals: Sequence[str] = ()
+    model: Model,
+    cluster: Cluster,
+    space: Space,
+    top: int,
+    *,
+    rivals: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Planned:
-    """The `top` best layouts, and what is wrong with `rivals` ("tp=8,ep=64"). Raises ConfigError
-    when no layout is legal, NothingFits when none fits in memory."""
-    found = Found(model.shape, cluster, space)
-    best = found.fitting(found.capacity, top)
-    if not best:
+    """The `top` best layouts (:func:`choose`), and what is wrong with `rivals` ("tp=8,ep=64").
+    Raises ConfigError when no layout is legal, NothingFits when none fits in memory."""
+    found = Found(model.shape, cluster, space, tell)
+    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0).high
+    if not (chosen := choose(found, top, safe)):
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(found)}\n"
             f"fix: {_what_helps(found)}"
         )
-    first = found.candidate(best[0])
+    candidates = tuple(
+        replace(found.candidate(one.number), roles=one.roles, alike=one.alike) for one in chosen
+    )
+    fastest = found.fitting(found.capacity, 1)[0]
     return Planned(
         model=model,
         cluster=cluster,
-        candidates=tuple(found.candidate(index) for index in best),
-        advice=advise(found, best[0]),
-        certificate=found.certificate(found.seconds(best[0])),
+        candidates=candidates,
+        top=top,
+        advice=advise(found, chosen[0].number, fastest),
+        certificate=found.certificate(found.seconds(fastest)),
         usable_share=found.pricing.usable_share,
         generation=found.pricing.device.generation,
-        rivals=tuple(why_not(found, model, first, asked) for asked in rivals),
+        has_safe=bool((found.needed <= min(safe, found.capacity)).any()),
+        published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
+        rivals=tuple(why_not(found, model, candidates[0], asked) for asked in rivals),
     )
 
 
@@ -131,19 +164,22 @@ def plan_named(
     why: Sequence[str] = (),
     tokens: str | float | None = None,
     settings: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Planned:
     """Search for the best layouts. Raises ConfigError with every problem found.
 
     `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
     keeps to what ``moemesh train`` carries out, `headroom` is memory of each device to leave free
     ("10%", "6GiB"), `why` are layouts to be judged ("tp=8,ep=64"), `tokens` those of a training,
-    `settings` say what trains ("lora.rank=8").
+    `settings` say what trains ("lora.rank=8"); `tell` is called with how far the search is.
     """
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
     for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top)):
         if not 1 <= value <= LARGEST_SIZE:
-            problems.append(_out_of_range(name, value))
+            bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
+            message, fix = f"{name} must be {bound}", f"{name} = {_legal_size(value)}"
+            problems.append(Problem.of("out-of-range", name, value, message, fix))
     wanted = None
     try:
         wanted = None if tokens is None else read_tokens(str(tokens))
@@ -153,17 +189,10 @@ def plan_named(
     if machine is not None and nodes is not None:
         machine = machine.model_copy(update={"nodes": nodes})
     if machine is not None and not 1 <= machine.num_devices <= LARGEST_DEGREE:
+        most = max(LARGEST_DEGREE // machine.gpus_per_node, 1) if machine.nodes > 0 else 1
+        message = f"{machine.num_devices} devices: a plan needs between 1 and {LARGEST_DEGREE}"
         problems.append(
-            Problem(
-                code="out-of-range",
-                key="cluster.nodes",
-                value=machine.nodes,
-                message=f"{machine.num_devices} devices: a plan needs between 1 and "
-                f"{LARGEST_DEGREE}",
-                fix=f"nodes = {max(LARGEST_DEGREE // machine.gpus_per_node, 1)}"
-                if machine.nodes > 0
-                else "nodes = 1",
-            )
+            Problem.of("out-of-range", "cluster.nodes", machine.nodes, message, f"nodes = {most}")
         )
     for asked in why:
         try:
@@ -176,7 +205,7 @@ def plan_named(
     if settings:
         if known.config is None:
             raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
-        tuned = read_tuned(_model_words(known), settings)
+        tuned = read_tuned(_words(_model_settings(known)), settings)
         known = known._replace(settings=tuned.settings, run=tuned.config)
     space = Space(
         trained={} if tuned is None else tuned.layout,
@@ -190,7 +219,7 @@ def plan_named(
     )
     if trainable:
         _refuse_untrainable(known, space)
-    return replace(plan(known, machine, space, top, rivals=why), tokens=wanted)
+    return replace(plan(known, machine, space, top, rivals=why, tell=tell), tokens=wanted)
 
 
 def _refuse_untrainable(model: Model, space: Space) -> None:
@@ -205,18 +234,16 @@ def to_json(planned: Planned) -> dict[str, Any]:
     """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
     certificate, advice = planned.certificate, planned.advice
     return {
-        "plans": [candidate_json(planned, found) for found in planned.candidates],
+        "plans": [candidate_json(planned, found) for found in planned.fastest_first],
+        "recommended": plan_keys(planned.candidates[0].layout),
         "device_bytes": planned.cluster.memory_bytes,
         "usable_share": planned.usable_share,
-        "lower_bound_seconds": certificate.lower_bound_seconds,
-        "compute_floor_seconds": certificate.compute_floor_seconds,
-        "examined": certificate.examined,
-        "rejected": certificate.rejected,
-        "assumptions": list(certificate.assumptions),
+        **vars(certificate),
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
         "why_not": list(advice.why_not),
         "why": [rival.to_json() for rival in planned.rivals],
+        "published": [run.to_json(planned.tokens) for run in planned.published],
     }
 
 
@@ -226,19 +253,15 @@ def candidate_json(planned: Planned, found: Candidate) -> dict[str, Any]:
     refused = not_trained(found.layout, model)
     return {
         "plan": plan_keys(found.layout),
+        "roles": list(found.roles),
+        "alike": found.alike,
         "seconds": found.seconds,
         "seconds_interval": list(planned.seconds_interval(found)),
         "memory_bytes": found.memory.needed,
         "memory_interval_bytes": list(planned.memory_interval(found)),
         "speed": planned.speed(found).to_json(planned.tokens),
         "breakdown": {k: v for k, v in found.breakdown.items() if k != "total"},
-        "memory": {
-            "rank": found.memory.rank,
-            "states": found.memory.states,
-            "activations": found.memory.activations,
-            "logits": found.memory.logits,
-            "working": found.memory.working,
-        },
+        "memory": {name: getattr(found.memory, name) for name in ("rank", *MEMORY_PARTS)},
         "command": None if refused else train_command(found.layout, model),
         "not_trained": refused,
     }
@@ -269,45 +292,90 @@ def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
 def train_command(layout: PlannedLayout, model: Model) -> str:
     """The `moemesh train` call that carries the layout out; defaults are left out. Of a layout
     without :func:`not_trained` only."""
-    assert model.config is not None, "only a model with a configuration is trained"
-    plan, defaults = plan_of(layout), Plan()
-    words = [*_model_words(model), *_set("plan", plan, defaults)]
-    words += [f"data.{key}={getattr(layout, key)}" for key in ("seq_len", "global_batch")]
-    words += ["train.dtype=bfloat16", *model.settings]
+    words = [*_words(_settings(layout, model)), *model.settings]
     return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
 
 
-def _model_words(model: Model) -> list[str]:
-    """The settings that say the model to `moemesh train`."""
+def plan_file(planned: Planned) -> str:
+    """The configuration that `moemesh train` takes, with the prediction in comments. Of an answer
+    without :func:`not_trained` only."""
+    best, model, cluster = planned.candidates[0], planned.model, planned.cluster
+    settings = _settings(best.layout, model)
+    for setting in model.settings:
+        key, _, text = setting.partition("=")
+        settings[key.strip()] = parse_value(text.strip(), key, "--set")
+    if planned.tokens is not None:
+        settings["train.steps"] = _steps(planned.tokens, best.layout)
+    seconds, memory = planned.seconds_interval(best), planned.memory_interval(best)
+    sizes = [format_bytes(round(size)) for size in (best.memory.needed, *memory)]
+    lines = [
+        f"{PLAN_FILE}: {model.shape.name} on {cluster.num_devices} devices of {cluster.name}.",
+        f"# Predicted: {best.seconds:.4g} s a step (80 %: {seconds.low:.4g} to {seconds.high:.4g}),"
+        f" MFU {planned.speed(best).mfu:.1%}.",
+        f"# Memory of the fullest device: {sizes[0]} (80 %: {sizes[1]} to {sizes[2]}) of "
+        f"{format_bytes(cluster.memory_bytes)}.",
+        f"# Still to choose: {still_to_choose(planned, best)}.",
+    ]
+    for section in dict.fromkeys(key.partition(".")[0] for key in settings):
+        lines += ["", f"[{section}]"]
+        for key, value in settings.items():
+            if key.startswith(f"{section}."):
+                lines.append(f"{key.removeprefix(f'{section}.')} = {format_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def still_to_choose(planned: Planned, best: Candidate) -> str:
+    """Keys that an answer leaves at defaults which are made for a first run."""
+    train, tokens = TrainConfig(), planned.tokens
+    steps = f"train.steps (now {train.steps})"
+    if tokens is not None:
+        steps = f"train.steps ({_steps(tokens, best.layout)} for the tokens)"
+    model = planned.model
+    data = "data.path, data.tokenizer" if model.path is None else "data.path"
+    if model.path is None and model.run is not None and model.run.lora.rank:
+        data += ", model.path in place of model.preset (adapters need trained weights)"
+    return f"{steps}, train.lr (now {train.lr:g}), {data}"
+
+
+def _steps(tokens: float, layout: PlannedLayout) -> int:
+    return ceil(tokens / (layout.seq_len * layout.global_batch))
+
+
+def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:
+    """Keys of the configuration that say the model, the layout and its batch."""
+    found = _model_settings(model) | _changed("plan", plan_of(layout), Plan())
+    found |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
+    return found | {"train.dtype": "bfloat16"}
+
+
+def _model_settings(model: Model) -> dict[str, Any]:
+    """Those that say the model to `moemesh train`."""
     name = model.shape.name
     if model.path is not None:
-        return [f"model.path={model.path}"]
+        return {"model.path": str(model.path)}
     if name in preset_names() and load_model(name).config == model.config:
-        return [f"model.preset={name}"]
+        return {"model.preset": name}
     assert model.config is not None, "only a model with a configuration is trained"
-    return _set("model", model.config, ModelConfig())
+    return _changed("model", model.config, ModelConfig())
 
 
-def _set(section: str, values: Section, defaults: Section) -> list[str]:
-    """``section.key=value`` of everything that is not its default."""
-    return [
-        f"{section}.{name}={value if isinstance(value, str) else format_value(value)}"
+def _changed(section: str, values: Section, defaults: Section) -> dict[str, Any]:
+    """``section.key`` and value of everything that is not its default."""
+    return {
+        f"{section}.{name}": value
         for name in type(values).model_fields
         if (value := getattr(values, name)) != getattr(defaults, name)
+    }
+
+
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as ``--set`` takes them."""
+    return [
+        f"{key}={value if isinstance(value, str) else format_value(value)}"
+        for key, value in settings.items()
     ]
 
 
 def _legal_size(value: int) -> int:
     """The nearest number of sequences or tokens that is one."""
     return min(max(value, 1), LARGEST_SIZE)
-
-
-def _out_of_range(name: str, value: int) -> Problem:
-    bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
-    return Problem(
-        code="out-of-range",
-        key=name,
-        value=value,
-        message=f"{name} must be {bound}",
-        fix=f"{name} = {_legal_size(value)}",
-    )

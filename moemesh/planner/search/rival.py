@@ -266,7 +266,7 @@ def _problems(
 def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str, ...]]:
     """The space with what the table says held fixed, and the assumptions that it breaks."""
     changes: dict[str, Any] = {
-        "fixed": {key: value for key, value in table.items() if key in _FIXED},
+        "fixed": {key: value for key, value in table.items() if key in _FIXED}
     }
     beyond: list[str] = []
     if (schedule := table.get("schedule")) in get_args(ScheduleName):

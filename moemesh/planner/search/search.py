@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
@@ -42,6 +43,9 @@ class Candidate:
     seconds: float
     breakdown: dict[str, float]
     memory: PeakMemory
+    #: Answers that it is, of :mod:`moemesh.planner.search.choices`, and its near-copies.
+    roles: tuple[str, ...] = ()
+    alike: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,15 @@ class Found:
     Layouts are told by their number in the enumeration.
     """
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, space: Space) -> None:
-        self.shape, self.cluster, self.space = shape, cluster, space
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        space: Space,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`tell` is called with how far the search is. Raises ConfigError when nothing is legal."""
+        self.shape, self.cluster, self.space, self._tell = shape, cluster, space, tell
         self.pricing = pricing(cluster)
         self.rejected: Counter[str] = Counter()
         self.examined = 0
@@ -75,6 +86,7 @@ class Found:
         self._prices: dict[int, dict[str, float]] = {}
         bounds: list[FloatArray] = []
         needed: list[FloatArray] = []
+        mechanisms: list[NDArray[np.int8]] = []
         for family in families(shape, space, self.rejected):
             self._families.append(family)
             rows, size = family.rows(space), (len(family.columns),)
@@ -83,24 +95,20 @@ class Found:
             columns = family.time_columns(shape, space)
             bound = self.pricing.bound(shape, columns, precision_of(rows))
             bounds.append(np.broadcast_to(np.asarray(bound, dtype=np.float64), size))
+            self.examined += size[0]
+            tell(f"{self.examined:,} layouts")
+            mechanisms.append(family.mechanisms(space).astype(np.int8))
         if not bounds:
-            raise ConfigError([self._nothing_legal()])
+            batch = space.global_batch
+            told = counted(dict(self.rejected.most_common(3)))
+            message = f"no layout of {space.num_devices} devices is legal for this model and batch "
+            fix = f"global_batch = {max(-(-batch // space.num_devices), 1) * space.num_devices}"
+            problem = Problem.of("no-plan", "global_batch", batch, f"{message}({told})", fix)
+            raise ConfigError([problem])
         self.bounds, self.needed = np.concatenate(bounds), np.concatenate(needed)
-        self.examined = len(self.bounds)
+        self.mechanisms = np.concatenate(mechanisms)
         sizes = [len(part) for part in bounds]
         self._starts: IntArray = np.cumsum([0, *sizes])
-
-    def _nothing_legal(self) -> Problem:
-        space = self.space
-        told = ", ".join(f"{name}: {count}" for name, count in self.rejected.most_common(3))
-        return Problem(
-            code="no-plan",
-            key="global_batch",
-            value=space.global_batch,
-            message=f"no layout of {space.num_devices} devices is legal for this model and batch "
-            f"({told})",
-            fix=f"global_batch = {_next_multiple(space.global_batch, space.num_devices)}",
-        )
 
     @property
     def capacity(self) -> float:
@@ -119,6 +127,7 @@ class Found:
     def breakdown(self, index: int) -> dict[str, float]:
         """Its seconds in parts, with `total`."""
         if index not in self._prices:
+            self._tell(f"{self.examined:,} layouts, {len(self._prices):,} priced in full")
             self._prices[index] = self.pricing.seconds(self.shape, self.layout(index))
         return self._prices[index]
 
@@ -131,15 +140,16 @@ class Found:
 
         Layouts of equal time under the model follow by memory, smallest first.
         """
+        return self.fastest(np.flatnonzero(self.needed <= capacity), count)
+
+    def fastest(self, numbers: IntArray, count: int) -> list[int]:
+        """The `count` fastest of layouts, as :meth:`fitting`."""
         found: list[tuple[float, float, int]] = []
-        for index in self._may_fit(capacity):
+        for index in _ascending(numbers, self.bounds):
             if len(found) >= count and self.bounds[index] > found[count - 1][0] * (1 + _ROUNDING):
                 break
             insort(found, (self.seconds(index), float(self.needed[index]), index))
         return [index for _, _, index in found[:count]]
-
-    def _may_fit(self, capacity: float) -> Iterator[int]:
-        return _ascending(np.flatnonzero(self.needed <= capacity), self.bounds)
 
     def faster_that_do_not_fit(self, than: float, count: int) -> list[int]:
         """Layouts with less than `than` seconds, the one that misses its memory by least first."""
@@ -190,6 +200,11 @@ class Found:
         )
 
 
+def counted(rejected: Mapping[str, int]) -> str:
+    """What was left out, as counts: "3 x tp would cross nodes"."""
+    return "; ".join(f"{count:,} x {name}" for name, count in rejected.items())
+
+
 def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
     """Layouts by their value, equal ones by number. The first few are found before the rest is
     sorted: nobody reads millions of them."""
@@ -203,7 +218,3 @@ def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
 
 def _ascending_all(numbers: IntArray, values: FloatArray) -> Iterator[int]:
     return map(int, numbers[np.argsort(values[numbers], kind="stable")])
-
-
-def _next_multiple(number: int, of: int) -> int:
-    return max(-(-number // of), 1) * of

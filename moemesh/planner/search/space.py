@@ -33,6 +33,8 @@ IntArray = NDArray[np.int64]
 SCHEDULES: tuple[ScheduleName, ...] = (
     "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
 )  # fmt: skip
+#: Mechanisms of a schedule: deferred weight gradients are one, two directions another.
+_SCHEDULES_BEYOND_1F1B = {"zb_h1": 1, "zb_h2": 1, "zb_v": 2, "dualpipe": 2, "dualpipe_v": 2}
 #: Ways out of tensor-parallel attention. An all-reduce moves twice the bytes of a reduce-scatter
 #: and holds the same.
 EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
@@ -131,6 +133,15 @@ class Family:
         """All rows at once: a layout whose degrees are columns, for formulas that take them."""
         degrees = {name: getattr(self.columns, name) for name in _DEGREES}
         return with_values(self.layout(space, 0), **degrees)
+
+    def mechanisms(self, space: Space) -> IntArray:
+        """How much each row has that can go wrong or must be understood: axes above 1, the
+        pipeline's schedule, its chunks, recomputation, experts that span nodes."""
+        words = _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0) + (self.stages_per_rank > 1)
+        found = np.full(len(self.columns), (self.pp > 1) + words + (self.recompute != "none"))
+        for axis in ("tp", "cp", "dp", "ep", "etp"):
+            found += getattr(self.columns, axis) > 1
+        return found + (self.columns.ep * self.columns.etp > space.node_size)
 
     def time_columns(self, shape: ModelShape, space: Space) -> LayoutColumns:
         """The same for the time model."""

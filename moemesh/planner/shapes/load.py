@@ -94,9 +94,7 @@ def _of_folder(source: str) -> Model:
 
 
 def load_both(
-    model: str | Path | ModelConfig | Model,
-    cluster: str | Path | Cluster,
-    problems: list[Problem],
+    model: str | Path | ModelConfig | Model, cluster: str | Path | Cluster, problems: list[Problem]
 ) -> tuple[Model | None, Cluster | None]:
     """Model and cluster of a verb's options; what cannot be read is None and in `problems`."""
     known: Model | None = None

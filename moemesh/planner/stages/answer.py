@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from moemesh.config.plan import Plan
+from moemesh.config.shown import Shown
 from moemesh.planner.operators.graph import OperatorGraph
 from moemesh.planner.stages.placement import PlacementProblem
 
@@ -116,8 +117,8 @@ def describe_placement(
     return OperatorAssignment(operators=tuple(operators), edges=tuple(edges))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Stage(Shown):
     """One stage: its layers, its ranks, and which of the assignments its operators take.
 
     `seconds` are those of one microbatch, forward and backward; `memory_bytes` of one device with
@@ -135,15 +136,11 @@ class Stage:
     def to_json(self) -> dict[str, Any]:
         """This as an object of plain values; ranges as [first, last]."""
         layers = [self.layers.start, self.layers.stop - 1] if self.layers else None
-        return {
-            **asdict(self),
-            "layers": layers,
-            "ranks": [self.ranks.start, self.ranks.stop - 1],
-        }
+        return {**asdict(self), "layers": layers, "ranks": [self.ranks.start, self.ranks.stop - 1]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImpliedPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ImpliedPlan(Shown):
     """The plan of `moemesh train` that is nearest to a partition.
 
     `agreement` is the share of operator time whose strategy the plan carries out as it is;
@@ -151,6 +148,8 @@ class ImpliedPlan:
     planner's own, as `moemesh estimate` gives them. `command` is empty, with the reason in
     `not_trained`, where `moemesh train` does not carry the plan out.
     """
+
+    shown = ("plan", "agreement", "seconds", "memory_bytes", "fits")
 
     plan: Plan
     agreement: float
@@ -172,8 +171,8 @@ class ImpliedPlan:
         return {**asdict(self), "plan": self.keys()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partition:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Partition(Shown):
     """The answer to `moemesh partition`.
 
     `seconds` of one step by this model of costs, `optimum_seconds` those of the exact answer.
@@ -182,6 +181,8 @@ class Partition:
     stage's devices by axis. `implied` is the plan for `moemesh train`, None where none says this.
     Of a placement, `cut_seconds` are those of cutting every operator over all devices instead.
     """
+
+    shown = ("model", "cluster", "num_devices", "method", "seconds", "gap", "stages", "implied")
 
     model: str
     cluster: str

@@ -137,11 +137,7 @@ def compare(
 
 
 def _divisions(
-    methods: Sequence[str],
-    model: Model,
-    workload: Workload,
-    evaluations: int,
-    seed: int,
+    methods: Sequence[str], model: Model, workload: Workload, evaluations: int, seed: int
 ) -> list[Partition]:
     started = time.perf_counter()
     search = TwoLevelSearch(workload)

@@ -102,11 +102,7 @@ def product_seconds(work: Workload, rows: Number, columns: Number, inner: Number
     efficiency = where(
         layout.precision == 2,
         constants.gemm_efficiency_4bit,
-        where(
-            layout.precision == 1,
-            constants.gemm_efficiency_8bit,
-            constants.gemm_efficiency,
-        ),
+        where(layout.precision == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
     )
     return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
 
@@ -118,12 +114,7 @@ def wide_product_seconds(work: Workload, rows: Number, columns: Number, inner: N
 
 
 def _product(
-    work: Workload,
-    rows: Number,
-    columns: Number,
-    inner: Number,
-    peak: Number,
-    best: Number,
+    work: Workload, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
 ) -> Number:
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK

@@ -76,11 +76,7 @@ def sharded_unit(
 
 
 def rank_weights(
-    work: Workload,
-    dense_layer: Number,
-    routed_layer: Number,
-    experts: ExpertTime,
-    ends: EndTime,
+    work: Workload, dense_layer: Number, routed_layer: Number, experts: ExpertTime, ends: EndTime
 ) -> tuple[Number, Number]:
     """(dense, expert) weights of one rank; with two pipes it holds those of two stages."""
     model, layout = work.model, work.layout

@@ -7,12 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.timing.compute import (
-    BlockTime,
-    ExpertTime,
-    Workload,
-    core_backward_factor,
-)
+from moemesh.planner.timing.compute import BlockTime, ExpertTime, Workload, core_backward_factor
 from moemesh.planner.timing.links import Links, known
 from moemesh.planner.timing.network import visited_nodes
 

@@ -11,15 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from moemesh.config.cluster import LinkCurve, LinkOperation
-from moemesh.planner.arithmetic import (
-    FloatArray,
-    Number,
-    floor,
-    log2,
-    maximum,
-    minimum,
-    where,
-)
+from moemesh.planner.arithmetic import FloatArray, Number, floor, log2, maximum, minimum, where
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:

@@ -336,10 +336,7 @@ def _in_parts(
 
 
 def compute_floor(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
+    model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
 ) -> Number:
     """Seconds that no layout of so many devices undercuts: the step's operations, nothing computed
     twice, at the best efficiency of the widest products, spread evenly over all devices."""

@@ -121,10 +121,7 @@ class _Step:
         twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
         #: What forwards and backwards enter, and what a step enters once.
         self.lines = LedgerLines(
-            self.layout,
-            rank,
-            forwards=2 if twice else 1,
-            recomputed=self._recomputed(),
+            self.layout, rank, forwards=2 if twice else 1, recomputed=self._recomputed()
         )
         #: The ranks that share sequences.
         self.sharing = "cp_tp" if plan.cp > 1 else "tp"
@@ -317,12 +314,7 @@ class _Step:
             travels = sent_by
             if has_replicas:
                 replicas = ReplicaTraffic(
-                    self.lines,
-                    self.model,
-                    plan,
-                    self.element,
-                    sent_by,
-                    is_uniform=self.is_uniform,
+                    self.lines, self.model, plan, self.element, sent_by, is_uniform=self.is_uniform
                 )
                 with self.lines.backward(self.placement.trains_experts(layer)):
                     replicas.enter(times, counts)

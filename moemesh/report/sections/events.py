@@ -8,7 +8,7 @@ from moemesh.report.svg import clip
 from moemesh.trace.run import Run
 
 #: Kinds that every run has; the others say that something was decided or went wrong.
-_ORDINARY = ("start", "note", "finished")
+_ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT = 400
 
 

@@ -46,11 +46,8 @@ def loads(run: Run) -> Section:
         rows=rows[:MAX_TABLE_ROWS],
     )
     drawn: list[tuple[str, str] | tuple[str, str, str]] = [
-        ("Load imbalance", *pictures.imbalance_curve(run.loads)),
-        (
-            "Load of each expert over its layer's mean, by step",
-            pictures.layer_heat_maps(run.loads),
-        ),
+        ("Load imbalance", *pictures.imbalance_curve(run.loads, run.marks)),
+        ("Load of each expert over its layer's mean, by step", pictures.layer_heat_maps(run.loads)),
     ]
     if len(layers) > 1:
         caption = "Load of each expert over its layer's mean, whole run"

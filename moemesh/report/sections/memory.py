@@ -49,7 +49,7 @@ def memory(run: Run) -> Section:
         title=_TITLE,
         figures=figures(("Memory by what it holds", pictures.memory_bars(run.memory))),
         tables=tables,
-        note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)}, the most of "
-        "a rank. On a CPU it is that of the whole process, torch itself included; on a GPU that of "
-        "torch's allocator." + left_out(len(ranks), "ranks"),
+        note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
+        "fullest rank. On a CPU it is that of the whole process, torch itself included; on a GPU "
+        "that of torch's allocator." + left_out(len(ranks), "ranks"),
     )

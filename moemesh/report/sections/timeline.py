@@ -67,8 +67,7 @@ def _parts(run: Run, last: Timeline) -> Table:
 
 def _medians(run: Run) -> list[Table]:
     """Of all steps but the first, which builds caches; rank 0."""
-    rows = run.metrics[1:] or run.metrics
-    if not rows:
+    if not (rows := run.current):
         return []
     step = statistics.median(row.seconds for row in rows)
     waits: dict[str, float | None] = {}
@@ -81,7 +80,7 @@ def _medians(run: Run) -> list[Table]:
     found = {"step": step} | {label: wait for label, wait in waits.items() if wait is not None}
     tables = [
         Table(
-            caption="Median over all steps but the first, in milliseconds, rank 0",
+            caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0",
             header=("Part", "Time", "Share of the step"),
             rows=[
                 (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")

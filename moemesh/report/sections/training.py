@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from moemesh.report import curves
 from moemesh.report.section import Section, Table, figures, spread
 from moemesh.report.sections.missing import missing
@@ -28,12 +30,14 @@ def training(run: Run) -> Section:
         return Section(identity="training", title="Training", missing=text)
     rows, unigram = run.metrics, run.summary.get("unigram_loss")
     known = unigram if isinstance(unigram, float) else None
+    marks, unit = run.marks, run.loss_unit
+    curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
     drawn = [
-        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=run.loss_unit)),
-        ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=run.loss_unit)),
-        ("Gradient norm", *curves.gradient_norm_curve(rows)),
-        ("Learning rate", *curves.learning_rate_curve(rows)),
-        ("Throughput", *curves.throughput_curve(rows)),
+        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=unit, marks=marks)),
+        ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=unit, marks=marks)),
+        ("Gradient norm", *curve("grad_norm", "Gradient norm")),
+        ("Learning rate", *curve("lr", "Learning rate")),
+        ("Throughput", *curve("tokens_per_second", "Throughput", y_label=speed)),
     ]
     return Section(
         identity="training", title="Training", figures=figures(*drawn), tables=[_some_steps(run)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from moemesh.config.errors import UserError
+from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
@@ -50,8 +51,8 @@ HAND_MADE: tuple[tuple[str, int | None], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SearchResult(Shown):
     """The best schedule found. `cost` is its span or makespan, `lower_bound` what no schedule of
     the searched kind can beat, `proven` whether `cost` is the optimum of these kinds. `origin` says
     what found it: a hand-made schedule's name, "greedy", "improved" or "exact". `hand_made` holds

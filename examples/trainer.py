@@ -1,0 +1,36 @@
+"""Experts over ranks with transformers' Trainer: torchrun --nproc_per_node 2 trainer.py OUT"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+
+import moemesh as mm
+
+# max_grad_norm and saving are torch's and one rank's: see "MoELayer" in docs/api.md.
+more = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+arguments = TrainingArguments(  # it starts the process group
+    sys.argv[1], use_cpu=True, max_steps=8, learning_rate=1e-2, logging_steps=7, **more
+)
+torch.manual_seed(0)
+model = Qwen3MoeForCausalLM(
+    Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_experts=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, output_router_logits=True,
+    )
+)  # fmt: skip
+blocks = [layer.mlp for layer in model.model.layers]
+for layer in model.model.layers:
+    layer.mlp = mm.MoELayer.from_transformers(layer.mlp)
+model._ddp_params_and_buffers_to_ignore = list(mm.expert_parameters(model))
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64 * 16).view(-1, 16) % 61]
+Trainer(model, arguments, train_dataset=rows).train()
+for layer, block in zip(model.model.layers, blocks, strict=True):
+    block.load_state_dict(layer.mlp.to_transformers())  # all ranks: it gathers
+    layer.mlp = block
+if int(os.environ.get("RANK", 0)) == 0:
+    model.save_pretrained(sys.argv[1])
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""The pictures that notebooks show of what the library returns: those of the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moemesh.config.shown import PICTURES
+
+
+def _curve(run: Any) -> str:
+    # What draws is imported with the first picture: `import moemesh` stays cheap.
+    from moemesh.report.curves import loss_curve
+
+    return loss_curve(run.metrics, unit=run.loss_unit)[0] if run.metrics else ""
+
+
+def _timeline(timeline: Any) -> str:
+    from moemesh.report.timeline import timeline_rows
+
+    return timeline_rows(timeline)
+
+
+def _schedule(schedule: Any) -> str:
+    from moemesh.schedule.costs import Costs
+    from moemesh.schedule.simulate import simulate
+
+    return _timeline(simulate(schedule, Costs()).timeline)
+
+
+def _meshes(plan: Any) -> str:
+    """Of the degrees of a Plan, a PlannedLayout or a Layout."""
+    from moemesh.config.layout import Layout
+    from moemesh.report.meshes import draw
+
+    names = ("pp", "dp", "cp", "tp", "ep", "etp", "ranks_per_node")
+    return draw(Layout(**{name: getattr(plan, name) or 0 for name in names}))
+
+
+def _loads(placed: Any) -> str:
+    from moemesh.report.balance import balance_heat_maps
+
+    return balance_heat_maps(*placed.gpu_loads)
+
+
+PICTURES.update(
+    Run=_curve,
+    Timeline=_timeline,
+    Simulation=lambda simulation: _timeline(simulation.timeline),
+    Schedule=_schedule,
+    SearchResult=lambda found: _schedule(found.schedule),
+    **dict.fromkeys(("Layout", "Plan", "PlannedLayout"), _meshes),
+    Mesh=lambda mesh: _meshes(mesh.layout),
+    **dict.fromkeys(("Answer", "RunConfig"), lambda answer: _meshes(answer.plan)),
+    Answers=lambda answers: _meshes(answers[0].plan) if answers else "",
+    Partition=lambda found: _meshes(found.implied.plan) if found.implied else "",
+    ExpertPlacement=_loads,
+)

@@ -1,0 +1,206 @@
+"""Mistakes in the words of a command line: all in one message, with the nearest legal ones."""
+
+# Nothing heavy may be imported at the top, or `moemesh --help` becomes slow.
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any, get_args
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+#: The base of typer's errors about a command line, for which it has no public name.
+_Usage: Any = typer.BadParameter.__mro__[1]
+#: Every verb, and words for it that people bring from other tools.
+WORDS: dict[str, str] = {
+    "train": "finetune fine-tune sft pretrain fit run resume continue start lora",
+    "report": "html page dashboard plot visualize compare", "explain": "why diagnose debug analyze",
+    "profile": "trace", "launch": "submit slurm sbatch srun torchrun k8s sky distributed",
+    "convert": "export import merge save push upcycle huggingface",
+    "evaluate": "eval test perplexity ppl score",
+    "generate": "chat infer inference sample complete predict serve prompt",
+    "esft scores": "experts specialize", "tokenize": "tokenise preprocess prepare encode",
+    "data show": "dataset batch samples view print look preview inspect",
+    "config show": "print get dump view list", "config check": "verify validate lint test",
+    "config diff": "compare", "config migrate": "upgrade rename update",
+    "config schema": "json-schema", "doctor": "env environment health info version",
+    "checkpoint ls": "checkpoints ckpt list show", "checkpoint verify": "check validate",
+    "checkpoint diff": "compare", "checkpoint prune": "delete remove rm clean purge",
+    "replay": "nan", "estimate": "cost price memory flops size",
+    "plan": "search optimize suggest recommend autotune tune auto", "validate": "accuracy",
+    "calibrate": "calibration", "layout": "mesh groups ranks topology shard",
+    "dispatch": "alltoall all-to-all route routing router",
+    "cluster init": "create new write add make", "cluster show": "explain describe info print",
+    "cluster list": "clusters hardware machines devices ls", "partition": "split cut alpa stages",
+    "schedule": "simulate simulator pipeline bubble", "balance": "eplb rebalance place placement",
+    "bench": "benchmark measure speed", "repro": "reproduce repeat",
+    "watch": "tail follow monitor top logs status", "drill": "fault faults chaos",
+}  # fmt: skip
+
+
+def _nearest_verb(word: str, group: str) -> str:
+    """The verb that `word` behind `group` ("" of the command itself) was probably meant to be: by
+    another tool's word, by our name on another level, or by a letter or two; "" where none is."""
+    here = {verb: words for verb, words in WORDS.items() if verb.rpartition(" ")[0] == group}
+    tables = [
+        {word: verb for verb, words in reversed(verbs.items()) for word in words.split()}
+        | {verb.rpartition(" ")[2]: verb for verb in reversed(verbs)}
+        for verbs in (here, WORDS)
+    ]
+    for cutoff in (1.0, 0.75):
+        for table in tables:
+            if near := get_close_matches(word, table, 1, cutoff):
+                return table[near[0]]
+    return ""
+
+
+class _CommandLine:
+    """The part of a verb, and of a group of verbs, that reads the words behind it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(args))  # type: ignore[misc]
+        except _Usage as error:
+            if not args and isinstance(self, Group):
+                raise  # it is the help
+            raise _refusal(ctx, *_problems(self, ctx, args)) from error
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except typer.BadParameter as error:
+            raise _refusal(ctx, _said(error, ctx)) from error
+
+
+class Verb(_CommandLine, TyperCommand):
+    """A verb; ConfigError names every problem of its options and arguments."""
+
+
+class Group(_CommandLine, TyperGroup):
+    """A group of verbs; ConfigError names the nearest verb to one that it does not have."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is not None or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        near = _nearest_verb(args[0].lower(), ctx.command_path.partition(" ")[2])
+        fix = f"moemesh {near}" if near else f"one of {', '.join(self.list_commands(ctx))}"
+        message = f"`{ctx.command_path}` has no verb `{args[0]}`"
+        raise _refusal(ctx, _problem("unknown-option", args[0], message, fix))
+
+
+def _problem(code: str, key: str, message: str, fix: str = "", value: object = None) -> Any:
+    from moemesh.config.errors import Problem
+
+    return Problem(code=code, key=key, value=value, message=message, fix=fix)
+
+
+def _refusal(ctx: Any, *problems: Any) -> Exception:
+    from moemesh.config.errors import ConfigError
+
+    return ConfigError(problems, where=f"in the command line (`{ctx.command_path} --help`)")
+
+
+def _said(error: Any, ctx: Any) -> Any:
+    """The problem that a verb finds in options which do not go together."""
+    key = getattr(error, "param_hint", None) or ctx.command_path
+    return _problem("conflict", str(key), error.message.rstrip("."))
+
+
+def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
+    """Every word that the command does not take, and every parameter without a legal value."""
+    options = {name: one for one in command.get_params(ctx) for name in one.opts if name[0] == "-"}
+    words, kept, broken, is_sure = deque(args), list[str](), set[str](), True
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        param = options.get(name) or (options.get(word[:2]) if word[1:2] != "-" else None)
+        if not word.startswith("-") or word in ("-", "--"):
+            kept.append(word)
+            if word == "--" or isinstance(command, Group):
+                break
+        elif param is None:
+            if not equals and words and not words[0].startswith("-") and isinstance(command, Verb):
+                # A value of the option, or an argument of the verb: nobody knows.
+                value, is_sure = words.popleft(), False
+            message = f"`{ctx.command_path}` has no such option"
+            yield _problem("unknown-option", name, message, _meant(name, options), value or None)
+        elif param.is_flag or equals or name not in options:
+            kept.append(word)
+        elif not words or words[0].partition("=")[0] in options:
+            broken.add(param.name)
+            yield _wrong(param, name, "needs a value", None)
+        else:
+            kept += [word, words.popleft()]
+    try:
+        opts, rest, _ = command.make_parser(ctx).parse_args(args=[*kept, *words])
+    except _Usage as error:
+        yield _said(error, ctx)
+        return
+    for param in command.params:
+        is_option, value = param.opts[0] in options, opts.get(param.name)
+        try:
+            if param.name not in broken and not param.is_eager:
+                param.handle_parse_result(ctx, opts, rest)
+        except _Usage as error:
+            if is_option or is_sure or value is not None:
+                name = param.opts[0] if is_option else param.metavar or param.name.upper()
+                yield _wrong(param, name, error.message if value else "is missing", value)
+    if rest and isinstance(command, Verb):
+        message, extra = f"`{ctx.command_path}` takes fewer arguments", " ".join(rest)
+        yield _problem("unknown-option", extra, message, f"leave out {extra}")
+
+
+def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
+    """The problem of a parameter without a value, or with one that it cannot have."""
+    from moemesh.config.suggest import nearest_choice
+
+    # Versions of typer differ in where a parameter keeps its type, choices and bounds.
+    kind = getattr(param, "type_descriptor", None) or param.type
+    choices = [str(getattr(one, "value", one)) for one in getattr(kind, "choices", None) or ()]
+    named = getattr(kind, "annotation", kind)
+    one = named if choices else next(iter(get_args(named)), named)
+    type_name = str(getattr(one, "__name__", getattr(one, "name", "")))[:3]
+    metavar = param.metavar or "|".join(choices) or {"int": "N", "flo": "X"}.get(type_name, "VALUE")
+    use = f"{name} {metavar}" if name.startswith("-") else name
+    if value is None:
+        help_text = (param.help or name).rstrip(".")
+        return _problem("missing", name, f"{name} {said}: {help_text}", use)
+    if choices:
+        fix = nearest_choice(str(value), choices)
+        return _problem("not-a-choice", name, f"{name} cannot be {value}", fix, value)
+    given = value[-1] if param.multiple else value
+    message = f"{name}: {said.rstrip('.')}"
+    if type_name in ("int", "flo"):
+        message = f"{name} must be a {'whole ' * (type_name == 'int')}number, not {given}"
+        use = f"{name} {param.default}, the default" if param.default is not None else use
+        number = math.nan  # beyond no bound
+        with suppress(ValueError):
+            number = float(given)
+        bounds = (getattr(param, side, getattr(kind, side, None)) for side in ("min", "max"))
+        for bound, words, sign in zip(bounds, ("at least", "at most"), (1, -1), strict=True):
+            if bound is not None and sign * number < sign * bound:
+                message = f"{name} must be {words} {bound}, not {given}"
+                return _problem("out-of-range", name, message, f"{name} {bound}", given)
+    return _problem("wrong-type", name, message, use, given)
+
+
+def _meant(name: str, options: Iterable[str]) -> str:
+    """The option that an unknown one was probably meant to be; of a verb with --set, the key."""
+    if near := get_close_matches(name, options, 1, 0.75):
+        return near[0]
+    every = f"one of {', '.join(options)}"
+    if "--set" not in options:
+        return every
+    from moemesh.config.schema import sections_with
+    from moemesh.config.suggest import alias_hint, aliases, resembling_keys
+
+    leaf = name.lstrip("-").replace("-", "_")
+    keys = [leaf] if "." in leaf else [f"{section}.{leaf}" for section in sections_with(leaf)]
+    if leaf in aliases():
+        keys = [aliases()[leaf]]
+    if not keys and (hint := alias_hint(leaf)):
+        return hint
+    keys = keys or resembling_keys(leaf)
+    return f"--set {keys[0]}=VALUE" if keys else every

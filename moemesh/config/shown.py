@@ -1,0 +1,66 @@
+"""Short reprs, and tables with a picture for notebooks, of the objects that the library returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from html import escape
+from typing import Any, ClassVar, cast
+
+#: Characters of a repr, and of a value in it, at most.
+LONGEST, LONGEST_VALUE = 400, 120
+#: Name of a class -> the SVG of one of its objects, from `moemesh.api.pictures`.
+PICTURES: dict[str, Callable[[Any], str]] = {}
+
+
+class Shown:
+    """Mixin of objects that users see at a prompt: a repr of at most 400 characters, and in a
+    notebook a table with a picture. `shown` names the attributes in them; by default all fields
+    that differ from their defaults."""
+
+    shown: ClassVar[tuple[str, ...]] = ()
+
+    def facts(self) -> Mapping[str, object]:
+        """Name -> value, in the order of the repr."""
+        if self.shown:
+            return {name: getattr(self, name) for name in self.shown}
+        kind: Any = type(self)
+        fields: dict[str, Any] = getattr(kind, "__dataclass_fields__", None) or kind.model_fields
+        pairs = ((name, getattr(self, name), field.default) for name, field in fields.items())
+        return {name: value for name, value, default in pairs if value != default}
+
+    def __repr__(self) -> str:
+        return short_repr(self, self.facts())
+
+    def _repr_html_(self) -> str:
+        name = type(self).__name__
+        rows = "".join(
+            f"<tr><th>{escape(fact)}</th><td>{escape(brief(value, LONGEST))}</td></tr>"
+            for fact, value in self.facts().items()
+        )
+        picture = PICTURES[name](self) if name in PICTURES else ""
+        return f"<div><table><caption>{name}</caption>{rows}</table>{picture}</div>"
+
+
+def short_repr(thing: object, facts: Mapping[str, object]) -> str:
+    """The name of the object's class and its facts, cut at :data:`LONGEST` characters."""
+    said = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
+    return _cut(f"{type(thing).__name__}({said})", LONGEST)
+
+
+def brief(value: Any, longest: int = LONGEST_VALUE) -> str:
+    """The value in at most so many characters: the type and shape of an array, the number of items
+    of a long collection."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        few = value.numel() if hasattr(value, "numel") else value.size
+        return brief(value.tolist(), longest) if few == 1 else f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, (tuple, list, dict)):
+        size = len(cast("Sized", value))
+        text = repr(cast("object", value)) if size <= 16 else ""
+        return text if 0 < len(text) <= longest else f"{size} items"
+    return _cut(repr(value), longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -1,0 +1,182 @@
+"""Every mistake in the words of a command line, in one message, for every verb."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from moemesh import cli
+from moemesh.cli.application import app
+from moemesh.cli.arguments import WORDS
+
+
+def verbs() -> Iterator[tuple[str, Any]]:
+    """(words, command) of every verb, those of groups included."""
+    cli.import_verbs()
+
+    def below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
+        if not hasattr(command, "commands"):
+            yield words, command
+        for name, one in getattr(command, "commands", {}).items():
+            yield from below(f"{words} {name}".strip(), one)
+
+    yield from below("", typer.main.get_command(app))
+
+
+VERBS = dict(verbs())
+
+
+def said(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command says of a mistake, on stderr, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["moemesh", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (2, ""), (words, out, err)
+    assert "Traceback" not in err
+    return err
+
+
+def test_the_table_of_words_has_every_verb_once() -> None:
+    known = {name for name in VERBS if not name.startswith("bench")}
+    assert {name for name in WORDS if name != "bench"} == known
+    for group in {name.rpartition(" ")[0] for name in WORDS}:
+        inside = [name for name in WORDS if name.rpartition(" ")[0] == group]
+        words = [word for name in inside for word in WORDS[name].split()]
+        names = [name.rpartition(" ")[2] for name in inside]
+        assert len(set(words + names)) == len(words + names), (group, sorted(words))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("eval", "evaluate"),
+        ("finetune", "train"),
+        ("chat", "generate"),
+        ("export", "convert"),
+        ("simulate", "schedule"),
+        ("trian", "train"),
+        ("prune", "checkpoint prune"),
+        ("delete", "checkpoint prune"),
+        ("verify", "checkpoint verify"),
+        ("cluster explain", "cluster show"),
+        ("cluster ls", "cluster list"),
+        ("cluster create", "cluster init"),
+        ("checkpoint delete", "checkpoint prune"),
+        ("checkpoint list", "checkpoint ls"),
+        ("checkpoint remove", "checkpoint prune"),
+        ("checkpoint compare", "checkpoint diff"),
+        ("checkpoint verfy", "checkpoint verify"),
+        ("checkpoint export", "convert"),
+        ("config validate", "config check"),
+        ("data preview", "data show"),
+    ],
+)
+def test_a_word_of_another_tool_leads_to_the_verb(
+    typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"    fix: moemesh {meant}\n" in said(typed.split(), monkeypatch, capsys)
+
+
+def test_every_word_of_the_table_leads_to_its_verb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, words in WORDS.items():
+        group = verb.split()[:-1]
+        for word in words.split():
+            assert f"fix: moemesh {verb}\n" in said([*group, word], monkeypatch, capsys), word
+
+
+def test_a_word_like_none_lists_the_verbs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = said(["checkpoint", "qqqq"], monkeypatch, capsys)
+    assert all(name in told for name in ("ls", "verify", "diff", "prune"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_all_mistakes_of_a_command_line_come_in_one_message(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that is needed is given, an unknown option, and of each number a text."""
+    params = VERBS[verb].params
+    numbers = [one for one in params if str(one.type_descriptor.annotation) in ("<class 'int'>",)]
+    broken = {one.opts[0] for one in numbers}
+    missing = {
+        one.opts[0] if one.param_type_name == "option" else one.metavar or one.name.upper()
+        for one in params
+        if one.required and one not in numbers
+    }
+    words = [word for name in sorted(broken) for word in (name, "many")]
+    told = said([*verb.split(), *words, "--no-such-option=3"], monkeypatch, capsys)
+    count = len(broken) + len(missing) + 1
+    title = f"{count} problem{'s' * (count > 1)} in the command line"
+    assert told.startswith(f"moemesh: {title} (`moemesh {verb} --help`)\n"), told
+    assert all(f"{name} must be a whole number, not many" in told for name in broken)
+    assert all(f"{name} is missing: " in told for name in missing)
+    assert "`moemesh " + verb + "` has no such option [unknown-option]" in told
+    assert told.count("    fix: ") == count, told
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        # A value that is an option: it was left out.
+        ("convert a --to --dtype float32 b", ["--to needs a value"]),
+        ("convert a b --dtype", ["--dtype needs a value"]),
+        # A word behind an unknown option may be its value, so that no argument is missed for sure.
+        ("convert --fast a b", ["`moemesh convert` has no such option"]),
+        ("convert a b c d", ["`moemesh convert` takes fewer arguments"]),
+        (
+            "generate r --prompt a --top-p 2 --max-tokens 0 --seed x",
+            ["at most 1.0", "1, not 0", "x"],
+        ),
+        ("layout --plan dp=2 --rank 1 --rank -3", ["--rank must be at least 0, not -3"]),
+        ("convert a b --to onxn --delta --lr 3", ["--to cannot be onxn", "no such option"]),
+        ("--no-such-option train", ["`moemesh` has no such option"]),
+        ("plan --to 3 --headrom 3", ["did", "--headroom"]),
+    ],
+)
+def test_one_message_names_each_problem(
+    words: str,
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = said(words.split(), monkeypatch, capsys)
+    if words.startswith("plan"):
+        assert "fix: --top\n" in told and "fix: --headroom\n" in told
+        return
+    assert all(problem in told for problem in problems), told
+    assert told.startswith(f"moemesh: {len(problems)} problem"), told
+
+
+def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
+    """No help text begins with a question word or a preposition, none has a private word."""
+    headless = r"(What|Of|How|Where|As|Which|Whether|Who|Why|When|Such|So|By|Behind|From|On|In) "
+    private = r"\b(clothes|onward|told|tells|asks|asked|hottest|hot|votes|crossed|most of a rank)\b"
+    said = [
+        (name, text)
+        for name, command in VERBS.items()
+        for text in (
+            command.help or "",
+            command.short_help or "",
+            *(param.help or "" for param in command.params),
+        )
+    ]
+    assert not [one for one in said if re.match(headless, one[1])]
+    assert not [one for one in said if re.search(private, one[1])]
+
+
+def test_the_help_of_groups_names_their_verbs() -> None:
+    command: Any = typer.main.get_command(app)
+    for group in ("checkpoint", "cluster", "config"):
+        told = command.commands[group].help.split(": ")[1].rstrip(".")
+        assert set(told.split(", ")) == set(command.commands[group].commands)

@@ -1,0 +1,156 @@
+"""The first screen of `moemesh plan`, and the way from it to a job."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moemesh import cli
+from moemesh.cli.application import app
+from moemesh.cli.plan_text import plan_text, published, risk_of_memory
+from moemesh.config.cluster import load_cluster
+from moemesh.config.load import load_run
+from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.search.command import PLAN_FILE, Planned, plan_file, plan_named, to_json
+from moemesh.planner.search.known_runs import known_runs
+from moemesh.planner.shapes.load import load_model
+
+PLAN = (
+    *["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64", "--global-batch"],
+    "8",
+)
+
+
+def run(*words: str) -> Result:
+    cli.import_verbs()
+    return CliRunner().invoke(app, words)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    return plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=2)
+
+
+def test_the_first_screen_has_twenty_lines(planned: Planned) -> None:
+    with_role = tuple(one for one in planned.candidates if one.roles)
+    assert len(with_role) >= 3
+    lines = plan_text(replace(planned, candidates=with_role), "").splitlines()
+    assert len(lines) <= 20
+    text = "\n".join(lines)
+    for word in ("recommended", "fastest", "simplest", "risk: ", "certificate: ", "--write"):
+        assert word in text
+    assert "  moemesh train plan.toml\n  moemesh launch --slurm plan.toml" in text
+    # The keys of the configuration and no words of our own.
+    for word in ("microbatches=", "data=zero1", "recompute=full"):
+        assert word in text
+    longer = plan_text(planned, "", explain=True)
+    for part in (
+        "a step of the first",
+        "binding: ",
+        "left out: ",
+        " x ZeRO-2 or 3 with",
+        "assumed: ",
+    ):
+        assert part in " ".join(longer.split())
+
+
+def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Planned) -> None:
+    """More headroom never makes the same layout riskier, and the advice is one that can be taken:
+    the layout that it names is safe."""
+    tight = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="30GiB")
+    assert tight.memory_interval(tight.candidates[0]).high > 50 * 2**30
+    assert risk_of_memory(tight).startswith("risk: none seen")
+    small = planned.cluster.model_copy(update={"memory_bytes": 60 * 2**30})
+    risky = plan_named("qwen3-30b-a3b", small, 4096, 256, top=5)
+    told = risk_of_memory(risky)
+    number = told.split("; ")[1].split()[0]
+    assert "may run out" in told and risky.is_safe(risky.candidates[int(number) - 1])
+    tiny = planned.cluster.model_copy(update={"memory_bytes": 41 * 2**30})
+    none = plan_named("qwen3-30b-a3b", tiny, 4096, 256, top=5)
+    assert "no layout's fits" in risk_of_memory(none) and not none.has_safe
+
+
+@pytest.mark.parametrize("tokens", [None, "1B"])
+def test_the_file_is_the_answer(
+    tokens: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ("--set", "lora.rank=4") if tokens is None else ("--tokens", tokens)
+    said = run(*PLAN, "--trainable", "--write", "plan.toml", *more)
+    assert said.exit_code == 0, said.output
+    assert "wrote plan.toml:\n  moemesh train plan.toml\n" in said.output
+    text = Path("plan.toml").read_text()
+    assert text.startswith(PLAN_FILE) and "# Predicted: " in text and "(80 %: " in text
+    assert tomllib.loads(text)["plan"]
+    config = load_run([Path("plan.toml")], []).config
+    settings = ["lora.rank=4"] if tokens is None else []
+    best = plan_named("tiny", "laptop_cpu", 64, 8, trainable=True, settings=settings).candidates[0]
+    again = from_plan(config.plan, seq_len=config.data.seq_len, global_batch=8)
+    assert (
+        again.text
+        == best.layout.changed(
+            ranks_per_node=0, trained_dense=1.0, trained_experts=1.0, adapters=False
+        ).text
+    )
+    assert config.lora.rank == (4 if tokens is None else 0)
+    if tokens is not None:
+        assert config.train.steps * 64 * 8 >= 1e9
+    # Adapters need weights, which a preset has not: the file says so.
+    assert ("model.path in place of model.preset" in text) == (tokens is None)
+    assert (run("config", "check", "plan.toml").exit_code == 0) == (tokens is not None)
+    for form in ("slurm", "torchrun", "k8s", "sky"):
+        script = run("launch", f"--{form}", "plan.toml", "--dry-run")
+        assert script.exit_code == 0 and str(tmp_path / "plan.toml") in script.output
+
+
+def test_another_file_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Path("own.toml")
+    own.write_text("[train]\nsteps = 3\n")
+    monkeypatch.setattr("moemesh.planner.search.command.plan_named", lambda *_, **__: pytest.fail())
+    for target in ("own.toml", "nowhere/plan.toml", "."):
+        refused = run(*PLAN, "--write", target)
+        assert isinstance(refused.exception, ValueError) and target in str(refused.exception)
+    assert own.read_text() == "[train]\nsteps = 3\n" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["own.toml"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # its own it does
+        assert run(*PLAN, "--write", "plan.toml").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.toml", "plan.toml"]
+
+
+def test_what_is_not_trained_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "plan --model gpt-22b --cluster dgx_a100 --seq-len 2k --global-batch 8"
+    refused = run(*words.split(), "--write", "plan.toml")
+    assert "recommended" in refused.output and "launch" not in refused.output
+    assert "plan.toml is not written" in str(refused.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_published_runs_stand_beside_the_prediction() -> None:
+    """The published time is met in the number type of the run, and GPU-hours are those reported."""
+    machine = load_cluster("hgx_h800").model_copy(update={"nodes": 256})
+    (run,) = known_runs(load_model("deepseek-v3"), machine, "bfloat16")
+    assert run.speed.gpu_hours(14.8e12) == pytest.approx(2.664e6, rel=0.002)
+    assert run.predicted == pytest.approx(run.seconds, rel=0.12) and run.here > run.predicted
+    small = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 64, tokens="1T")
+    (told,) = published(small)
+    hours = 1e12 / (512 * 4096) * 21.773 * 8 / 3600
+    assert f"{hours:,.0f} GPU-hours" in told and "8 x H100-80G, 21.77 s" in told
+    assert " ".join(told.split()) in " ".join(plan_text(small, "").split())
+    assert to_json(small)["published"][0]["speed"]["gpu_hours"] == pytest.approx(hours)
+    assert not published(plan_named("tiny", "dgx_h100", 64, 8))
+
+
+def test_text_of_comments_is_one_line_each(planned: Planned) -> None:
+    heads = [line for line in plan_file(planned).splitlines() if line.startswith("#")]
+    assert len(heads) == 4 and "16 devices of dgx_h100" in heads[0]

@@ -1,0 +1,167 @@
+"""A place of its own for every test: directory, home and environment. The checkout is read only.
+
+Commands read the directory they are called in, ``~`` and variables such as ``MOEMESH__plan__tp``,
+and write to ``runs/``. Those of the user's must not change what a test finds, and a test must not
+change them. The session therefore takes variables of the user out of the environment
+(:func:`begin`), every test and every module has a directory and a home (:func:`place`), and who
+writes into the checkout, or looks into its ``runs/``, fails where it does so (:func:`watch`).
+
+Code that was compiled, and the examples of hypothesis, stay in pytest's cache from one session to
+the next: to compile the balancer takes a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+#: Variables of a user, job, terminal or git hook that change what commands do, find or print.
+FOREIGN = re.compile(
+    r"MOEMESH_(?!TEST_)|_MOEMESH_|SLURM_|TORCHELASTIC_|GIT_|HF_|HUGGINGFACE_|TRANSFORMERS_"
+    r"|XDG_(CACHE|CONFIG|DATA|STATE)_HOME$"
+    r"|((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    r"|(COLUMNS|LINES|TERMINAL_WIDTH|(NO|FORCE|CLI)_?COLOR|PY_COLORS|TTY_\w+|GITHUB_ACTIONS)$"
+)
+
+#: Of the session, for the processes of its tests: the folder of what is kept from one session to
+#: the next, and folders of the checkout in which they may write.
+_KEPT, _MAY_WRITE = "MOEMESH_TEST_KEPT", "MOEMESH_TEST_MAY_WRITE"
+
+#: What the session has: variables to restore, and the folder that holds all places.
+_sessions: list[tuple[pytest.MonkeyPatch, Path]] = []
+_numbers = count()
+
+
+def begin(config: pytest.Config) -> None:
+    """Take the user's variables and home out of the environment, before tests are imported."""
+    patch, base = pytest.MonkeyPatch(), Path(tempfile.mkdtemp(prefix="moemesh-tests-"))
+    _sessions.append((patch, base))
+    for name in filter(FOREIGN.match, list(os.environ)):
+        patch.delenv(name)
+    kept = base / "kept"
+    if _KEPT in os.environ:  # pytest in a test
+        kept = Path(os.environ[_KEPT])
+    else:
+        with suppress(AttributeError, OSError):  # `-p no:cacheprovider`; it cannot be written
+            kept = config.cache.mkdir("moemesh")  # type: ignore[union-attr]
+    patch.setenv(_KEPT, str(kept))
+    for name in ("NUMBA", "TORCHINDUCTOR", "TRITON"):
+        patch.setenv(f"{name}_CACHE_DIR", str(kept / name.lower()))
+    patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(kept / "hypothesis"))
+    # Programs that tests start import moemesh and tests from this checkout, wherever they run,
+    # and what the user installed beside an interpreter (`pip install --user`).
+    patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    patch.setenv("PYTHONUSERBASE", site.getuserbase())
+    may_write = [kept, config.option.basetemp and Path(config.option.basetemp).absolute()]
+    # A checkout may lie in the folder of temporary files, or hold it.
+    if (temporary := Path(tempfile.gettempdir())).is_relative_to(ROOT):
+        may_write.append(temporary)
+    patch.setenv(_MAY_WRITE, os.pathsep.join(str(path) for path in may_write if path))
+    _set_home(patch, base)
+
+
+def end() -> None:
+    patch, base = _sessions.pop()
+    patch.undo()
+    shutil.rmtree(base, ignore_errors=True)
+
+
+@contextmanager
+def place() -> Iterator[None]:
+    """An empty directory to be in, and a home."""
+    here = _sessions[-1][1] / str(next(_numbers))
+    with pytest.MonkeyPatch.context() as patch:
+        (here / "here").mkdir(parents=True)
+        patch.chdir(here / "here")
+        _set_home(patch, here)
+        yield
+
+
+def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "home").mkdir()
+    patch.setenv("HOME", str(folder / "home"))
+
+
+# The checkout, which nobody may change.
+
+#: Events of Python (`sys.addaudithook`) and where among their arguments they have paths.
+_PATHS = {
+    "open": (0,),
+    "os.chmod": (0,),
+    "os.link": (1,),
+    "os.listdir": (0,),
+    "os.mkdir": (0,),
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.scandir": (0,),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "os.utime": (0,),
+    "shutil.rmtree": (0,),
+    "subprocess.Popen": (2,),  # the directory of the program, which would write there
+}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+#: The tests that run; nobody is watched between tests.
+_tests: list[str] = []
+_violations: list[str] = []
+
+
+def watch(test: str) -> None:
+    """Watch what this process does to the checkout, until :func:`release`."""
+    if not hasattr(sys, "_checkout_is_watched"):
+        sys.addaudithook(_audit)
+        sys._checkout_is_watched = True  # type: ignore[attr-defined]
+    _tests.append(test)
+
+
+def release() -> None:
+    _tests.pop()
+
+
+def violations() -> list[str]:
+    """What was done since the last call: the test fails even if what it called went on."""
+    found = _violations.copy()
+    _violations.clear()
+    return found
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in _PATHS or not _tests:
+        return
+    looks = event in ("os.listdir", "os.scandir")
+    looks |= event == "open" and not arguments[2] & _WRITING
+    for position in _PATHS[event]:
+        if (path := _in_checkout(arguments[position])) and not (looks and _may_be_read(path)):
+            _violations.append(f"{event} {path}")
+            raise AssertionError(f"{_tests[-1]} leaves the checkout alone: {event} {path}")
+
+
+def _in_checkout(place: Any) -> str:
+    """The absolute path, if it is in the checkout and not in a folder that may be written."""
+    if place is None or isinstance(place, int):
+        return ""
+    path = os.path.abspath(os.fsdecode(place))
+    if not f"{path}/".startswith(f"{ROOT}/") or "__pycache__" in path:
+        return ""
+    may_write = filter(None, os.environ.get(_MAY_WRITE, "").split(os.pathsep))
+    return "" if f"{path}/".startswith(tuple(f"{folder}/" for folder in may_write)) else path
+
+
+def _may_be_read(path: str) -> bool:
+    """Documents, sources and tests may; runs are the user's."""
+    return not f"{path}/".startswith(f"{ROOT}/runs/")

@@ -1,0 +1,86 @@
+"""Only one module knows Linux, and each of its functions has an answer elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+import moemesh
+from moemesh.trace import machine
+from tests.without_linux import leave_linux
+
+#: Calls, folders and files that other systems do not have.
+WORDS = re.compile(
+    "sched_getaffinity|/proc|/dev/shm|mallopt|malloc_trim|prctl|boot_id|posix_fadvise|ctypes"
+    "|clear_refs|/sys/fs"
+)
+#: Text of a file for machines of others: a container of Kubernetes has this folder.
+FOR_OTHERS = {"config/jobs.py"}
+
+
+def test_no_other_module_knows_what_only_linux_has() -> None:
+    package = Path(moemesh.__file__).parent
+    found = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if WORDS.search(file.read_text(encoding="utf-8"))
+    }
+    assert found - FOR_OTHERS == {"trace/machine.py"}
+
+
+def test_one_function_starts_python() -> None:
+    """A module that is started with -m alone imports from the current directory first."""
+    package = Path(moemesh.__file__).parent
+    found = [file for file in package.rglob("*.py") if '"-m"' in file.read_text(encoding="utf-8")]
+    assert found == [package / "comm/supervisor.py"]
+
+
+def test_linux_is_read() -> None:
+    """On the machine of the tests, which has it all."""
+    state, seconds = machine.process_state(os.getpid())
+    assert state == "R" and seconds > 0
+    assert 0 < machine.available_bytes() < 1 << 50
+    assert machine.usable_cores() == len(os.sched_getaffinity(0))
+    assert machine.processor() and machine.process_namespace().startswith("pid:")
+    assert machine.boot_name() not in ("", socket.gethostname())
+    peak = machine.peak_growth()
+    held = bytearray(64 << 20)
+    grown = peak()
+    if grown is not None:  # a sandbox may forget the peak
+        assert len(held) // 2 < grown < 4 * len(held)
+    with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert len(machine.open_sockets([os.getpid()]) or ()) == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(3)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert machine.zombie_exit_code(child) == 3
+    os.waitpid(child, 0)
+    assert machine.zombie_exit_code(child) is None
+    assert machine.return_freed_memory()
+
+
+def test_without_linux_each_function_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    handle = os.open(file, os.O_RDONLY)
+    leave_linux(monkeypatch.setattr, monkeypatch.delattr)
+    assert machine.usable_cores() == os.cpu_count()
+    assert machine.processor() != ""
+    assert machine.boot_name() == socket.gethostname()
+    assert machine.process_namespace() == ""
+    assert machine.available_bytes() == 1 << 62
+    assert machine.process_state(os.getpid()) == ("", 0.0)
+    assert machine.zombie_exit_code(os.getpid()) is None
+    assert machine.open_sockets([os.getpid()]) is None
+    assert machine.peak_growth()() is None
+    assert not machine.keep_freed_memory() and not machine.return_freed_memory()
+    assert not machine.die_with_parent()
+    machine.drop_from_cache(handle)
+    os.close(handle)

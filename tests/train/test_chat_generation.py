@@ -1,0 +1,154 @@
+"""`moemesh generate --chat`: prompts by the template, answers up to their end, conversations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moemesh import cli
+from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import UserError
+from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import Tokenizer
+from moemesh.train import data_record, generation
+from tests.data.test_packing import corpus_of
+from tests.huggingface.conversations import add_tokenizer
+from tests.huggingface.tiny import save
+
+pytest.importorskip("transformers")
+
+
+class Model:
+    """Writes one of its `texts`, then "x" for ever; `prompts` are what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str]) -> None:
+        self.tokenizer, self.texts, self.prompts = tokenizer, texts, list[str]()
+
+    def __call__(self, model: Any, ids: list[int], *others: Any) -> Iterator[int]:
+        self.prompts.append(self.tokenizer.decode(ids))
+        yield from self.tokenizer.encode(self.texts[len(self.prompts) - 1].encode(), "").tolist()
+        yield from (int(self.tokenizer.encode(b"x", "")[0]) for _ in count())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One token a character, turns that end in the four of ``</s>``."""
+    return add_tokenizer(save("qwen3_moe", tmp_path / "model"))
+
+
+@pytest.fixture
+def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    def work(config: Any, arguments: Any, work: Callable[[Mesh], str]) -> int:
+        if found := work(Mesh.single("cpu")):
+            print(found)
+        return 0
+
+    def answer(*texts: str) -> Model:
+        made = Model(Tokenizer.open(str(folder)), list(texts))
+        parallel = SimpleNamespace(model=None, close=lambda: None)
+        monkeypatch.setattr(generation, "continuation", made)
+        monkeypatch.setattr(generation, "load", lambda *_: parallel)
+        monkeypatch.setattr(generation, "on_ranks", work)
+        return made
+
+    return answer
+
+
+def test_one_answer(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = answering("It is <7>.</s>\n<user>", "abc", "It is 7.</s>")
+    generation.generate(folder, "3 + 4?", chat=True, system="Be brief.")
+    assert model.prompts == ["<system>Be brief.</s>\n<user>3 + 4?</s>\n<assistant>"]
+    assert capsys.readouterr().out == "It is <7>.\n"
+    generation.generate(folder, "3 + 4?", chat=True, max_tokens=5)
+    assert model.prompts[1] == "<user>3 + 4?</s>\n<assistant>"
+    assert capsys.readouterr().out == "abcxx\n"
+    generation.generate(folder, "3 + 4?", chat=True, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == "It is 7." and len(found["tokens"]) == 12
+
+
+def test_an_answer_ends_at_the_models_own_tokens_too(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = answering("ab~cd</s>")
+    end = int(model.tokenizer.encode(b"~", "")[0])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    generation.generate(folder, "?", chat=True)
+    assert capsys.readouterr().out == "ab\n"
+
+
+@pytest.mark.parametrize("last", ["/exit", None])
+def test_a_conversation_at_the_terminal(
+    folder: Path,
+    answering: Callable[..., Model],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    last: str | None,
+) -> None:
+    model = answering("One <.</s>", "Two.</s>")
+    lines = iter(["first?", "", " second? ", last])
+
+    def asked(prompt: str) -> str:
+        line = next(lines)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", asked)
+    generation.generate(folder, None, chat=True)
+    first = "<user>first?</s>\n<assistant>"
+    assert model.prompts == [first, f"{first}One <.</s>\n<user>second?</s>\n<assistant>"]
+    captured = capsys.readouterr()
+    assert captured.out == "One <.\nTwo.\n\n" and "/exit or Ctrl-D" in captured.err
+
+
+def test_what_chat_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"the plan has 2 ranks, and .* give --prompt TEXT"):
+        generation.generate(folder, None, ["plan.dp=2"], chat=True)
+    with pytest.raises(UserError, match=r"\"bytes\", which has no chat template, and --chat asks"):
+        generation.generate(folder, "?", ["data.tokenizer=bytes"], chat=True)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turns') }}")
+    with pytest.raises(UserError, match=r"the conversation: .* fails: no system turns"):
+        generation.generate(folder, "?", chat=True)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"name the folder of a tokenizer with chat_template"):
+        generation.generate(folder, "?", chat=True)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    for options, message in (
+        (["--chat"], "stdin is none"),
+        ([], "is missing"),
+        (["--prompt", "a", "--system", "b"], "add --chat"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_that_was_tuned_on_conversations_says_so(
+    folder: Path, answering: Callable[..., Model], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering("a", "b", "c</s>", "d")
+    texts = [corpus_of([10] * 30), corpus_of([10] * 30, texts=tuple(range(30)))]
+    texts[1].__dict__["learned"] = None
+    for corpus in texts:
+        facts = data_record.record(Samples(corpus, seq_len=8, seed=0))
+        (folder / data_record.FILE).write_text(json.dumps(facts))
+        generation.generate(folder, "?", max_tokens=2)
+        said = "this run was tuned on conversations: --chat" in capsys.readouterr().err
+        assert said == (corpus is texts[0])
+    (folder / data_record.FILE).write_text(json.dumps({"sources": None}))
+    generation.generate(folder, "?", chat=True)
+    generation.generate(folder, "?", max_tokens=2)
+    assert "tuned" not in capsys.readouterr().err
