@@ -172,7 +172,8 @@ def _wrong(param: Any, name: str, said: str, value: Any) -> Any:
         return _problem("not-a-choice", name, f"{name} cannot be {value}", fix, value)
     given = value[-1] if param.multiple else value
     message = f"{name}: {said.rstrip('.')}"
-    if type_name in ("int", "flo"):
+    reads = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
+    if reads is None and type_name in ("int", "flo"):
         message = f"{name} must be a {'whole ' * (type_name == 'int')}number, not {given}"
         use = f"{name} {param.default}, the default" if param.default is not None else use
         number = math.nan  # beyond no bound

@@ -54,7 +54,7 @@ def tokens(text: str | int) -> int:
         found = read_tokens(str(text), 1024)  # a default is a number already
     except ConfigError as error:
         (problem,) = error.problems
-        raise typer.BadParameter(f"{text!r}: {problem.message}; {problem.fix}") from None
+        raise typer.BadParameter(f"{problem.message}, {problem.fix}; not {text!r}") from None
     if found != int(found):
         raise typer.BadParameter(f"{text} is {found:,} tokens: a whole number is needed")
     return int(found)
@@ -113,4 +113,4 @@ LENGTH = typer.Option(
     help="Tokens of one sequence; 4k is 4096.",
 )
 BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
-NODES = typer.Option("--nodes", metavar="N", help="In place of the cluster's own number.")
+NODES = typer.Option("--nodes", metavar="N", help="Nodes, instead of the cluster's own number.")

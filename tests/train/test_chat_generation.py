@@ -144,11 +144,11 @@ def test_a_run_that_was_tuned_on_conversations_says_so(
     texts[1].__dict__["learned"] = None
     for corpus in texts:
         facts = data_record.record(Samples(corpus, seq_len=8, seed=0))
-        (folder / data_record.FILE).write_text(json.dumps(facts))
+        (folder / "data.json").write_text(json.dumps(facts))
         generation.generate(folder, "?", max_tokens=2)
         said = "this run was tuned on conversations: --chat" in capsys.readouterr().err
         assert said == (corpus is texts[0])
-    (folder / data_record.FILE).write_text(json.dumps({"sources": None}))
+    (folder / "data.json").write_text(json.dumps({"sources": None}))
     generation.generate(folder, "?", chat=True)
     generation.generate(folder, "?", max_tokens=2)
     assert "tuned" not in capsys.readouterr().err

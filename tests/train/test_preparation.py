@@ -45,7 +45,7 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
     ):
         assert line in done.stdout
     assert re.search(
-        r"memory   [\d.]+ MiB held, predicted, of rank \d, the most of a rank: ", done.stdout
+        r"memory   [\d.]+ MiB held, predicted, of rank \d, the fullest rank: ", done.stdout
     )
     assert "checkpoints/step-3\n" in done.stdout
     assert [path.name for path in here.iterdir()] == ["a.txt"]
