@@ -1,0 +1,103 @@
+"""Answers that are kept: a file a verb, each command line followed by what it prints.
+
+A case is a line ``$ moemesh ...`` in one of the files; the answer stands below it. ``help.txt`` has
+every verb, and ``validate.txt`` the predictions of a small table of measured runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from moemesh import cli
+from moemesh.cli.application import app
+from tests.planner.published_rows import write_table
+from tests.sandbox import ROOT
+
+FOLDER = Path(__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.txt"))
+#: Numbers are kept to so many digits: libraries round the last ones by the processor.
+DIGITS = 9
+#: A key whose number is the time that a search took.
+_OWN_SECONDS = ("wall_seconds",)
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.txt"
+
+
+def text_of(name: str) -> str:
+    """The content that the file would have now."""
+    if name == "help":
+        return "\n".join(f"$ moemesh {verb} --help\n{help_of(verb)}" for verb in verbs())
+    if name == "validate":
+        return validation()
+    commands = re.findall(r"^\$ moemesh (.*)", path_of(name).read_text(encoding="utf-8"), re.M)
+    return "".join(f"$ moemesh {command}\n{answer(command)}\n" for command in commands)
+
+
+def verbs() -> list[str]:
+    """Every verb, and every group of verbs, by its words."""
+    cli.import_verbs()
+    found, waiting = [], [("", get_command(app))]
+    while waiting:
+        name, command = waiting.pop(0)
+        found.append(name)
+        waiting += [(f"{name} {k}".strip(), v) for k, v in getattr(command, "commands", {}).items()]
+    return sorted(found)
+
+
+def help_of(verb: str) -> str:
+    return printed([*verb.split(), "--help"])
+
+
+def validation() -> str:
+    """Predictions of measured runs, and their errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        table, rows = write_table(Path(folder)), Path(folder) / "rows.json"
+        text = printed(["validate", str(table), "--json", str(rows)]).replace(folder, ".")
+        return f"{text}{shown(json.loads(rows.read_text()))}\n"
+
+
+def answer(command: str) -> str:
+    """The JSON that a command prints, as :func:`shown`. Files are those of the checkout."""
+    words = [str(ROOT / word) if word.startswith("tests/") else word for word in command.split()]
+    return shown(json.loads(printed([*words, "--json"])))
+
+
+def printed(words: list[str]) -> str:
+    """The standard output of a command that ends with exit code 0."""
+    cli.import_verbs()
+    found = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert found.exit_code == 0, (words, found.output)
+    return found.stdout
+
+
+def shown(value: dict[str, Any]) -> str:
+    """One key a line; a long value is folded at its own keys."""
+    return "\n".join(_lines(_rounded(value), 1))
+
+
+def _lines(value: Any, depth: int) -> Iterator[str]:
+    text = json.dumps(value)
+    if len(text) <= 160 or not isinstance(value, dict | list):
+        yield "  " * depth + text
+        return
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+        head, inside = "  " * depth + f"{key}:", list(_lines(one, depth + 1))
+        yield from [f"{head} {inside[0].strip()}"] if len(inside) == 1 else [head, *inside]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items() if key not in _OWN_SECONDS}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
