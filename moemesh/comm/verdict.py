@@ -15,16 +15,188 @@ other, with the time, and says at most once that the run has failed, and why.
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
-from collections.abc import Sequence
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from moemesh.comm.blame import blame, wait_for
-from moemesh.comm.mismatch import Call, mismatch
 from moemesh.comm.signs import GONE, LostHost, Seen, weakness
-from moemesh.comm.step_times import StepTimes
-from moemesh.trace.word_file import DATA, STEP, Collective, Word, members_of
+from moemesh.trace.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
+
+# Seconds that steps took, as their supervisor sees them from outside.
+
+
+class StepTimes:
+    """Of the newest 100 steps. ``num_seen``: of all that passed."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=100)
+        self._step: int | None = None
+        self._at = 0.0
+        self.num_seen = 0
+        self.longest = 0.0
+        self.median: float | None = None
+
+    def look(self, now: float, words: Sequence[Word]) -> None:
+        """Take the step of the rank that is behind."""
+        step = min((word.step for word in words), default=0)
+        if not step or step == self._step:
+            return
+        if self._step is not None and step > self._step:
+            if self.num_seen:  # the first one may have begun long before
+                seconds = (now - self._at) / (step - self._step)
+                self._times.append(seconds)
+                self.longest = max(self._times)
+                self.median = statistics.median(self._times)
+            self.num_seen += step - self._step
+        self._step, self._at = step, now
+
+
+# Mismatches: ranks that called different operations as the same number of a group.
+#
+# Ranks of a group call its operations in the same order, so that those with the same number are
+# one operation: everywhere by the same name, and with the same bytes where these are of the
+# whole.
+
+
+#: Operations whose bytes, as the ledger counts them, are those of the whole tensor: equal on all
+#: ranks, whatever block each one holds. In an all_to_all every rank counts what it sends.
+_OF_THE_WHOLE = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Ranks that called the same operation."""
+
+    collective: Collective
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        one = self.collective
+        return f"{one.op} of {one.num_bytes} bytes ({one.caller})"
+
+
+def mismatch(words: Sequence[Word]) -> tuple[Call, ...]:
+    """The different calls behind one number of a group, those of the most ranks first and those at
+    fault last; of equally many ranks, those of the lowest rank first. Empty where all agree.
+
+    Compared are the operations that ranks wait in, or have waited in last, and those before them: a
+    rank that receives less than it expects may get past the operation, and fail in the next one.
+    Of several numbers of a group the lowest counts, since the others may follow from it. Messages
+    between two ranks are not compared: their tags let them be started in any order.
+    """
+    by_number: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+    for word in sorted(words, key=lambda word: word.rank):
+        for one in (word.collective, word.before):
+            # Two groups may share a name that was cut.
+            if one is not None and 0 < len(one.group) < NAME_BYTES and ">" not in one.group:
+                by_number[one.group, one.number].append(_Called(word.rank, one))
+    found: dict[str, tuple[Call, ...]] = {}
+    for (group, _), same in sorted(by_number.items()):
+        calls: defaultdict[tuple[str, int], list[_Called]] = defaultdict(list)
+        for called in same:
+            op, num_bytes = called.collective.op, called.collective.num_bytes
+            calls[op, num_bytes if op in _OF_THE_WHOLE else -1].append(called)
+        if len(calls) > 1:
+            ordered = sorted(calls.values(), key=lambda those: (-len(those), those[0].rank))
+            found.setdefault(group, tuple(map(_call, ordered)))
+    return max(found.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=())
+
+
+class _Called(NamedTuple):
+    rank: int
+    collective: Collective
+
+
+def _call(those: Sequence[_Called]) -> Call:
+    return Call(collective=those[0].collective, ranks=tuple(one.rank for one in those))
+
+
+# Blame: the rank that others wait for, from the progress words of ranks of which none moves.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blame:
+    """Who holds the others up in ``collective`` (None: nobody waits in one)."""
+
+    rank: int
+    collective: Collective | None
+    entered: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def blame(words: Sequence[Word]) -> Blame | None:
+    """The rank that the others wait for, from the words of ranks of which none moves.
+
+    From every rank that waits in an operation, on to a member of its group that has not entered it,
+    until one that waits in nothing (it is in user code), or in an operation that all have entered.
+    None where there are no words.
+    """
+    if not words:
+        return None
+    by_rank = {word.rank: word for word in words}
+    found: Counter[int] = Counter()
+    last: dict[int, Word] = {}
+    for word in words:
+        here, path = word, list[int]()
+        while here.inside and here.collective is not None and here.rank not in path:
+            path.append(here.rank)
+            missing = _missing(here.collective, by_rank)
+            if not missing:
+                break
+            last[missing[0]] = here
+            here = by_rank[missing[0]]
+        if word.inside:
+            # A circle of ranks that wait for one another: the one that has come least far.
+            circle = path[path.index(here.rank) :] if here.rank in path else [here.rank]
+            found[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
+    if not found:
+        return _behind(words, by_rank)
+    rank = min(found, key=lambda rank: (-found[rank], by_rank[rank].number, rank))
+    if rank not in last:
+        return Blame(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
+    collective = last[rank].collective
+    assert collective is not None
+    return _blame(rank, collective, by_rank)
+
+
+def _behind(words: Sequence[Word], by_rank: Mapping[int, Word]) -> Blame:
+    """Nobody waits visibly: the rank that has entered the fewest operations of a group."""
+    for word in words:
+        for group, count in word.counts.items():
+            behind = [w for w in words if group in w.counts and w.counts[group] < count]
+            if behind and word.collective is not None and word.collective.group == group:
+                rank = min(behind, key=lambda w: (w.counts[group], w.rank)).rank
+                return _blame(rank, word.collective, by_rank)
+    first = min(words, key=lambda word: (word.number, word.rank))
+    return Blame(rank=first.rank, collective=None, entered=(), missing=())
+
+
+def _blame(rank: int, collective: Collective, by_rank: Mapping[int, Word]) -> Blame:
+    missing = _missing(collective, by_rank)
+    members = [member for member in collective.members if member in by_rank]
+    entered = tuple(member for member in members if member not in missing)
+    return Blame(rank=rank, collective=collective, entered=entered, missing=missing)
+
+
+def wait_for(waiting: Word, words: Sequence[Word], rank: int) -> Blame | None:
+    """The operation in which `waiting` waits, where `rank` is one that it may wait for."""
+    collective = waiting.collective
+    if collective is None or rank not in collective.members:
+        return None
+    return _blame(rank, collective, {word.rank: word for word in words})
+
+
+def _missing(collective: Collective, by_rank: Mapping[int, Word]) -> tuple[int, ...]:
+    """Members that have not entered, those in user code first."""
+    missing = [
+        rank
+        for rank in collective.members
+        if rank in by_rank and not by_rank[rank].entered(collective)
+    ]
+    return tuple(sorted(missing, key=lambda rank: (by_rank[rank].inside, rank)))
+
 
 Kind = Literal[
     "killed",
@@ -79,7 +251,7 @@ class Verdict:
 
     ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that never came.
     ``waited``: seconds without progress. ``calls``: of a mismatch, see
-    :func:`moemesh.comm.mismatch.mismatch`. ``lost``: hosts that cannot be reached.
+    :func:`moemesh.comm.verdict.mismatch`. ``lost``: hosts that cannot be reached.
     """
 
     kind: Kind

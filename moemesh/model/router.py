@@ -7,6 +7,7 @@ Legend: T tokens, E experts, K slots per token, H hidden, B sequences, S positio
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -15,22 +16,192 @@ from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Context
-from moemesh.model.capacity import within_capacity
 from moemesh.model.faults import first_fault
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, LocalTokens, Tokens
-from moemesh.model.selection import (
-    capacity_per_sequence,
-    comparable,
-    expert_choice,
-    keep_best_groups,
-    sinkhorn,
-    slots,
-    stable_top_k,
-    stable_top_k_sort,
-)
-from moemesh.model.sequences import WholeSequences
 from moemesh.ops.linear import linear
+from moemesh.ops.permute import count_ids
 from moemesh.ops.uniform import uniform
+
+# Gather whole sequences from the ranks that share them, in the order of their positions.
+#
+# Legend: T tokens held here, N tokens of the microbatch on all ranks that share its sequences, B
+# sequences, S positions. For choices that compare the tokens of a sequence; without gradient.
+
+
+class WholeSequences:
+    """The microbatch as [B, S, ...]; ``valid_BS`` is False for padding."""
+
+    def __init__(self, context: Context, tokens: Tokens) -> None:
+        self._context, self._tokens = context, tokens
+        ids_T = context.token_ids_T
+        # One exchange for both: the complement of an id says that it is padding.
+        key_T = ids_T if context.valid_T is None else torch.where(context.valid_T, ids_T, ~ids_T)
+        key_N = self._gather(key_T)
+        self._order_N = torch.argsort(torch.where(key_N < 0, ~key_N, key_N))
+        self.valid_BS = self._in_order(key_N) >= 0
+        self._own_T = context.sequence_T * context.length + context.position_T
+
+    def _gather(self, x_T: Tensor) -> Tensor:
+        context = self._context
+        return self._tokens.gather(x_T, context.num_sequences, context.length)
+
+    def _in_order(self, x_N: Tensor) -> Tensor:
+        shape = (self._context.num_sequences, self._context.length, *x_N.shape[1:])
+        return x_N[self._order_N].view(shape)
+
+    def gather(self, x_T: Tensor) -> Tensor:
+        """Own rows [T, ...] -> all rows [B, S, ...]."""
+        return self._in_order(self._gather(x_T.detach()))
+
+    def own(self, x_BS: Tensor) -> Tensor:
+        """All rows [B, S, ...] -> own rows [T, ...]."""
+        return x_BS.flatten(0, 1)[self._own_T]
+
+
+# The choice of experts: stable top-k, groups, expert choice, Sinkhorn.
+#
+# Legend: T tokens, B sequences, S positions, E experts, K experts per token, G groups of
+# experts. Everything here is without gradient: a choice has none, the weights of the chosen do.
+
+
+#: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
+SINKHORN_ROUNDS = 8
+
+
+def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
+    """Ids of the best scores, best first; equal scores by ascending id."""
+    if scores_TE.device.type != "cpu":
+        # One kernel, where the keys below take eight; the others are not kept.
+        return stable_top_k_sort(scores_TE, num_chosen).contiguous()
+    if scores_TE.dtype != torch.float32:
+        return stable_top_k_sort(scores_TE, num_chosen)
+    # One int64 key per expert, no two alike: the float's bits, made to ascend with its value, above
+    # the id, made to descend. Then any top-k is stable, at a third of the price of the sort.
+    bits_TE = (scores_TE + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
+    ascending_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
+    num_experts = scores_TE.shape[1]
+    rank_E = torch.arange(num_experts - 1, -1, -1, device=scores_TE.device)
+    key_TE = (ascending_TE.to(torch.int64) << 32) + rank_E
+    return key_TE.topk(num_chosen, dim=1).indices
+
+
+def stable_top_k_sort(scores_TE: Tensor, num_chosen: int) -> Tensor:
+    """The obvious form of :func:`stable_top_k`. Any dtype."""
+    return torch.sort(scores_TE, dim=1, descending=True, stable=True).indices[:, :num_chosen]
+
+
+def keep_best_groups(scores_TE: Tensor, config: ModelConfig) -> Tensor:
+    """Group-limited routing (DeepSeek-V3): all but the best groups of experts become -inf.
+
+    Never 0: scores plus a bias may be negative.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    grouped = scores_TE.view(num_tokens, config.router_groups, num_experts // config.router_groups)
+    if config.router_group_score == "max":
+        group_scores_TG = grouped.amax(2)
+    else:
+        group_scores_TG = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+    kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, stable_top_k(group_scores_TG, config.router_groups_kept), True)
+    return grouped.masked_fill(~kept_TG[:, :, None], -torch.inf).view(num_tokens, num_experts)
+
+
+def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) -> Tensor:
+    """ceil(V * K * factor / E), at most V, for V valid tokens in a sequence: int64 [B].
+
+    In integers: 10 * 1.1 is 11, and not the next larger float, whose ceiling is 12.
+    """
+    num_B = valid_BS.sum(1)
+    exact = Fraction(factor).limit_denominator(10_000)
+    wanted = num_B * (config.experts_per_token * exact.numerator)
+    parts = config.num_experts * exact.denominator
+    return torch.minimum((wanted + parts - 1) // parts, num_B)
+
+
+def comparable(scores: Tensor) -> Tensor:
+    """Scores as they are compared between tokens: rounded, fp32 to bf16 and fp64 to fp32.
+
+    Two equal tokens at the start of a sequence have equal scores but for rounding, which differs
+    with the layout. Rounded they tie, and the earlier one wins in every layout.
+    """
+    if scores.dtype == torch.float64:
+        return scores.to(torch.float32).to(scores.dtype)
+    return scores.to(torch.bfloat16).to(scores.dtype)
+
+
+def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> Tensor:
+    """Each expert takes the `capacity_B` tokens of a sequence that score best: bool [B, S, E].
+
+    Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022 (arXiv:2202.09368). Equal
+    scores by ascending position. A token may be taken by any number of experts, or by none.
+    """
+    scores_BSE = scores_BSE.masked_fill(~valid_BS[:, :, None], -torch.inf)
+    order = torch.sort(scores_BSE, dim=1, descending=True, stable=True).indices
+    rank_BSE = torch.argsort(order, dim=1)
+    return (rank_BSE < capacity_B[:, None, None]) & valid_BS[:, :, None]
+
+
+def slots(chosen_TE: Tensor, num_slots: int) -> Tensor:
+    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots].
+
+    No row of `chosen_TE` may hold more than `num_slots`.
+    """
+    num_experts = chosen_TE.shape[1]
+    ids_E = torch.arange(num_experts, device=chosen_TE.device)
+    ids_TE = torch.where(chosen_TE, ids_E, num_experts).sort(dim=1).values[:, :num_slots]
+    return ids_TE.masked_fill(ids_TE == num_experts, -1)
+
+
+def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
+    """Logits balanced so that, in a sequence, every expert is as attractive as another: [B, S, E].
+
+    exp(logits) with rows and columns scaled in turn to equal sums (Sinkhorn & Knopp, 1967; Clark et
+    al., "Unified Scaling Laws for Routed Language Models", 2022, arXiv:2202.01169), in logarithms.
+    Only the order within a row has a meaning. Rows of padding take no part.
+    """
+    log_BSE = logits_BSE
+    is_padding = ~valid_BS[:, :, None]
+    for _ in range(SINKHORN_ROUNDS):
+        log_BSE = log_BSE - log_BSE.logsumexp(2, keepdim=True)
+        columns = log_BSE.masked_fill(is_padding, -torch.inf).logsumexp(1, keepdim=True)
+        # A sequence of nothing but padding has no sum.
+        log_BSE = log_BSE - columns.masked_fill(columns == -torch.inf, 0.0)
+    return log_BSE
+
+
+# Capacity: the choices that an expert keeps when more tokens of a sequence choose it than fit.
+#
+# Legend: B sequences, S positions, K slots of a token, N = B * S * K choices, E experts.
+
+
+def within_capacity(
+    experts_BSK: Tensor, priority_BSK: Tensor | None, capacity_B: Tensor, num_experts: int
+) -> Tensor:
+    """Which choices stay: bool [B, S, K], False for no choice (-1).
+
+    Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, and
+    among equals those of the lowest position (without priorities: the first). Counted over whole
+    sequences, so the answer does not depend on the layout.
+    """
+    num_sequences = len(experts_BSK)
+    sequence_B11 = torch.arange(num_sequences, device=experts_BSK.device)[:, None, None]
+    queue_N = (sequence_B11 * num_experts + experts_BSK).flatten()
+    none_N = (experts_BSK < 0).flatten()
+    num_queues = num_sequences * num_experts
+    queue_N = queue_N.masked_fill(none_N, num_queues)
+    # Two stable sorts: into queues, and inside a queue by priority, then by position.
+    order_N = torch.arange(queue_N.numel(), device=queue_N.device)
+    if priority_BSK is not None:
+        order_N = torch.sort(priority_BSK.flatten(), descending=True, stable=True).indices
+    order_N = order_N[torch.sort(queue_N[order_N], stable=True).indices]
+    counts = count_ids(queue_N, num_queues + 1)
+    starts = counts.cumsum(0) - counts
+    place_N = torch.empty_like(queue_N)
+    place_N[order_N] = torch.arange(queue_N.numel(), device=queue_N.device)
+    place_N -= starts[queue_N]
+    limit_N = capacity_B[:, None, None].expand_as(experts_BSK).flatten()
+    return ((place_N < limit_N) & ~none_N).view_as(experts_BSK)
+
 
 __all__ = ["Router", "Routing", "route", "stable_top_k", "stable_top_k_sort"]
 

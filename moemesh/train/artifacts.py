@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
@@ -21,6 +26,13 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import num_trained
 from moemesh.data.samples import Samples
+from moemesh.model.attention import Attention, LatentAttention
+from moemesh.model.experts import Experts
+from moemesh.model.layers import MLP, RMSNorm
+from moemesh.model.moe import MoE
+from moemesh.model.router import Router
+from moemesh.model.transformer import Transformer
+from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.planner.flops import training_flops
@@ -28,25 +40,258 @@ from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
+from moemesh.schedule.simulate import simulate
+from moemesh.schedule.stage_times import measured_costs
 from moemesh.trace import progress_words
 from moemesh.trace.ledger import Ledger
+from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
-from moemesh.train.alarms import LoadAlarms
 from moemesh.train.failure import keep_failure
 from moemesh.train.folder import CONFIG, DATA, ROWS, RunFolder
-from moemesh.train.load_log import LoadLog
-from moemesh.train.memory_kinds import measure_saved
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.prediction import planned_step, predicted_for
-from moemesh.train.row_log import Cut
-from moemesh.train.simulated_timeline import simulated
+from moemesh.train.row_log import Cut, RowLog
 from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
+
+# Simulate the schedule of a run with its measured operation times, for comparison.
+#
+# Every operation takes the median time of its kind on its stage. The remaining difference from
+# the measurement is due to messages, uneven microbatches and a busy machine.
+
+
+def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
+    """The simulated timeline of `schedule` on one pipeline of the run, whose ranks are `ranks`.
+
+    The times are those of the last step or, of a stream, of all steps that the timeline has kept.
+    """
+    kept = measured if schedule.update is not None else measured.last_step()
+    own = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
+    costs = measured_costs([record for record in own if record.kind])
+    ideal = simulate(schedule, costs, unit="seconds").timeline
+    records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
+    return replace(ideal, ranks=tuple(ranks), records=records)
+
+
+# Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
+#
+# A run can lose its experts while its loss still falls.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmLimits:
+    """An alarm rings when its condition has held for `num_steps` steps in a row.
+
+    `entropy`: of a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of
+    choices for which an expert had no room, an alarm above it.
+    """
+
+    num_steps: int = 20
+    entropy: float = 0.5
+    dropped: float = 0.1
+
+
+class LoadAlarms:
+    """Looks at every layer of every step, in order; ``say(text, "alarm")`` prints one line."""
+
+    def __init__(self, say: Callable[[str, str], None], limits: AlarmLimits | None = None) -> None:
+        self._say, self._limits = say, limits or AlarmLimits()
+        self._idle: dict[int, list[int]] = {}
+        self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._rung: set[tuple[int, str]] = set()
+
+    def look(self, loads: LayerLoads) -> None:
+        """Check one layer of one step; a step that routed nothing changes nothing."""
+        if not sum(loads.tokens_per_expert) + loads.dropped:
+            return
+        limits = self._limits
+        dead = self._dead_experts(loads)
+        self._ring(
+            loads,
+            "dead",
+            bool(dead),
+            f"{_experts(dead)} received no token for {limits.num_steps} steps",
+        )
+        share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
+        fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
+        self._ring(
+            loads,
+            "collapse",
+            self._holds(loads, "collapse", loads.entropy < limits.entropy),
+            f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
+            f"{limits.entropy:g} for {limits.num_steps} steps; expert {fullest} holds {share:.0%}",
+        )
+        self._ring(
+            loads,
+            "dropped",
+            self._holds(loads, "dropped", loads.dropped_share > limits.dropped),
+            f"{loads.dropped_share:.1%} of the choices found their expert full ({loads.dropped} in "
+            f"this step), above {limits.dropped:.0%} for {limits.num_steps} steps",
+        )
+
+    def _dead_experts(self, loads: LayerLoads) -> list[int]:
+        idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
+        for expert, tokens in enumerate(loads.tokens_per_expert):
+            idle[expert] = 0 if tokens else idle[expert] + 1
+        return [expert for expert, steps in enumerate(idle) if steps >= self._limits.num_steps]
+
+    def _holds(self, loads: LayerLoads, kind: str, condition: bool) -> bool:
+        key = loads.layer, kind
+        self._held[key] = self._held[key] + 1 if condition else 0
+        return self._held[key] >= self._limits.num_steps
+
+    def _ring(self, loads: LayerLoads, kind: str, rings: bool, text: str) -> None:
+        if rings and (loads.layer, kind) not in self._rung:
+            self._rung.add((loads.layer, kind))
+            self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
+
+
+def _experts(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    return f"{len(ids)} expert{'s' if len(ids) > 1 else ''} ({shown})"
+
+
+# Kinds of activations: which module's tensors count as what in memory.json.
+
+
+#: The innermost module that runs decides.
+_KINDS: dict[type[nn.Module], str] = {
+    Transformer: "stream",
+    RMSNorm: "norms",
+    Attention: "attention",
+    LatentAttention: "attention",
+    MLP: "mlp",
+    MoE: "dispatch",
+    Router: "router",
+    Experts: "experts",
+}
+
+
+def measure_saved(model: Transformer) -> SavedForBackward:
+    """A measurement of what `model` keeps for its backward, by kind
+    (:data:`moemesh.trace.memory.ACTIVATION_KINDS`)."""
+    kinds = {module: kind for module in model.modules() if (kind := _KINDS.get(type(module)))}
+    # Norms of queries, keys and latents are parts of their attention.
+    for block in [module for module, kind in kinds.items() if kind == "attention"]:
+        for module in block.modules():
+            kinds[module] = "attention"
+    # Behind the last norm come head and loss.
+    becomes = {} if model.norm is None else {model.norm: "head"}
+    return SavedForBackward(model.parameters(), kinds, becomes)
+
+
+# ``loads.jsonl``: expert loads of a run, in bins of steps, so that the file stays small.
+
+
+class _Bin(NamedTuple):
+    """The last step of a bin, and the number of its steps."""
+
+    step: int
+    steps: int
+
+
+class LoadLog:
+    """Writes the loads of every step, summed over neighbouring steps where there are many.
+
+    The file holds at most twice `bins` bins (and one for each checkpoint), each a line a layer;
+    when it is full, neighbours are summed and new bins are as wide as these. No token is lost.
+    `bins` 0: a line for each step and layer, and no bound.
+    """
+
+    def __init__(self, log: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set) -> None:
+        """`checkpoints`: steps from which the run may go on; no bin is made across them."""
+        self._log, self._most, self._checkpoints = log, bins, checkpoints
+        self._bins: list[_Bin] = []
+        self._width = 1
+        self._open: list[LayerLoads] = []
+
+    def resume(self) -> None:
+        """Go on behind the bins that the file holds."""
+        if not self._most:
+            return
+        self._bins = [_Bin(step, rows[0].steps) for step, rows in _bins_of(self._log.path)]
+        self._width = max((one.steps for one in self._bins), default=1)
+
+    def add(self, layers: Sequence[LayerLoads]) -> None:
+        """The loads of all layers in the next step."""
+        if self._open:
+            layers = [one.plus(other) for one, other in zip(self._open, layers, strict=True)]
+        self._open = list(layers)
+        if self._open and (not self._most or self._open[0].steps >= self._width):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the bin that is being filled: before a checkpoint, and at the end of the run.
+
+        A bin that cannot be written stays open, so that later steps are added to it.
+        """
+        if not self._open:
+            return
+        if not self._log.append([loads.to_json() for loads in self._open], waits=False):
+            return
+        if self._most:
+            self._bins.append(_Bin(self._open[0].step, self._open[0].steps))
+        self._open = []
+        if self._most and len(self._bins) >= 2 * self._most:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Sum neighbours in the file, unless so many checkpoints lie between them that it would
+        not get shorter by much."""
+        checkpoints = self._checkpoints()
+        borders = {place for place, one in enumerate(self._bins) if one.step in checkpoints}
+        borders = set(sorted(borders)[-self._most :])
+        if len(self._bins) < 2 * self._most + len(borders):
+            return
+        parts = neighbours([one.steps for one in self._bins], self._most, borders)
+        try:
+            ends = [self._bins[part.stop - 1].step for part in parts]
+            replace_by(self._log.path, _sums(self._log.path, ends))
+        except OSError:
+            return  # a full disk: the file stays as it is, and the next bin tries again
+        self._bins = [
+            _Bin(self._bins[part.stop - 1].step, sum(one.steps for one in self._bins[part]))
+            for part in parts
+        ]
+        num_steps = sum(one.steps for one in self._bins)
+        self._width = max(self._width, math.ceil(num_steps / self._most))
+
+
+def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
+    """The bins of a file: the last step of each, and its loads of every layer."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for step, rows in groupby(_readable(file), key=lambda loads: loads.step):
+            yield step, list(rows)
+
+
+def _readable(lines: Iterator[str]) -> Iterator[LayerLoads]:
+    for line in lines:
+        try:
+            yield LayerLoads.from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a damaged line: nobody can read it
+
+
+def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
+    """The rows of a file, summed to bins that end at the steps `ends`."""
+    remaining = iter(ends)
+    end = next(remaining)
+    sums: dict[int, LayerLoads] = {}
+    for step, rows in _bins_of(path):
+        for loads in rows:
+            before = sums.get(loads.layer)
+            sums[loads.layer] = loads if before is None else before.plus(loads)
+        if step == end:
+            yield "".join(sums[layer].to_line() for layer in sorted(sums)).encode()
+            sums, end = {}, next(remaining, -1)
+
 
 #: Files of the end of a start that hold under its plan alone.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory")

@@ -14,11 +14,25 @@ weights. A run that is stopped and resumed therefore differs from one that is no
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from moemesh.comm.collectives import gather_json
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
+from moemesh.model.batch import Batch
+from moemesh.model.transformer import Output, Part
+from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
+from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.parallel.pipeline.versions import WeightVersions
@@ -27,11 +41,284 @@ from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.pipedream import pipedream
 from moemesh.schedule.pipedream_2bw import pipedream_2bw
 from moemesh.schedule.text import digest
-from moemesh.trace.timeline import TimelineRecorder
+from moemesh.trace.timeline import Record, TimelineRecorder
+from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.recorded_orders import check_recorded, recorded_segment, write_recorded
 from moemesh.train.session import Report, Session
-from moemesh.train.step import FinishedStep, StepResult
-from moemesh.train.stream import KEPT_STEPS, StreamRecorder, TrainingStream
+from moemesh.train.step import (
+    NOTHING,
+    FinishedStep,
+    StepCounts,
+    StepResult,
+    StepSums,
+    count_over_step,
+    forget_rank_tokens,
+    move_selection_biases,
+    pack_loads,
+    step_result,
+    unpack_loads,
+)
+
+# The stream of an asynchronous run: microbatches, update windows, and the report of each step.
+#
+# A step is ``plan.microbatches`` microbatches, as in a synchronous run, and has one row of
+# metrics and one learning rate. An update window is what one update of a stage takes its
+# gradients from: a microbatch (PipeDream) or several, never more than a step. The objective of a
+# window is divided by the window's own counts (:mod:`moemesh.train.step` has the formula).
+#
+# Nothing waits for the whole pipeline. A rank that has finished a step adds its part to an
+# asynchronous sum over all ranks. The sum is read some steps later, when every rank must have
+# passed that step: then its row of metrics is written, and a pending stop request ends training
+# at the same step on every rank.
+
+
+#: Steps whose operations a timeline of the stream keeps.
+KEPT_STEPS = 4
+
+
+@dataclass
+class _Window:
+    """One update window: what it counts, and its sums; `again` takes what a forward that is run a
+    second time reports, and is never read."""
+
+    counts: StepCounts
+    sums: StepSums
+    again: StepSums
+
+
+@dataclass
+class _Step:
+    """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
+
+    counts: StepCounts = NOTHING
+    squares: float = 0.0
+    num_skipped: int = 0
+    losses: Tensor | None = None
+    loads: list[Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """A step's sum over all ranks, under way."""
+
+    total: Tensor
+    work: dist.Work | None
+    step: _Step
+    done_at: float
+
+
+class TrainingStream:
+    """Steps `first` to `last` of a run, on one rank; the `Stream` of an asynchronous program.
+
+    ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank was
+    asked to stop, ``on_step(step, result, seconds)`` is called on every rank for each step but the
+    last few, which :meth:`drain` returns. `reach`: microbatches under way at once, at most.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        train: TrainConfig,
+        *,
+        num_microbatches: int,
+        window: int,
+        reach: int,
+        first: int,
+        last: int,
+        batches: Callable[[int], Sequence[Batch]],
+        stop_requested: Callable[[], bool],
+        on_step: Callable[[int, StepResult, float], None],
+    ) -> None:
+        assert num_microbatches % window == 0
+        self.parallel, self.optimizer, self.train = parallel, optimizer, train
+        self.num_microbatches, self.window, self.first = num_microbatches, window, first
+        self.stopped = self.skipped = False
+        self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
+        self._end = (last - first + 1) * num_microbatches
+        # A step that is this far back has gone through every stage and come back: its sum is there
+        # or about to be. One step more than that, so that it is there.
+        self._patience = 2 + math.ceil(reach / num_microbatches)
+        self._batches: dict[int, Sequence[Batch]] = {}
+        self._held: dict[int, Batch] = {}
+        self._windows: dict[int, _Window] = {}
+        self._steps: dict[int, _Step] = {}
+        self._reports: dict[int, _Report] = {}
+        self._num_read = self._num_finished = 0
+        self._read_at = time.perf_counter()
+        forget_rank_tokens(parallel)
+        pp = parallel.mesh["pp"].index
+        self._own = {name: w for name, w in parallel.trained.items() if pp in w.holders}
+
+    @property
+    def last(self) -> int:
+        """The last step that has gone through here."""
+        return self.first - 1 + self._num_finished
+
+    def batch(self, sample: int) -> Batch:
+        """The positions of its sequences that this rank holds."""
+        if sample not in self._held:
+            whole = self._whole(sample)
+            runs = self.parallel.model.tokens.runs(whole.tokens_BS.shape[1])
+            self._held[sample] = whole.take(runs)
+        return self._held[sample]
+
+    def _whole(self, sample: int) -> Batch:
+        step, place = divmod(sample, self.num_microbatches)
+        if step not in self._batches:
+            self._batches[step] = self._batches_of(self.first + step)
+        return self._batches[step][place]
+
+    def objective(self, sample: int, part: Part, output: Output, *, again: bool) -> Tensor:
+        window = self._window(sample // self.window)
+        return (window.again if again else window.sums).objective(part, output, self.batch(sample))
+
+    def update(self, window: int, versions: WeightVersions) -> None:
+        """Sum over the stage's replicas, clip to the stage's own norm, step, move the biases.
+
+        A gradient that is not finite updates nothing; the version counts on.
+        """
+        done, reducer = self._windows.pop(window), self.parallel.reducer
+        reducer.finish()
+        mesh = self.parallel.mesh
+        norm = gradient_norm(
+            reducer.gradients, self._own, reducer.owned, mesh, axis="stage", others=done.sums.losses
+        )
+        index = window * self.window // self.num_microbatches
+
+        def step() -> None:
+            clip_gradients(reducer.gradients, norm.value, self.train.clip)
+            lr = learning_rate(self.train, self.first + index)
+            self.optimizer.step(reducer.gradients, lr)
+            self._move_biases(done.sums.counts_LE)
+
+        versions.update(step if norm.is_finite else lambda: None)
+        self._add(index, done, norm.value, is_finite=norm.is_finite)
+
+    def end(self, sample: int) -> int:
+        step, place = divmod(sample, self.num_microbatches)
+        if place == 0 and sample < self._end:
+            while self._num_read <= step - self._patience:
+                index, result, seconds = self._read()
+                self._on_step(index, result, seconds)
+            if self.stopped or self.skipped:
+                self._end = sample
+        return min(self._end, (step + 1) * self.num_microbatches)
+
+    def finished(self, sample: int) -> None:
+        self._held.pop(sample, None)
+        step, place = divmod(sample, self.num_microbatches)
+        if place == self.num_microbatches - 1:
+            self._batches.pop(step, None)
+            self._report(step)
+            self._num_finished += 1
+
+    def drain(self) -> list[tuple[int, StepResult, float]]:
+        """(step, result, seconds) of the steps that :attr:`on_step` has not been told of."""
+        return [self._read() for _ in range(self._num_read, self._num_finished)]
+
+    def _window(self, index: int) -> _Window:
+        if index not in self._windows:
+            samples = range(index * self.window, (index + 1) * self.window)
+            counts = count_over_step(self.parallel, [self._whole(sample) for sample in samples])
+            sums, again = (StepSums(self.parallel, counts) for _ in range(2))
+            self._windows[index] = _Window(counts, sums, again)
+        return self._windows[index]
+
+    def _move_biases(self, counts_LE: Tensor) -> None:
+        """Of this stage's routers, by the loads of the window."""
+        layers = self.parallel.model.moe_layers()
+        if all(moe.router.selection_bias is None for moe in layers.values()):
+            return
+        counts_LE = counts_LE.clone()
+        mesh = self.parallel.mesh
+        all_reduce_(counts_LE, mesh["stage"], caller="stream.loads", phase="optimizer")
+        move_selection_biases(self.parallel, counts_LE)
+
+    # The report of a step.
+
+    def _add(self, index: int, window: _Window, norm: float, *, is_finite: bool) -> None:
+        step = self._steps.setdefault(index, _Step())
+        step.counts = step.counts.plus(window.counts)
+        step.num_skipped += not is_finite
+        step.squares += norm * norm
+        sums = window.sums
+        if step.losses is None or step.loads is None:
+            step.losses, step.loads = sums.losses, sums.loads
+        else:
+            step.losses = step.losses + sums.losses
+            step.loads = [a + b for a, b in zip(step.loads, sums.loads, strict=True)]
+
+    def _report(self, index: int) -> None:
+        """Start the sum over all ranks; counts are exact in float64."""
+        step, mesh = self._steps.pop(index), self.parallel.mesh
+        assert step.losses is not None and step.loads is not None
+        # All ranks of a stage know its norm and its skips: only the first of them adds them.
+        first = float(mesh["stage"].index == 0)
+        scalars = [float(self._stop_requested()), first * step.num_skipped, first * step.squares]
+        total = torch.cat(
+            [
+                torch.tensor(scalars, dtype=torch.float64),
+                step.losses.cpu(),
+                *(part.cpu() for part in pack_loads(step.loads)),
+            ]
+        )
+        work = all_reduce_(
+            total, mesh.control, caller="step.report", phase="optimizer", async_op=True
+        )
+        self._reports[index] = _Report(
+            total=total, work=work, step=step, done_at=time.perf_counter()
+        )
+
+    def _read(self) -> tuple[int, StepResult, float]:
+        """The next report: (step, its result, seconds since the one before)."""
+        index = self._num_read
+        report = self._reports.pop(index)
+        if report.work is not None:
+            report.work.wait()
+        self._num_read += 1
+        seconds, self._read_at = report.done_at - self._read_at, report.done_at
+        step = report.step
+        stop, skipped, squares = report.total[:3].tolist()
+        self.stopped |= stop > 0
+        self.skipped |= skipped > 0
+        assert step.losses is not None and step.loads is not None
+        num_losses = step.losses.numel()
+        updates = self.num_microbatches // self.window
+        value = math.sqrt(squares / updates) if squares >= 0 else math.nan
+        result = step_result(
+            counts=step.counts,
+            losses=report.total[3 : 3 + num_losses],
+            loads=unpack_loads(report.total[3 + num_losses :], step.loads),
+            norm=GradientNorm(value=value, is_finite=not skipped > 0),
+        )
+        return self.first + index, result, seconds
+
+
+class StreamRecorder(TimelineRecorder):
+    """Records a stream by step and keeps the last :data:`KEPT_STEPS`."""
+
+    def __init__(self, rank: int, *, first: int, num_microbatches: int) -> None:
+        super().__init__(rank)
+        self.step = first
+        self._first, self._num_microbatches = first, num_microbatches
+
+    def add(
+        self, *, name: str, start: float, end: float, microbatch: int | None = None, **details: Any
+    ) -> None:
+        newest = self.step or self._first
+        if microbatch is not None:
+            self.step = self._first + microbatch // self._num_microbatches
+        super().add(name=name, start=start, end=end, microbatch=microbatch, **details)
+        if self.step is not None and self.step > newest:
+            oldest = self.step - KEPT_STEPS
+            self._records = [record for record in self._records if _step(record) > oldest]
+        self.step = max(self.step or newest, newest)
+
+
+def _step(record: Record) -> int:
+    return record.step or 0
+
 
 #: Operations of all ranks in one segment, at most: its lists stay small beside the weights.
 SEGMENT_OPERATIONS = 50_000

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moemesh.comm.collectives import all_reduce_
+from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
@@ -27,7 +27,6 @@ from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
 from moemesh.train.construction import construct
 from moemesh.train.conversion import open_adapters, open_weights
-from moemesh.train.cursor import Cursor
 from moemesh.train.examination import examine, examine_state, first_look
 from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
@@ -35,10 +34,104 @@ from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.row_bounds import RowBounds
 from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.vote import CopiesDiffer, Vote
+
+# Rows above the bound: how often a rank was sent more rows than it computes at once.
+#
+# ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
+# it in blocks, each once more in the backward. That is slow where it is frequent.
+
+
+#: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
+_FREQUENT = 0.1
+_MOST_RANKS = 8
+
+
+class RowBounds:
+    """Counts, from one look to the next, which ranks had more rows than the bound."""
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        microbatches: int,
+        step: int,
+        *,
+        keep: Callable[[str, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`microbatches` of a step, `step`: the last one that was finished. `keep` takes each event
+        (kind "rows"), `say` one line a run, where rows above the bound are frequent."""
+        self._parallel, self._microbatches, self._step = parallel, microbatches, step
+        self._keep, self._say = keep, say
+        self._has_said = False
+
+    def look(self, step: int) -> None:
+        """Tell of what lay above the bound since the last look; all ranks call."""
+        layers = self._parallel.model.moe_layers()
+        own: list[tuple[int, int, int]] = []
+        for layer, moe in layers.items():
+            if moe.experts.num_bounded:
+                own.append((layer, moe.experts.num_bounded, moe.experts.max_rows or 0))
+                moe.experts.num_bounded = 0
+        forwards = max((step - self._step) * self._microbatches * len(layers), 1)
+        self._step = step
+        told = gather_json([own, forwards], self._parallel.mesh.control)
+        found = {rank: rows for rank, (rows, _) in enumerate(told) if rows}
+        if not found:
+            return
+        texts = [
+            f"rank {rank} in {sum(number for _, number, _ in rows)} forwards of layers "
+            + ", ".join(str(layer) for layer, _, _ in rows)
+            for rank, rows in list(found.items())[:_MOST_RANKS]
+        ]
+        if len(found) > _MOST_RANKS:
+            texts.append(f"{len(found) - _MOST_RANKS} more ranks")
+        bound = max(rows[0][2] for rows in found.values())
+        self._keep(
+            f"step {step}: more than {bound} rows were sent to {'; '.join(texts)} since the last "
+            "checkpoint: computed in pieces, which is slower",
+            "rows",
+        )
+        share = max(sum(number for _, number, _ in rows) / total for rows, total in told)
+        if share >= _FREQUENT and not self._has_said:
+            self._has_said = True
+            self._say(
+                "note: experts are loaded so unevenly that a rank computes their rows in pieces in "
+                f"{min(share, 1):.0%} of its forwards, which is slower; train.rebalance_every "
+                "moves experts between ranks"
+            )
+
+
+# The place of a run in its data order: which samples a step reads.
+
+
+@dataclass(kw_only=True)
+class Cursor:
+    """`position`: samples that the steps up to `step` have read, left out ones included; every step
+    reads `batch`. Where a run goes back to an earlier step, the position does not."""
+
+    step: int
+    position: int
+    batch: int
+
+    def before(self, step: int) -> int:
+        """The samples read before `step` (from 1)."""
+        return self.position + (step - 1 - self.step) * self.batch
+
+    def places(self, step: int) -> range:
+        """The places in the data order that `step` reads."""
+        start = self.before(step)
+        return range(start, start + self.batch)
+
+    def go_back(self, step: int, last: int) -> range:
+        """Be behind `step` again, and read on behind what the step `last` has read; returns the
+        places of all samples between the two, which no update will have seen."""
+        skipped = range(self.before(step + 1), self.before(last + 1))
+        self.step, self.position = step, skipped.stop
+        return skipped
+
 
 #: Takes a finished step behind which other steps have begun.
 Report = Callable[[FinishedStep], None]

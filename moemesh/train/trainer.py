@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import time
+
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace import progress_words
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.trace.word_file import FINISH
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
 from moemesh.train.disk import disk_warning
 from moemesh.train.folder import RunFolder
+from moemesh.train.optimizer import learning_rate
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preflight_warnings import preflight_warnings
 from moemesh.train.preparation import already_trained
 from moemesh.train.run_schedule import schedule_of_run
-from moemesh.train.session import Session, Steps
+from moemesh.train.session import Report, Session, Steps
 from moemesh.train.signals import StopRequest
-from moemesh.train.synchronous import SynchronousSteps
+from moemesh.train.step import FinishedStep, gradients_of_step, update
 from moemesh.train.vote import what_is_compared
+
+# Synchronous steps: reduce all gradients, then update all stages, one step after the other.
+
+
+class SynchronousSteps:
+    """Every step ends on all ranks before the next begins."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def advance(self, first: int, report: Report) -> FinishedStep:
+        session, train, start = self._session, self._session.config.train, time.perf_counter()
+        recorder = TimelineRecorder(session.mesh.rank)
+        recorder.step = first
+        with recorder.span("data"):
+            batches = session.batches(first)
+        with session.artifacts.first_step_memory():
+            result = gradients_of_step(session.parallel, batches, recorder, refuses=False)
+        result = session.guard.judge(first, result)
+        lr = learning_rate(train, first)
+        with recorder.span("optimizer"):
+            update(session.parallel, session.optimizer, result, lr=lr, clip=train.clip)
+        seconds = time.perf_counter() - start
+        return FinishedStep(number=first, result=result, recorder=recorder, seconds=seconds)
+
+    def is_stopping(self) -> bool:
+        return self._session.any_rank(self._session.stop.requested)
 
 
 def train(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moemesh.bench.simulated_device import SimulatedDevice
-from moemesh.checkpoint import files, job, staging, writing
+from moemesh.checkpoint import files, job, saver, writing
 from moemesh.checkpoint.saver import Outcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
 from tests import commands
@@ -81,7 +81,7 @@ def test_start_returns_before_the_disk_does(
 def test_what_does_not_fit_into_memory_is_written_while_training_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "available_bytes", lambda: 100)
+    monkeypatch.setattr(saver, "available_bytes", lambda: 100)
 
     def work(rank: int, own: Saver) -> str | None:
         # rank 1 holds nothing, and waits all the same
@@ -101,7 +101,7 @@ def test_a_buffer_that_cannot_be_allocated(tmp_path: Path, monkeypatch: pytest.M
 
     own = one_rank(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(staging.torch, "empty", refuse)
+        patch.setattr(saver.torch, "empty", refuse)
         own.start(1, shards(), {})
     assert candidates(tmp_path) == [1]
     assert own.why_blocking == "rank 0: 256 bytes to stage, which cannot be allocated"
@@ -238,7 +238,7 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
 
     with SimulatedDevice():
         monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-        own = staging.Staging()
+        own = saver.Staging()
         for rows in (1000, 3000, 2000):
             copied = own.copy(shard(rows))["x"].tensor
             assert copied.tolist() == list(range(rows))
@@ -247,5 +247,5 @@ def test_copies_of_a_device_lock_memory_of_their_own_size(monkeypatch: pytest.Mo
         del own
         assert not locked
         codes[0] = 1  # the driver refuses: slower copies, and nothing to unlock
-        staging.Staging().copy(shard(10))
+        saver.Staging().copy(shard(10))
         assert len(locked) == 1

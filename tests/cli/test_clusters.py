@@ -11,8 +11,7 @@ import pytest
 from moemesh import cli
 from moemesh.bench.settings import LinksSettings
 from moemesh.cli.clusters import cluster_text
-from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.config.cluster_keys import KEYS
+from moemesh.config.cluster import KEYS, Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import preset_names
 from moemesh.planner.timing.hardware import ACCELERATORS

@@ -8,8 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from moemesh.cli import import_verbs
-from moemesh.cli.application import app
-from moemesh.cli.examples import with_examples
+from moemesh.cli.application import app, with_examples
 
 LONG = "moemesh plan --model m --cluster dgx_h100 --set data.path='a b' --out /shared/runs/a -v x"
 

@@ -15,8 +15,14 @@ from moemesh.cli.plan_text import plan_text, published, risk_of_memory
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.search.command import PLAN_FILE, Planned, plan_file, plan_named, to_json
-from moemesh.planner.search.known_runs import known_runs
+from moemesh.planner.search.command import (
+    PLAN_FILE,
+    Planned,
+    known_runs,
+    plan_file,
+    plan_named,
+    to_json,
+)
 from moemesh.planner.shapes.load import load_model
 
 PLAN = (

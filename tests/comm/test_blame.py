@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moemesh.comm.blame import blame
+from moemesh.comm.verdict import blame
 from moemesh.trace.word_file import Collective, Word, members_of
 from tests.comm.looks import GROUP, collective, word
 

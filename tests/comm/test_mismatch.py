@@ -10,9 +10,9 @@ import pytest
 
 from moemesh.bench import drill
 from moemesh.bench.drill import FAULTS
-from moemesh.comm.mismatch import mismatch
 from moemesh.comm.signs import Seen
 from moemesh.comm.supervisor import Ended
+from moemesh.comm.verdict import mismatch
 from moemesh.trace import progress_words
 from moemesh.trace.word_file import RANK_BYTES, Collective, Word, read_word
 from moemesh.train.failure import write_verdict

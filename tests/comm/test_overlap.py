@@ -9,7 +9,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import all_to_all_start
 from moemesh.config.layout import Layout
-from moemesh.parallel.expert.payload import Fp8Codec
+from moemesh.parallel.expert.build import Fp8Codec
 from tests.ranks import mesh_on_ranks
 
 SPLITS = [[1, 0, 3], [2, 2, 0], [0, 4, 1]]

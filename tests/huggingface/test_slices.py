@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface import slices
-from moemesh.checkpoint.huggingface.slices import Place, SliceReader
+from moemesh.checkpoint.huggingface import folder as hf_folder
+from moemesh.checkpoint.huggingface.folder import Place, SliceReader
 
 SHAPES = [(), (7,), (5, 9), (4, 6, 10), (3, 2, 4, 5), (40, 300)]
 
@@ -20,8 +20,8 @@ SHAPES = [(), (7,), (5, 9), (4, 6, 10), (3, 2, 4, 5), (40, 300)]
 def test_any_box_into_any_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], buffer_bytes: int
 ) -> None:
-    monkeypatch.setattr(slices, "_BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(slices, "_SHORTEST_RUN_BYTES", 16)
+    monkeypatch.setattr(hf_folder, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(hf_folder, "_SHORTEST_RUN_BYTES", 16)
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     path = tmp_path / "file"
     path.write_bytes(b"head" + numbers.numpy().tobytes())

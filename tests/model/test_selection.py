@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.capacity import within_capacity
-from moemesh.model.selection import (
+from moemesh.model.router import (
     capacity_per_sequence,
     comparable,
     expert_choice,
     sinkhorn,
     slots,
+    within_capacity,
 )
 from tests.model.reference import keep_reference
 from tests.model.test_router import config_of, context_of, router_of

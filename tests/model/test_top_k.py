@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moemesh.model.selection import stable_top_k, stable_top_k_sort
+from moemesh.model.router import stable_top_k, stable_top_k_sort
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

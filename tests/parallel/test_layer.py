@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.ops.saved import SavedForBackward
-from moemesh.parallel.expert.layer import MoELayer
-from moemesh.parallel.expert.layer_options import RoutingOptions
+from moemesh.parallel.expert.layer import MoELayer, RoutingOptions
 from moemesh.parallel.expert.spread import LayerError, clip_grad_norm_, expert_parameters
 from tests.ranks import run_on_ranks
 

@@ -13,8 +13,8 @@ from moemesh.config.dispatchers import packed_bytes
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.ops.permute import permute
+from moemesh.parallel.expert.build import Fp8Codec
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
-from moemesh.parallel.expert.payload import Fp8Codec
 from tests.ranks import mesh_on_ranks
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN, MAX_TOKENS = 8, 2, 16, 6

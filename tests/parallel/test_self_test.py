@@ -15,10 +15,10 @@ from moemesh.ops.pending import Pending
 from moemesh.ops.permute import map_from_sources
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
+from moemesh.parallel.expert.build import codec_of
 from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
-from moemesh.parallel.expert.payload import codec_of
 from moemesh.parallel.expert.self_test import DispatcherError, self_test
 from tests.ranks import mesh_on_ranks
 

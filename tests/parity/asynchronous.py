@@ -19,9 +19,9 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.pipedream import pipedream
 from moemesh.schedule.pipedream_2bw import pipedream_2bw
 from moemesh.schedule.text import from_text, to_text
+from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepResult
-from moemesh.train.stream import StreamRecorder, TrainingStream
 from tests.parity.training import Shape, assemble, microbatches, owned
 from tests.ranks import mesh_on_ranks
 

@@ -22,7 +22,7 @@ from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
-from moemesh.train import stream as stream_module
+from moemesh.train import asynchronous as stream_module
 from moemesh.train.batches import own_batches
 from moemesh.train.command import open_samples
 from moemesh.train.recorded_orders import recorded_segment

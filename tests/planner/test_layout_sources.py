@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moemesh.config.plan import Plan
-from moemesh.planner.accuracy.rows import recompute_from_words
+from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.layout_sources import from_plan, plan_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.planner.accuracy.published import parse_run
-from moemesh.planner.accuracy.rows import told_row, uniform_row
+from moemesh.planner.accuracy.published import parse_run, told_row, uniform_row
 from tests.planner.published_rows import ARCHS, llama
 
 

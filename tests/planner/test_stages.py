@@ -15,7 +15,7 @@ from moemesh.planner.stages.division import (
     best_division,
     pipeline_seconds,
 )
-from moemesh.planner.stages.division_program import solve_division
+from moemesh.planner.stages.partition import solve_division
 from tests.planner.graphs import brute_force_stages
 
 

@@ -30,11 +30,10 @@ from moemesh.planner.timing.columns import (
     model_row,
 )
 from moemesh.planner.timing.constants import Constants
-from moemesh.planner.timing.data_time import overlapped
 from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.layer_time import longer
 from moemesh.planner.timing.price import pricing
-from moemesh.planner.timing.step_time import StepTime, compute_floor, step_time
+from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
 from moemesh.schedule.build import build
 from moemesh.schedule.conditions import ScheduleConditionError
 from moemesh.schedule.costs import Costs

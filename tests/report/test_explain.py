@@ -20,9 +20,8 @@ from moemesh.planner.run_estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.beside import EXPOSED
 from moemesh.report.bounds import BOUNDS
-from moemesh.report.explain import explain
+from moemesh.report.explain import explain, lower_rate
 from moemesh.report.failures import CAUSES, OTHER
-from moemesh.report.health import lower_rate
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Record, Timeline

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from moemesh.report.verdict import MARK, pauses_of, verdict
-from moemesh.trace.clocks import offset_of
-from moemesh.trace.profile import Profile, RankProfile, read_profile
+from moemesh.trace.profile import Profile, RankProfile, offset_of, read_profile
 from moemesh.trace.timeline import Record
 from tests.waiting import PATIENCE
 

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
+from moemesh.report.timeline_files import to_perfetto
 from moemesh.schedule.build import build
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
-from moemesh.trace.perfetto import to_perfetto
 from moemesh.trace.timeline import Record, Timeline
 
 

@@ -22,7 +22,7 @@ from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.train.artifacts import Artifacts, _peak_flops
-from moemesh.train.progress import Progress
+from moemesh.train.console import Progress
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
 from tests.waiting import PATIENCE, until

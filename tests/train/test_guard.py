@@ -30,10 +30,9 @@ from moemesh.train.construction import construct
 from moemesh.train.events import Events
 from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
-from moemesh.train.guard import Diverged, Guard
+from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.signals import StopRequest
-from moemesh.train.spikes import CENTRE, LEAST, WINDOW, Spikes
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.train.vote import CopiesDiffer

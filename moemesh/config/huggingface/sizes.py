@@ -9,24 +9,372 @@ key, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import (
     Config,
     Record,
+    check_length,
     first,
+    indices,
     known_families,
     names,
     num_layers,
+    scalar,
+    table,
     whole,
+    words,
     wrong,
 )
-from moemesh.config.huggingface.readers import READERS
-from moemesh.config.huggingface.unknown import unknown_layers, unread_parameters
-from moemesh.config.huggingface.windows import attention_windows
+from moemesh.config.huggingface.windows import FULL_LAYERS, WINDOW_LAYERS, attention_windows
 from moemesh.config.suggest import nearest_choice
+
+# Functions that read more than one key of a published configuration: attention, norms, experts.
+#
+# Each gives fields of ModelShape; ``presets/huggingface/families.toml`` names those of a family.
+
+
+#: What published configurations call a layer with and without experts.
+_MLP_KINDS = {"sparse": True, "moe": True, "dense": False, "mlp": False}
+
+
+def four_hidden(config: Config) -> dict[str, Any]:
+    """A family whose MLP is 4 h wide when its width is left out."""
+    return {
+        "intermediate_size": first(config, "intermediate_size", 4 * first(config, "hidden_size"))
+    }
+
+
+def latent_attention(config: Config) -> dict[str, Any]:
+    """MLA. `q_lora_rank` may be null, which is a plain query projection, but not left out."""
+    if "q_lora_rank" not in config:
+        raise KeyError("q_lora_rank")
+    has_bias = bool(config.get("attention_bias"))
+    without_rotary = whole(config, "qk_nope_head_dim")
+    return {
+        "attention": "mla",
+        "q_lora_rank": whole(config, "q_lora_rank", 0),
+        "kv_lora_rank": whole(config, "kv_lora_rank"),
+        "qk_nope_head_dim": without_rotary,
+        "qk_rotary_head_dim": whole(config, "qk_rope_head_dim"),
+        "v_head_dim": whole(config, "v_head_dim"),
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        # Decompressed heads: the per-head width has no key of its own.
+        "head_dim": without_rotary,
+        "num_kv_heads": first(config, "num_heads"),
+    }
+
+
+def falcon(config: Config) -> dict[str, Any]:
+    """One key head, or as many as there are query heads, or (40B and later) a number of its own;
+    attention and MLP side by side behind one norm, behind one norm each, or one after the other."""
+    heads = first(config, "num_heads")
+    newer = bool(config.get("new_decoder_architecture"))
+    parallel = bool(config.get("parallel_attn", True))
+    if newer:
+        num_kv_heads = first(config, "num_kv_heads", heads)
+        norms = whole(config, "num_ln_in_parallel_attn", 2) if parallel else 2
+    else:
+        num_kv_heads = 1 if config.get("multi_query", True) else heads
+        norms = 1 if parallel else 2
+        first(config, "num_kv_heads", heads)  # Read, and without effect in the older code.
+    fields = ("qkv_bias", "output_bias", "mlp_bias")
+    return dict.fromkeys(fields, bool(config.get("bias"))) | {
+        "num_kv_heads": num_kv_heads,
+        "norms_per_layer": norms,
+    }
+
+
+def one_key_head(config: Config) -> dict[str, Any]:
+    """GPT-BigCode: one key head for all query heads, unless `multi_query` is false."""
+    single = bool(config.get("multi_query", True))
+    return {"num_kv_heads": 1 if single else first(config, "num_heads")}
+
+
+def mpt(config: Config) -> dict[str, Any]:
+    """MPT: ALiBi in place of learned positions, no biases, an MLP of 4 h."""
+    attention = table(config, "attn_config")
+    if not config.get("no_bias", True):
+        message = "an MPT with biases is not known"
+        raise wrong("unknown-layer", "no_bias", False, message, "no_bias = true")
+    if attention.get("qk_ln"):
+        message = "norms of queries and keys in an MPT are not known"
+        raise wrong("unknown-layer", "attn_config.qk_ln", True, message)
+    kind = attention.get("attn_type", "multihead_attention")
+    if kind != "multihead_attention":
+        known = "known: multihead_attention"
+        raise wrong("unknown-layer", "attn_config.attn_type", kind, f"is not known ({known})")
+    if not attention.get("alibi", True) and config.get("learned_pos_emb", True):
+        message = "an MPT with learned positions is not known"
+        raise wrong("unknown-layer", "attn_config.alibi", False, message, "alibi = true")
+    if (ratio := whole(config, "expansion_ratio", 4)) != 4:
+        message = "the code of an MPT is 4 times as wide whatever this key says"
+        raise wrong("unknown-layer", "expansion_ratio", ratio, message, "expansion_ratio = 4")
+    width = 4 * first(config, "hidden_size")
+    return {"intermediate_size": width, "num_kv_heads": first(config, "num_heads")}
+
+
+def router_groups(config: Config) -> dict[str, Any]:
+    """Groups of experts and how many of them a token may choose from; the greedy choice of
+    DeepSeek-V2 has none, whatever else is said."""
+    if config.get("topk_method") == "greedy":
+        for key in ("n_group", "topk_group"):
+            whole(config, key, 1)  # Read, and without effect.
+        return {"router_groups": 1, "router_groups_kept": 1}
+    kept = whole(config, "topk_group", 1)
+    return {"router_groups": whole(config, "n_group", 1) or 1, "router_groups_kept": kept or 1}
+
+
+def _last_of(count: int, step: int) -> tuple[int, ...]:
+    """Layers whose number, from 1, is a multiple of `step`."""
+    return tuple(range(step - 1, count, step))
+
+
+def _step(config: Config, key: str) -> int:
+    step = whole(config, key, 1)
+    if step < 1:
+        raise wrong("too-small", key, step, f"{key} must be at least 1", f"{key} = 1")
+    return step
+
+
+def _listed(config: Config) -> tuple[int, ...] | None:
+    """The layers with experts when the configuration lists the kind of every layer's MLP."""
+    kinds = words(config, "mlp_layer_types")
+    if not kinds:
+        return None
+    check_length("mlp_layer_types", kinds, num_layers(config))
+    for kind in kinds:
+        if kind not in _MLP_KINDS:
+            message = f"`{kind}` is no kind of MLP that the planner knows"
+            fix = "known: " + ", ".join(_MLP_KINDS)
+            raise wrong("unknown-layer", "mlp_layer_types", kind, message, fix)
+    return tuple(index for index, kind in enumerate(kinds) if _MLP_KINDS[kind])
+
+
+def first_dense(config: Config) -> dict[str, Any]:
+    """The first `first_k_dense_replace` layers are dense; of the others one in `moe_layer_freq` has
+    experts, or the list in that key says which."""
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    layers, often = num_layers(config), config.get("moe_layer_freq")
+    if isinstance(often, (list, tuple)):
+        flags = indices(config, "moe_layer_freq")
+        check_length("moe_layer_freq", flags, layers)
+        return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
+    dense, step = whole(config, "first_k_dense_replace"), _step(config, "moe_layer_freq")
+    return {"moe_layers": tuple(i for i in range(dense, layers) if i % step == 0)}
+
+
+def sparse_step(config: Config) -> dict[str, Any]:
+    """One layer in `decoder_sparse_step` has experts, and those of `mlp_only_layers` have none."""
+    step, dense = _step(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    return {"moe_layers": tuple(i for i in _last_of(num_layers(config), step) if i not in dense)}
+
+
+def every_layer(config: Config) -> dict[str, Any]:
+    """Every layer has experts."""
+    return {"moe_layers": tuple(range(num_layers(config)))}
+
+
+def experts_in_mlp_key(config: Config) -> dict[str, Any]:
+    """`intermediate_size` is the width of one expert and every layer has experts."""
+    width = first(config, "intermediate_size")
+    return every_layer(config) | {"expert_intermediate_size": width, "intermediate_size": 0}
+
+
+def aria(config: Config) -> dict[str, Any]:
+    """Shared experts are as wide as the others, whose width is in the key of dense MLPs."""
+    found = experts_in_mlp_key(config)
+    shared = first(config, "num_shared") * found["expert_intermediate_size"]
+    return found | {"shared_intermediate_size": shared}
+
+
+def gated_shared(config: Config) -> dict[str, Any]:
+    """Qwen2-MoE: one shared expert of its own width behind a learned gate."""
+    width = whole(config, "shared_expert_intermediate_size")
+    return {"shared_intermediate_size": width, "shared_gate": width > 0}
+
+
+def shared_width(config: Config) -> dict[str, Any]:
+    """The width of all shared experts has its own key, in channels."""
+    return {"shared_intermediate_size": whole(config, "shared_intermediate_size", 0)}
+
+
+def ling_shared(config: Config) -> dict[str, Any]:
+    """The width of one shared expert may have its own key; else it is that of the others."""
+    width = whole(
+        config, "moe_shared_expert_intermediate_size", first(config, "expert_intermediate_size")
+    )
+    return {"shared_intermediate_size": width * first(config, "num_shared", 0)}
+
+
+def llama4(config: Config) -> dict[str, Any]:
+    """One shared expert as wide as the others; dense layers have a width of their own."""
+    layers = num_layers(config)
+    moe = indices(config, "moe_layers") or _last_of(
+        layers, _step(config, "interleave_moe_layer_step")
+    )
+    width = whole(config, "intermediate_size")
+    return {
+        "moe_layers": moe,
+        "expert_intermediate_size": width,
+        "shared_intermediate_size": width,
+        "intermediate_size": whole(config, "intermediate_size_mlp"),
+    }
+
+
+def ernie(config: Config) -> dict[str, Any]:
+    """Experts from one layer to another, the last included, in steps."""
+    if (listed := _listed(config)) is not None:
+        return {"moe_layers": listed}
+    layers, step = num_layers(config), _step(config, "moe_layer_interval")
+    start, end = whole(config, "moe_layer_start_index"), config.get("moe_layer_end_index", -1)
+    end = layers - 1 if end in (-1, None) else scalar("moe_layer_end_index", end)
+    chosen = range(start, min(end, layers - 1) + 1)
+    return {"moe_layers": tuple(index for index in chosen if (index + 1) % step == 0)}
+
+
+def hunyuan(config: Config) -> dict[str, Any]:
+    """Experts behind the layers that skip them; shared experts as wide as a dense MLP."""
+    width = first(config, "intermediate_size")
+    shared = first(config, "num_shared", 1) if config.get("use_mixed_mlp_moe", True) else 0
+    skipped = whole(config, "moe_layer_num_skipped", 0)
+    return {
+        "moe_layers": tuple(range(skipped, num_layers(config))),
+        "expert_intermediate_size": first(config, "expert_intermediate_size", width),
+        "shared_intermediate_size": width * shared,
+    }
+
+
+def minimax_m2(config: Config) -> dict[str, Any]:
+    """MiniMax-M2: the norm of queries and keys is over all heads."""
+    per_layer = config.get("qk_norm_type", "per_layer") == "per_layer"
+    norm = "full" if per_layer else "head"
+    return experts_in_mlp_key(config) | {
+        "qk_norm": norm if config.get("use_qk_norm", True) else "none",
+        "shared_intermediate_size": whole(config, "shared_intermediate_size", 0),
+    }
+
+
+def dbrx(config: Config) -> dict[str, Any]:
+    """DBRX: sizes in two nested tables, which may leave out what is usual."""
+    attention, experts = table(config, "attn_config"), table(config, "ffn_config")
+    return every_layer(config) | {
+        "num_kv_heads": whole(attention, "kv_n_heads", 1),
+        "num_experts": whole(experts, "moe_num_experts", 4),
+        "experts_per_token": whole(experts, "moe_top_k", 1),
+        "expert_intermediate_size": whole(experts, "ffn_hidden_size", 3584),
+        "intermediate_size": 0,
+    }
+
+
+def arctic(config: Config) -> dict[str, Any]:
+    """Arctic: beside the experts of every layer a dense MLP of the hidden size with a norm of its
+    own (arXiv:2201.05596 calls it a residual MoE)."""
+    if (step := _step(config, "moe_layer_frequency")) != 1:
+        message = "layers of this family with and without experts differ in their norms"
+        raise wrong(
+            "unknown-layer", "moe_layer_frequency", step, message, "moe_layer_frequency = 1"
+        )
+    residual = bool(config.get("use_residual", True))
+    return experts_in_mlp_key(config) | {
+        "shared_intermediate_size": first(config, "hidden_size") if residual else 0,
+        "norms_per_layer": 3 if residual else 2,
+    }
+
+
+def shared_experts(config: Config) -> dict[str, Any]:
+    """So many shared experts, each as wide as one of the others; null is none."""
+    if not any(name in config for name in names("num_shared")):
+        raise KeyError(" or ".join(names("num_shared")))
+    shared = first(config, "num_shared", 0)
+    width = first(config, "expert_intermediate_size") if shared else 0
+    return {"shared_intermediate_size": shared * width}
+
+
+READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    read.__name__: read
+    for read in (
+        four_hidden, latent_attention, falcon, one_key_head, mpt, router_groups, first_dense,
+        sparse_step, experts_in_mlp_key, aria, gated_shared, shared_width, ling_shared, llama4,
+        ernie, hunyuan, minimax_m2, dbrx, arctic, shared_experts,
+    )
+}  # fmt: skip
+
+
+# Families, layers and switches that nothing here has a formula for, refused by name.
+
+
+_KNOWN = "known are attention (GQA, MLA), MLPs and experts"
+
+
+def unknown_layers(config: Config, kind: str) -> list[Problem]:
+    """Every key of `config` that stands for layers without a formula."""
+    problems: list[Problem] = []
+    for key, what in known_families()["unknown"].items():
+        if config.get(key):
+            message = f"{what} are not known; {_KNOWN}"
+            problems.append(_unknown(key, config[key], message))
+    patterns = config.get("attn_type_list")
+    if patterns and any(item != 1 for item in _items(patterns)):
+        message = "0 stands for linear attention, not known; known: 1 (softmax attention)"
+        problems.append(_unknown("attn_type_list", patterns, message))
+    projection = config.get("word_embed_proj_dim")
+    if projection and projection != config.get("hidden_size"):
+        message = "an embedding narrower than the model is not known"
+        problems.append(_unknown("word_embed_proj_dim", projection, message))
+    kinds: Any = config.get("layer_types")
+    if isinstance(kinds, (list, tuple)):
+        listed = {str(item) for item in cast("Sequence[object]", kinds)}
+        for layer in sorted(listed - {*FULL_LAYERS, *WINDOW_LAYERS}):
+            message = f"`{layer}` is no layer kind that the planner has a formula for"
+            problems.append(_unknown("layer_types", layer, message))
+    if kind == "minimax" and not patterns:
+        message = "without it the layers of this family alternate with linear attention"
+        problems.append(_unknown("attn_type_list", None, message))
+    return problems
+
+
+def unread_parameters(config: Record, kind: str, *, has_norm: bool) -> list[Problem]:
+    """Keys that stand for parameters where there are any, and that this family's reading never
+    asked for: dropping them would count another model.
+
+    `has_norm`: queries and keys have their norms by the family's code, whatever a key says.
+    """
+    problems: list[Problem] = []
+    for size in ("num_experts", "num_shared", "expert_intermediate_size"):
+        least = 2 if size == "num_experts" else 1
+        problems += _unread(config, names(size), f"no experts of a {kind} model are known", least)
+    problems += _unread(config, names("num_mtp_layers"), f"a {kind} model has no such layers")
+    keys = known_families()["parameters"]
+    problems += _unread(config, keys["latent"], f"no latent attention of a {kind} model is known")
+    switches = keys["switches"] + ([] if has_norm else keys["norms"])
+    return problems + _unread(config, switches, f"no such switch of a {kind} model is known")
+
+
+def _unread(config: Record, keys: Collection[str], message: str, least: float = 1) -> list[Problem]:
+    found: list[Problem] = []
+    for key in sorted(set(keys) & set(config) - config.read):
+        value = dict(config).get(key)
+        if isinstance(value, (bool, int, float)) and value >= least:
+            found.append(_unknown(key, value, message))
+        elif isinstance(value, (list, tuple)) and value:
+            found.append(_unknown(key, cast("object", value), message))
+    return found
+
+
+def _items(value: object) -> Sequence[object]:
+    return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _unknown(key: str, value: object, message: str) -> Problem:
+    return Problem(code="unknown-layer", key=key, value=value, message=message)
+
 
 #: Where multimodal configurations keep their text model.
 _TEXT_KEYS = ("text_config", "language_config", "llm_config")

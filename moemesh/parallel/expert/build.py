@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.overlap import Codec
 from moemesh.config.dispatchers import packed_bytes, rows_at_once, spare_rows
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.transformer import Transformer
+from moemesh.ops.fp8 import dequantize, quantize
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose
@@ -23,9 +28,28 @@ from moemesh.parallel.expert.low_latency import (
     slots_per_rank,
 )
 from moemesh.parallel.expert.overlapped import overlapped
-from moemesh.parallel.expert.payload import codec_of
 from moemesh.parallel.expert.replicas import set_replicas
 from moemesh.parallel.expert.self_test import self_test
+
+# Row formats on the wire: the dtype of the run, or 8-bit floats with block scales.
+
+
+Payload = Literal["same", "fp8"]
+
+
+class Fp8Codec:
+    """e4m3 values and one fp32 scale per 128 channels. Gradients pass straight through."""
+
+    def encode(self, x_RH: Tensor) -> Tensor:
+        return quantize(x_RH)
+
+    def decode(self, packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+        return dequantize(packed, hidden, dtype)
+
+
+def codec_of(payload: Payload) -> Codec | None:
+    return Fp8Codec() if payload == "fp8" else None
+
 
 #: Row width of the start-up self-test, for dispatchers without rules about it.
 TEST_HIDDEN = 16

@@ -15,34 +15,42 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Literal, Unpack, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, Unpack, get_args
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
-from moemesh.comm.mesh import Mesh
+from moemesh.comm.mesh import Axis, Mesh
+from moemesh.config import experts as keys
 from moemesh.config.arguments import check_kind
 from moemesh.config.divisors import nearest_divisors
+from moemesh.config.layout import Layout
+from moemesh.config.load import load_run
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
+from moemesh.config.suggest import nearest_choice
+from moemesh.config.toml import format_value
 from moemesh.model.batch import Context
+from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.initialization import normal_slice
 from moemesh.model.visibility import Visibility
-from moemesh.parallel.expert.build import most_rows
-from moemesh.parallel.expert.layer_block import Auxiliary, LayerBlock, ScaledGradient
-from moemesh.parallel.expert.layer_group import Connection, axes_of
-from moemesh.parallel.expert.layer_options import (
-    RoutingOptions,
-    check_choice,
-    check_count,
-    model_config,
+from moemesh.parallel.expert.build import most_rows, tested_dispatcher
+from moemesh.parallel.expert.layer_block import (
+    Auxiliary,
+    LayerBlock,
+    ScaledGradient,
+    TransformersBlock,
 )
-from moemesh.parallel.expert.layer_transformers import TransformersBlock
 from moemesh.parallel.expert.overlapped import overlapped
 from moemesh.parallel.expert.spread import (
     LayerError,
@@ -51,6 +59,153 @@ from moemesh.parallel.expert.spread import (
     expert_parameters,
 )
 from moemesh.parallel.tensor.tokens import ShardedTokens
+
+# The group of ranks of a `MoELayer`: its axes, and the dispatchers that layers on it share.
+
+
+def axes_of(group: ProcessGroup | DeviceMesh | None) -> tuple[Axis, Axis]:
+    """The axis that shares the experts, and the axis of their replicas."""
+    alone = Mesh.single("cpu")["ep"]
+    is_running = dist.is_available() and dist.is_initialized()
+    if group is None and is_running:
+        group = dist.group.WORLD
+    if group is None:
+        if (started := launch.num_joined()) > 1:
+            raise LayerError(
+                f"{started} ranks were started, but there is no process group: call "
+                "torch.distributed.init_process_group() before the layer is built"
+            )
+        return alone, alone
+    if not is_running:
+        raise LayerError(
+            "the process group of the layer is not initialized: call "
+            "torch.distributed.init_process_group() first, or leave group out"
+        )
+    try:
+        if isinstance(group, DeviceMesh) and group.ndim == 2:
+            replicas, ranks = group.get_all_groups()
+            return Axis.from_group(ranks, "ep"), Axis.from_group(replicas, "edp")
+        return Axis.from_group(group, "ep"), alone
+    except ValueError as error:
+        raise LayerError(str(error)) from error
+
+
+class Connection:
+    """A mesh over the group, and its dispatchers: the layers of a model share them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.dispatchers: dict[tuple[object, ...], Dispatcher] = {}
+
+    @classmethod
+    def over(cls, ranks: Axis, device: torch.device) -> Connection:
+        """That of another layer of the group, or a new one."""
+        if ranks.group is None:
+            return cls(Mesh.single(device))
+        # The connection keeps the group alive, so no other object has its id.
+        key = (id(ranks.group), device)
+        found = _CONNECTIONS.get(key)
+        if found is None:
+            node = launch.ranks_of_a_node(ranks.ranks)
+            layout = Layout(dp=ranks.size, ep=ranks.size, ranks_per_node=node)
+            found = _CONNECTIONS[key] = cls(Mesh.from_group(ranks.group, layout, device))
+        return found
+
+    def dispatcher(
+        self, config: ModelConfig, plan: Plan, dtype: torch.dtype, num_tokens: int
+    ) -> Dispatcher:
+        """The dispatcher of layers with these options."""
+        key = (config, plan, dtype, num_tokens)
+        if key not in self.dispatchers:
+            self.dispatchers[key], _ = tested_dispatcher(
+                config, plan, self.mesh, dtype=dtype, tokens_per_rank=num_tokens
+            )
+        return self.dispatchers[key]
+
+
+_CONNECTIONS: WeakValueDictionary[tuple[int, torch.device], Connection] = WeakValueDictionary()
+
+
+# Arguments of a `MoELayer`, checked: sizes, options of routing, names of choices.
+
+
+class RoutingOptions(TypedDict, total=False):
+    """Keys of :class:`~moemesh.config.model.ModelConfig` that a layer takes, with its defaults
+    (but for ``num_shared_experts``, which is 0)."""
+
+    num_shared_experts: int
+    shared_intermediate_size: int
+    shared_combine: keys.SharedCombine
+    shared_gate: bool
+    expert_bias: bool
+    swiglu_limit: float
+    swiglu_alpha: float
+    swiglu_offset: float
+    init_std: float
+    router_score: keys.RouterScore
+    router_when: keys.RouterWhen
+    router_selection: keys.RouterSelection
+    router_logit_bias: bool
+    router_dtype: keys.RouterDtype
+    router_jitter: float
+    router_selection_bias: bool
+    router_bias_rate: float
+    router_groups: int
+    router_groups_kept: int
+    router_group_score: keys.GroupScore
+    router_normalize: bool
+    router_normalize_eps: float
+    router_normalize_min: float
+    router_scale: float
+    router_scale_on: keys.RouterScaleOn
+    capacity_factor: float
+    capacity_policy: keys.CapacityPolicy
+    capacity_renormalize: bool
+    aux_loss_scope: keys.AuxLossScope
+    aux_loss_coefficient: float
+    z_loss_coefficient: float
+
+
+def model_config(
+    hidden_size: int, expert_size: int, num_experts: int, top_k: int, options: Mapping[str, Any]
+) -> ModelConfig:
+    """The options as a checked ModelConfig."""
+    known = RoutingOptions.__annotations__
+    for name in options.keys() - known.keys():
+        raise TypeError(f"MoELayer has no option {name!r}: {nearest_choice(name, sorted(known))}")
+    numbers = {
+        "hidden_size": hidden_size,
+        "expert_size": expert_size,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
+    for name, number in numbers.items():
+        check_count(name, number)
+    if top_k > num_experts:
+        raise LayerError(
+            f"top_k ({top_k}) exceeds num_experts ({num_experts}): top_k = 1 to {num_experts}"
+        )
+    values = {
+        "hidden_size": hidden_size,
+        "expert_intermediate_size": expert_size,
+        "num_experts": num_experts,
+        "experts_per_token": top_k,
+        "num_shared_experts": 0,
+        **options,
+    }
+    overrides = [f"model.{name}={format_value(value)}" for name, value in values.items()]
+    return load_run([], overrides, environ={}).config.model
+
+
+def check_count(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise LayerError(f"{name} must be an integer of at least 1, not {number!r}")
+
+
+def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise LayerError(f"{name} cannot be {choice!r}: {nearest_choice(str(choice), choices)}")
+
 
 #: Token ids of different ranks lie this far apart; they key the random numbers of jitter.
 _IDS_PER_RANK = 1 << 40

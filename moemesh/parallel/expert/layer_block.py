@@ -5,12 +5,18 @@ Legend: T tokens of this rank, H hidden, E experts of all ranks, K choices of a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moemesh.checkpoint.huggingface.logical import logical_tensors
+from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.pieces import slices
+from moemesh.config.arguments import check_kind
+from moemesh.config.huggingface.model import family_of, model_values
 from moemesh.config.model import ModelConfig
 from moemesh.config.shown import short_repr
 from moemesh.model.balance_loss import auxiliary_loss
@@ -18,6 +24,86 @@ from moemesh.model.batch import Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.moe import MoE
 from moemesh.ops.permute import count_ids
+from moemesh.parallel.expert.spread import LayerError
+
+# The MoE block of transformers 5 that a `MoELayer` stands for, under the names of folders.
+
+
+class TransformersBlock:
+    """The `config` of the model that a block comes from, and the places of our tensors in it.
+
+    Raises LayerError for what is no such block, or has other tensors than its configuration says,
+    and ConfigError for a family that is not known.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        check_kind("block", block, nn.Module)
+        name = type(block).__name__
+        given = getattr(getattr(block, "experts", None), "config", None)
+        if given is None:
+            raise LayerError(f"{name} is no MoE block of transformers 5: no experts with a config")
+        if getattr(block, "jitter_noise", 0):
+            raise LayerError(f"{name}: a layer has no noise of inputs: set jitter_noise to 0 first")
+        # Positions are no part of a block, whatever form they have.
+        values = {key: one for key, one in given.to_dict().items() if not key.startswith("rope_")}
+        kind = family_of(values)
+        self.config = ModelConfig.model_validate(model_values(values))
+        layer = next(filter(self.config.is_moe_layer, range(self.config.num_layers)))
+        names = names_of(kind, fused=True)
+        ours, theirs = f"layers.{layer}.feed_forward.", f"model.layers.{layer}.{names.block}."
+        self.returns_pair, self.router = names.returns_pair, type(block.get_submodule(names.router))
+        self.tensors = {
+            name.removeprefix(ours): tensor._replace(
+                pieces=[p._replace(source=p.source.removeprefix(theirs)) for p in tensor.pieces]
+            )
+            for name, tensor in logical_tensors(self.config, kind, fused=True).items()
+            if name.startswith(ours)
+        }
+        expected = {p.source: p.stored for one in self.tensors.values() for p in one.pieces}
+        found = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
+        if wrong := sorted({key for key, _ in expected.items() ^ found.items()}):
+            shapes = [f"{key} is {found.get(key)}, not {expected.get(key)}" for key in wrong[:5]]
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise LayerError(f"{name} is not as its configuration says: {'; '.join(shapes)}{more}")
+
+    def read(self, block: nn.Module) -> dict[str, Tensor]:
+        """Our tensors from those of the block, in its graph."""
+        state = block.state_dict(keep_vars=True)
+
+        def part(name: str, box: Any) -> Tensor:
+            return state[name][slices(box)]
+
+        with torch.enable_grad():
+            return {
+                n: one.read(list(map(range, one.shape)), part) for n, one in self.tensors.items()
+            }
+
+    def stored(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of the block from ours."""
+        return {
+            piece.source: piece.store(state[name][slices(piece.box)])
+            for name, tensor in self.tensors.items()
+            for piece in tensor.pieces
+        }
+
+    def recorder(self) -> nn.Module:
+        """A module that gets the logits [T, E] of each forward. It is of the family's class of
+        routers, by whose results transformers finds those that ``output_router_logits`` asks for.
+        """
+        found = self.router.__new__(self.router)
+        nn.Module.__init__(found)
+        found.forward = _alone
+        return found
+
+    def finish(self, layer: nn.Module, inputs: object, outputs: tuple[Tensor, Any]) -> Any:
+        """A hook of the layer's forward: its result becomes that of the block."""
+        y, auxiliary = outputs
+        layer.counts = auxiliary.counts
+        return outputs if self.returns_pair else y
+
+
+def _alone(logits_TE: Tensor) -> tuple[Tensor]:
+    return (logits_TE,)
 
 
 class Auxiliary(NamedTuple):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
+from moemesh.model.seams import ScopeSums
 from moemesh.model.transformer import Part, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
@@ -20,13 +25,139 @@ from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.pipeline.parts import parameters_of
-from moemesh.parallel.pipeline.program import ModelProgram, Objective, Program
-from moemesh.parallel.pipeline.slices import SlicedProgram
-from moemesh.schedule.action import Schedule
+from moemesh.parallel.pipeline.program import (
+    Context,
+    Forward,
+    ModelProgram,
+    Objective,
+    Program,
+    Spec,
+)
+from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.forward_only import forward_only
 from moemesh.schedule.messages import messages
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder
+
+# TeraPipe slices: the state that one slice of a sequence leaves for the next.
+#
+# | state of a layer | made by | read by | its gradient | |---|---|---|---| | keys, values |
+# every slice but the last | the attention of all later slices | added up over them | | sums of
+# auxiliary losses | every slice but the last | the last slice | from there |
+#
+# Later slices get leaf copies, cut off the graph. Their backwards run first and leave a gradient
+# on the copies; the backward of the slice that made the state begins with it, as it begins with
+# the gradients of its outputs. Nothing is sent: the slices of a sequence on one stage share a
+# rank.
+
+
+class Carried(NamedTuple):
+    """One tensor of the state: where it is in the graph of its slice, and the leaf copy."""
+
+    edge: GradientEdge | None
+    leaf: Tensor
+
+
+@dataclass
+class Left:
+    """State of one slice of a microbatch on one stage, for later slices, by layer."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    sums: dict[int, ScopeSums] = field(default_factory=dict)
+    carried: list[Carried] = field(default_factory=list)
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """A copy of `x` for later slices, whose gradient comes back to `x`."""
+        leaf = x.detach()
+        if x.requires_grad:
+            # Not a view: behind a projection it would keep the queries in memory, too.
+            leaf = leaf.contiguous().requires_grad_()
+            leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
+            self.carried.append(Carried(get_gradient_edge(x), leaf))
+        return leaf
+
+
+class EarlierSlices:
+    """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of the slices before.
+
+    `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
+    nothing more is.
+    """
+
+    def __init__(self, earlier: Sequence[Left], *, is_last: bool) -> None:
+        self.earlier, self.is_last = list(earlier), is_last
+        self.left = Left()
+        self._records = not is_last
+
+    def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
+        if self._records:
+            self.left.keys[layer] = self.left.leaf(key_BMSD)
+            self.left.values[layer] = self.left.leaf(value_BMSD)
+        if not self.earlier:
+            return key_BMSD, value_BMSD
+        return (
+            torch.cat([*(left.keys[layer] for left in self.earlier), key_BMSD], dim=2),
+            torch.cat([*(left.values[layer] for left in self.earlier), value_BMSD], dim=2),
+        )
+
+    def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
+        if self._records:
+            self.left.sums[layer] = ScopeSums(*map(self.left.leaf, sums))
+        if not self.is_last:
+            return None
+        parts = [*(left.sums[layer] for left in self.earlier), sums]
+        return ScopeSums(*(torch.stack(part).sum(0) for part in zip(*parts, strict=True)))
+
+    def close(self) -> Left:
+        """The forward is over."""
+        self._records = False
+        return self.left
+
+
+class SlicedProgram:
+    """The program of a model over slices of its microbatches.
+
+    ``lengths(seq_len)`` are the tokens of the slices of a sequence.
+    """
+
+    def __init__(self, whole: ModelProgram, lengths: Callable[[int], tuple[int, ...]]) -> None:
+        self._whole, self._lengths, self._schedule = whole, lengths, whole.schedule
+        self.weight_gradients = whole.weight_gradients
+        self.starting, self.finished = whole.starting, whole.finished
+        #: (stage, sample) -> what its slices have left so far.
+        self._left: dict[tuple[int, int], list[Left]] = {}
+
+    def output_specs(self, op: Op) -> Sequence[Spec]:
+        return self._whole.specs_of(op, self._batch_of(op))
+
+    def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
+        batch = self._batch_of(op)
+        forward = self._whole.forward_of(op, batch, inputs)
+        slices = batch.slices
+        assert isinstance(slices, EarlierSlices) and len(slices.earlier) == op.slice
+        left = slices.close()
+        self._left.setdefault((op.stage, self._schedule.sample(op)), []).append(left)
+        return forward._replace(state=left)
+
+    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+        left = self._left[op.stage, self._schedule.sample(op)].pop()
+        assert left is context.state, "the slices of a sequence go back in the order they came"
+        gradients = list(gradients)
+        for edge, leaf in left.carried:
+            if leaf.grad is not None:
+                context.roots.append(edge)
+                gradients.append(leaf.grad.to(leaf.dtype))
+        return self._whole.backward(op, context, gradients)
+
+    def _batch_of(self, op: Op) -> Batch:
+        whole = self._whole.batch_of(op)
+        lengths = self._lengths(whole.tokens_BS.shape[1])
+        assert len(lengths) == self._schedule.num_slices
+        start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
+        earlier = self._left.get((op.stage, self._schedule.sample(op)), [])
+        is_last = op.slice == self._schedule.num_slices - 1
+        return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
 
 
 class Pipeline:

@@ -10,17 +10,230 @@ weights, always from the priors: a start at the fit of all runs would know those
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moemesh.config.errors import UserError
-from moemesh.planner.accuracy.predict import Prediction, fill_in, predict
+from moemesh.planner.accuracy.predict import Prediction, fill_in, predict, run_columns
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.accuracy.unknowns import Unknowns
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.timing.calibration import Calibration, stack_of
+from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
+from moemesh.planner.timing.constants import (
+    CLUSTER_SHARE,
+    NAMES,
+    OWN,
+    PRIORS,
+    RELEASE,
+    SPREADS,
+    Constants,
+)
+from moemesh.planner.timing.step_time import step_time
+
+# The unknowns of a fit: logarithms of shared constants, and deviations by cluster, stack,
+# release.
+#
+# A run's constants are the shared ones times the factors of its cluster, of that cluster's
+# software stack (on whatever device) and of the release of that stack. What one table shows on
+# one device so helps to predict its other devices, and what one release did to one model helps
+# with the others.
+
+
+Columns = tuple[ModelColumns, LayoutColumns, HardwareColumns]
+
+#: Width of what is held fixed, step of a numerical slope, slopes below which there is none.
+_FIXED = 1e-6
+_STEP = 1e-4
+_NO_SLOPE = 1e-9
+_NUM_PROBES = 3
+#: Rows whose layout is partly guessed ("tier C") count less.
+_WEIGHTS = {"C": 0.2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One kind of group that deviates: its members, the constants it may move, whose run is whose
+    (`members[place]`; -1 for none), and where its unknowns begin."""
+
+    members: tuple[str, ...]
+    names: tuple[str, ...]
+    place: NDArray[np.int64]
+    start: int
+
+    def factors(self, unknown: FloatArray) -> dict[str, FloatArray]:
+        """Logarithms of each member's factors."""
+        width = len(self.names)
+        return {
+            member: unknown[self.start + index * width : self.start + (index + 1) * width]
+            for index, member in enumerate(self.members)
+        }
+
+
+class Unknowns:
+    """Runs as columns, and their constants as a function of one vector of unknowns.
+
+    The first unknowns are the shared constants, in the order of NAMES. `prior` and `width` are the
+    normal prior of each. `weights` may be set to 0 for runs that a fit must not see.
+    """
+
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
+        self.columns: Columns = run_columns(runs)
+        self.log_seconds: FloatArray = np.log([run.seconds or 1.0 for run in runs])
+        self.weights: FloatArray = np.array([_WEIGHTS.get(run.tier, 1.0) for run in runs])
+        spreads: list[float] = [float(value) for value in SPREADS]
+        levels: list[Level] = []
+        for keys, own in (
+            ([run.cluster for run in runs], {name: x * CLUSTER_SHARE for name, x in OWN.items()}),
+            ([stack_of(run.cluster) for run in runs], OWN),
+            ([run.release for run in runs], RELEASE),
+        ):
+            levels.append(_level(keys, own, len(spreads)))
+            spreads += [own[name] for _ in levels[-1].members for name in levels[-1].names]
+        self.clusters, self.stacks, self.releases = levels
+        self.width: FloatArray = np.array(spreads, dtype=np.float64)
+        self.prior: FloatArray = np.zeros(len(spreads))
+        self.prior[: len(NAMES)] = np.log(PRIORS)
+        every = np.arange(len(runs))
+        self._touched = _Touched(self.columns, [every] * len(NAMES))
+        self._touched = _Touched(self.columns, self._pattern())
+
+    def hold_shared(self, known: Calibration) -> None:
+        """Keep shared constants, stacks and releases where `known` has them; clusters move from
+        where their relatives put them, as far as a stack may."""
+        self.prior[: len(NAMES)] = np.log([known.shared[name] for name in NAMES])
+        self.width[: len(NAMES)] = _FIXED
+        self.width[self.stacks.start :] = _FIXED
+        names = self.clusters.names
+        for member, place in self._places(self.clusters):
+            factors = known.deviations(member)
+            self.prior[place] = np.log([factors.get(name, 1.0) for name in names])
+            self.width[place] = [OWN[name] for name in names]
+        for member, place in self._places(self.releases):
+            factors = known.release_factors(member)
+            self.prior[place] = np.log([factors.get(x, 1.0) for x in self.releases.names])
+
+    def _places(self, level: Level) -> list[tuple[str, slice]]:
+        width = len(level.names)
+        return [
+            (member, slice(level.start + index * width, level.start + (index + 1) * width))
+            for index, member in enumerate(level.members)
+        ]
+
+    def errors(self, unknown: FloatArray) -> FloatArray:
+        """log(predicted / measured) of every run."""
+        return _log_seconds(self.columns, self._values(unknown)) - self.log_seconds
+
+    def slopes(self, unknown: FloatArray, errors: FloatArray) -> FloatArray:
+        """d errors / d unknown [runs, unknowns]. A deviation moves its runs exactly as the shared
+        constant does, so one evaluation per constant and run gives all."""
+        shared = self._touched.slopes(self._values(unknown), errors + self.log_seconds)
+        found = np.zeros((len(errors), len(unknown)))
+        found[:, : len(NAMES)] = shared
+        for level in (self.clusters, self.stacks, self.releases):
+            rows = np.nonzero(level.place >= 0)[0]
+            first = level.start + level.place[rows] * len(level.names)
+            for offset, name in enumerate(level.names):
+                found[rows, first + offset] = shared[rows, NAMES.index(name)]
+        return found
+
+    def _values(self, unknown: FloatArray) -> FloatArray:
+        """Logarithms of the constants [constants, runs]."""
+        values = np.repeat(unknown[: len(NAMES), None], len(self.log_seconds), axis=1)
+        for level in (self.clusters, self.stacks, self.releases):
+            rows = np.nonzero(level.place >= 0)[0]
+            first = level.start + level.place[rows] * len(level.names)
+            for offset, name in enumerate(level.names):
+                values[NAMES.index(name), rows] += unknown[first + offset]
+        return values
+
+    def _pattern(self) -> list[NDArray[np.int64]]:
+        """The runs that each constant can move, from a few random points."""
+        random = np.random.default_rng(0)
+        moved = np.zeros((len(self.log_seconds), len(NAMES)), dtype=bool)
+        for _ in range(_NUM_PROBES):
+            point = self.prior + random.normal(size=len(self.prior)) * self.width / 2
+            values = self._values(point)
+            found = self._touched.slopes(values, _log_seconds(self.columns, values))
+            moved |= np.abs(found) > _NO_SLOPE
+        return [np.nonzero(moved[:, place])[0] for place in range(len(NAMES))]
+
+    def calibration(self, unknown: FloatArray, start: Calibration, *, share: bool) -> Calibration:
+        """What was found, for the groups that have a run with weight; `start` knows the rest."""
+        shared = np.exp(unknown[: len(NAMES)])
+        seen = self.weights > 0
+        stacks = self.stacks.factors(unknown)
+        clusters = {
+            member: _factors(self.clusters.names, logs + stacks[stack_of(member)])
+            for member, logs in _seen(self.clusters, unknown, seen).items()
+        }
+        found = replace(
+            start,
+            shared=dict(zip(NAMES, (float(value) for value in shared), strict=True)),
+            clusters=clusters,
+        )
+        if not share:
+            return found
+        return replace(
+            found,
+            stacks=_all_factors(self.stacks, unknown, seen),
+            releases=_all_factors(self.releases, unknown, seen),
+        )
+
+
+class _Touched:
+    """For each constant the runs that it moves, all in one set of columns."""
+
+    def __init__(self, columns: Columns, rows: Sequence[NDArray[np.int64]]) -> None:
+        self.runs = np.concatenate(rows)
+        self.constant = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
+        self.columns: Columns = (
+            picked(columns[0], self.runs),
+            picked(columns[1], self.runs),
+            picked(columns[2], self.runs),
+        )
+
+    def slopes(self, values: FloatArray, logs: FloatArray) -> FloatArray:
+        """d log seconds / d constant [runs, constants] at `values`, where it is `logs`."""
+        moved = values[:, self.runs]
+        moved[self.constant, np.arange(len(self.runs))] += _STEP
+        found = np.zeros((values.shape[1], values.shape[0]))
+        rise = _log_seconds(self.columns, moved) - logs[self.runs]
+        found[self.runs, self.constant] = rise / _STEP
+        return found
+
+
+def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
+    constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
+    total: FloatArray = step_time(*columns, constants).total
+    return np.log(total)
+
+
+def _level(keys: Sequence[str], own: Mapping[str, float], start: int) -> Level:
+    members = tuple(sorted(set(keys) - {""}))
+    place = np.array([members.index(key) if key else -1 for key in keys], dtype=np.int64)
+    return Level(members=members, names=tuple(own), place=place, start=start)
+
+
+def _seen(level: Level, unknown: FloatArray, seen: NDArray[np.bool_]) -> dict[str, FloatArray]:
+    known = {level.members[int(place)] for place in np.unique(level.place[seen]) if place >= 0}
+    return {name: logs for name, logs in level.factors(unknown).items() if name in known}
+
+
+def _all_factors(
+    level: Level, unknown: FloatArray, seen: NDArray[np.bool_]
+) -> dict[str, dict[str, float]]:
+    return {
+        member: _factors(level.names, logs) for member, logs in _seen(level, unknown, seen).items()
+    }
+
+
+def _factors(names: Sequence[str], logs: FloatArray) -> dict[str, float]:
+    return dict(zip(names, (float(x) for x in np.exp(logs)), strict=True))
+
 
 #: The error of a good row: inside one study 1 to 2 % mean something.
 _SCALE = 0.02

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
@@ -20,17 +22,71 @@ from moemesh.config.train import TrainConfig
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of, untrained
+from moemesh.planner.plan_text import read_plan
 from moemesh.planner.quantities import read_tokens, with_headroom
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.choices import choose
-from moemesh.planner.search.known_runs import KnownRun, known_runs
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
 from moemesh.planner.search.search import Candidate, Certificate, Found
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load import Model, load_both, load_model
 from moemesh.planner.speed import Speed
+from moemesh.planner.timing.hardware import accelerator_of_cluster
+from moemesh.planner.timing.price import pricing
 from moemesh.planner.tuned import read_tuned
 from moemesh.trace.memory import format_bytes
+
+# Published runs of a model on a kind of device, beside what is predicted for their layouts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownRun:
+    """Measured `seconds` of a step of `layout`, whose precision is that of the run, and the
+    `predicted` ones; `here` in the precision that was asked for. `speed` is the measured one."""
+
+    source: str
+    device: str
+    layout: PlannedLayout
+    seconds: float
+    predicted: float
+    here: float
+    speed: Speed
+
+    def to_json(self, tokens: float | None) -> dict[str, Any]:
+        """One of the key "published" of ``plan --json``."""
+        return {
+            **{name: getattr(self, name) for name in ("source", "device", "seconds")},
+            "predicted_seconds": self.predicted,
+            "predicted_seconds_here": self.here,
+            "devices": self.layout.world_size,
+            "precision": self.layout.precision,
+            "plan": self.layout.key,
+            "speed": self.speed.to_json(tokens),
+        }
+
+
+def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator[KnownRun]:
+    """Runs of the same sizes on the same kind of device, on however many of them."""
+    home = files("moemesh.config") / "presets" / "calibration"
+    table = tomllib.loads((home / "layouts.toml").read_text(encoding="utf-8"))
+    price = pricing(cluster)
+    for run in table["run"]:
+        if run["device"] != accelerator_of_cluster(cluster).name:
+            continue
+        known = load_model(run["model"])
+        if model.shape.model_copy(update={"name": known.shape.name}) != known.shape:
+            continue
+        layout = read_plan(run["plan"], model=known).layout
+        layout = layout.changed(precision=cast("Precision", run["precision"]))
+        asked = layout.changed(precision=precision)
+        yield KnownRun(
+            **{key: run[key] for key in ("source", "device", "seconds")},
+            layout=layout,
+            predicted=price.seconds(model.shape, layout)["total"],
+            here=price.seconds(model.shape, asked)["total"],
+            speed=Speed.of(model.shape, layout, cluster, run["seconds"]),
+        )
+
 
 #: Tokens of a sequence that is short for every purpose, and that all context degrees divide.
 _SHORT = 64

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Literal, cast, get_args
+
+import numpy as np
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.divisors import nearest_divisors
@@ -14,15 +19,26 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.suggest import nearest_choice
+from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.convolution import two_branch_network
+from moemesh.planner.operators.graph import FloatArray
+from moemesh.planner.operators.integer_program import Program
 from moemesh.planner.operators.solve import solve
-from moemesh.planner.operators.strategies import cost_model
+from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
+from moemesh.planner.search.command import not_trained, train_command
 from moemesh.planner.shapes.load import Model, load_model
-from moemesh.planner.stages.answer import METHODS, Method, Partition, Stage, describe_placement
+from moemesh.planner.stages.answer import (
+    METHODS,
+    ImpliedPlan,
+    Method,
+    OperatorChoice,
+    Partition,
+    Stage,
+    describe_placement,
+)
 from moemesh.planner.stages.baselines import learned_division, random_division
-from moemesh.planner.stages.division import Division, StageError, best_division
-from moemesh.planner.stages.division_program import solve_division
-from moemesh.planner.stages.implied_plan import imply
+from moemesh.planner.stages.division import Division, StageError, best_division, division_of
 from moemesh.planner.stages.placement import (
     best_placement,
     learned_placement,
@@ -31,7 +47,189 @@ from moemesh.planner.stages.placement import (
     solve_placement,
 )
 from moemesh.planner.stages.two_level import StageMesh, TwoLevelSearch, Workload, usable_bytes
+from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory import format_bytes
+
+# The plan that a partition implies: degrees of `moemesh train` nearest to the operator
+# strategies.
+#
+# An operator program may lay out every operator in its own way; a plan has one way for each
+# axis. An axis of a stage's mesh carries data or tensor parallelism in dense operators and
+# expert, expert tensor or expert data parallelism in experts. Of all such plans that pass
+# `Plan.check` and fit by the planner's own memory law the one is taken that agrees with the most
+# operator time.
+
+
+#: What an axis does to dense operators and to experts, by plan key ("" is expert data parallelism).
+_DENSE = {"dp": "batch", "cp": "sequence", "tp": ""}
+_EXPERTS = {"": "", "ep": "experts", "etp": "expert_width"}
+#: The dims that tensor parallelism cuts, by operator; all others are cut along the sequence.
+_TENSOR = {
+    **dict.fromkeys(("qkv", "attention core", "output"), "heads"),
+    **dict.fromkeys(("up", "activation", "down"), "width"),
+    **dict.fromkeys(("shared up", "shared activation", "shared down"), "shared_width"),
+    **dict.fromkeys(("embedding", "logits", "loss"), "vocabulary"),
+}
+#: Operators that `recompute = "selective"` computes again.
+_SELECTIVE = (
+    "attention core", "activation", "shared activation", "expert up", "expert activation",
+)  # fmt: skip
+_RECOMPUTES = ("none", "selective", "full")
+
+
+def imply(
+    model: Model,
+    cluster: Cluster,
+    base: Plan,
+    *,
+    seq_len: int,
+    global_batch: int,
+    mesh: Mapping[str, int],
+    operators: Sequence[OperatorChoice],
+) -> ImpliedPlan | None:
+    """`base` with the degrees nearest to `operators` that fit; None if no degrees are legal.
+
+    Where none fits, those that need the least memory, marked as such. Of a model that
+    `moemesh train` trains only plans that it carries out are considered.
+    """
+    trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
+    best: ImpliedPlan | None = None
+    for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
+        plan = base.model_copy(update=keys)
+        if plan.check(seq_len=seq_len, global_batch=global_batch):
+            continue
+        layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
+        if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
+            continue
+        known = pricing(cluster)
+        memory, seconds = known.price(model.shape, layout)
+        refused = tuple(not_trained(layout, model))
+        fits = memory.fits(cluster.memory_bytes, known.usable_share)
+        found = ImpliedPlan(
+            plan=plan,
+            agreement=agreement,
+            differing=differing,
+            seconds=seconds["total"],
+            memory_bytes=memory.needed,
+            fits=fits,
+            command=train_command(layout, model) if fits and not refused else "",
+            not_trained=refused,
+        )
+        if fits:
+            return found
+        if best is None or found.memory_bytes < best.memory_bytes:
+            best = found
+    return best
+
+
+def _ranked(
+    mesh: Mapping[str, int], operators: Sequence[OperatorChoice], is_moe: bool
+) -> list[tuple[float, tuple[str, ...], dict[str, object]]]:
+    """(share of operator time that agrees, operators that differ, keys of the plan), best first.
+
+    Of equal shares first those that recompute what the operators recompute.
+    """
+    timed = [operator for operator in operators if operator.seconds > 0]
+    total = sum(operator.count * operator.seconds for operator in timed)
+    found: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
+    for dense in product(_DENSE, repeat=len(mesh)):
+        for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
+            for recompute in _RECOMPUTES:
+                keys: dict[str, object] = {"recompute": recompute}
+                for names, legal in ((dense, _DENSE), (experts, _EXPERTS)):
+                    for key in filter(None, legal):
+                        sizes = zip(names, mesh.values(), strict=True)
+                        keys[key] = prod(size for name, size in sizes if name == key)
+                agreed = kept = 0.0
+                differing: dict[str, None] = {}
+                for operator in timed:
+                    seconds = operator.count * operator.seconds
+                    if _agrees(operator, mesh, dense, experts):
+                        agreed += seconds
+                    else:
+                        differing[f"{operator.group}: {operator.operator}"] = None
+                    again = operator.strategy.endswith(RECOMPUTE)
+                    kept += seconds * (again == _recomputed(operator.operator, recompute))
+                found.append((kept, (agreed / (total or 1.0), tuple(differing), keys)))
+    # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
+    found.sort(key=lambda item: (-item[1][0], -item[0]))
+    return [item for _, item in found]
+
+
+def _agrees(
+    choice: OperatorChoice, mesh: Mapping[str, int], dense: Sequence[str], experts: Sequence[str]
+) -> bool:
+    """Whether a plan cuts an operator along the same dims."""
+    cuts = choice.strategy.removesuffix(RECOMPUTE).split(",")
+    taken = dict(cut.split("=") for cut in cuts if cut != WHOLE)
+    for (axis, size), role, expert_role in zip(mesh.items(), dense, experts, strict=True):
+        wanted: tuple[str, ...] = (_DENSE[role] or _TENSOR.get(choice.operator, "sequence"),)
+        if choice.operator.startswith("expert "):
+            # Expert data parallelism cuts tokens, whichever of their two dims that is.
+            wanted = (_EXPERTS[expert_role],) if expert_role else ("batch", "sequence")
+        if size > 1 and taken.get(axis) not in wanted:
+            return False
+    return True
+
+
+def _recomputed(operator: str, recompute: str) -> bool:
+    return recompute == "full" or (recompute == "selective" and operator in _SELECTIVE)
+
+
+# Division into stages as a 0/1 integer program; its optimum must equal the dynamic program's.
+#
+# x[j, a, b] = 1 when stage j holds layers a .. b - 1, for runs that fit only. Least sum of t_j +
+# (m - 1) C, subject to
+#
+# t_j = sum of w_jab x[j, a, b] <= C every stage j sum over a, b of x[j, a, b] = 1 one run a
+# stage sum over a of x[j, a, b] = sum over c of x[j + 1, b, c] the next begins where it ends
+#
+# Runs whose stage alone would make a step longer than the even division's are left out.
+
+
+def solve_division(
+    table: FloatArray, num_microbatches: int, *, time_limit: float | None = None
+) -> Division | None:
+    """The division of least `pipeline_seconds` by branch and bound; None when nothing fits.
+
+    `table` as for `best_division`. `evaluations` are the nodes of the search tree, `lower_bound` is
+    HiGHS's own.
+    """
+    num_stages, num_layers = len(table), table.shape[1] - 1
+    ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    even = division_of(table, [b - a for a, b in pairwise(ends)], num_microbatches)
+    # HiGHS has absolute tolerances: times are scaled to about 1000.
+    scale = 1e3 / max(float(table[np.isfinite(table)].max(initial=0.0)), 1e-300)
+    program = Program()
+    largest = program.variable(num_microbatches - 1.0, high=np.inf, integral=False)
+    runs: list[dict[tuple[int, int], int]] = []
+    for stage, seconds in enumerate(table):
+        found: dict[tuple[int, int], int] = {}
+        for first, end in np.argwhere(seconds * num_microbatches <= even.seconds).tolist():
+            at_ends = (first == 0) == (stage == 0) and (end == num_layers) == (
+                stage == num_stages - 1
+            )
+            if first < end and at_ends and np.isfinite(seconds[first, end]):
+                found[first, end] = program.variable(float(seconds[first, end]) * scale)
+        runs.append(found)
+        program.row([(x, 1.0) for x in found.values()], low=1.0, high=1.0)
+        times = [(x, float(seconds[run]) * scale) for run, x in found.items()]
+        program.row([*times, (largest, -1.0)], high=0.0)
+    for before, after in pairwise(runs):
+        for border in range(1, num_layers):
+            terms = [(x, 1.0) for (_, end), x in before.items() if end == border]
+            terms += [(x, -1.0) for (first, _), x in after.items() if first == border]
+            program.row(terms, low=0.0, high=0.0)
+    answer = program.solve(time_limit=time_limit)
+    if answer.values is None:
+        return None
+    values = answer.values
+    chosen = [max(found, key=lambda run: float(values[found[run]])) for found in runs]
+    sizes = [end - first for first, end in chosen]
+    division = division_of(table, sizes, num_microbatches)
+    bound = division.seconds if answer.optimal else answer.lower_bound / scale
+    return replace(division, lower_bound=bound, evaluations=max(answer.num_nodes, 1))
+
 
 #: The branching network, by its name among the models.
 BRANCHING = "branching-alexnet"

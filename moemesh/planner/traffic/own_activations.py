@@ -8,16 +8,477 @@ recomputation makes first comes on top, and an input half keeps what its weight 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from math import ceil
+from typing import NamedTuple
 
-from moemesh.config.layout import Layout
-from moemesh.planner.traffic.own_layers import LayerMemory
-from moemesh.planner.traffic.routing import Routing
-from moemesh.planner.traffic.saved import Layer
+from moemesh.config.context import head_share
+from moemesh.config.dispatchers import EXACT_ROWS, rows_at_once
+from moemesh.config.layout import Layout, shard_sizes
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
+from moemesh.planner.traffic.ledger_lines import members
+from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
+from moemesh.planner.traffic.saved import Layer, Saved
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
 from moemesh.trace.memory import DEFERRED
+
+# Saved activations of each part of a model on one rank of `moemesh train`.
+#
+# Each storage counts once, where it is kept first. Per token of a microbatch with w bytes an
+# element and W = max(w, 4), N = tp, T tokens, T/N of them here; "held" is kept until the weight
+# gradients of a split backward, which keep the gradients of the last column besides:
+#
+# | part | kept bytes | of tokens | held | gradients for W | |---|---|---|---|---| | each norm |
+# input, normalised copy: 2 W h; the inverse root W | T/N | | | | attention | see
+# `attention_activations` | | inputs of products | their outputs | | MLP, shared experts | input
+# w h | T | all | 2 w f / N | | | gate, up, silu(gate): 3 w f / N; product w f / N | T | product
+# | w h | | router | input W h; scores W E; choices and weights | T/N | input | W E | | dispatch
+# | positions of rows, weights behind each exchange | | | | | experts | their rows w h a source
+# row; gate and up 2 w f_e / x, a weight W a row | received | rows | w (h + 3 f_e / x) a row | |
+# head | input w h, a target 8 and a log-sum-exp W | T | all | W | | each adapter | | | | w r; of
+# experts 2 w r a row |
+#
+# On a CPU the norm is made of several operations, hence its copies; CUDA's fused norm keeps only
+# its input and the inverse root. The positions that a dispatch plan itself holds are not
+# counted.
+
+
+# The predicted activations of one attention block of our own library on a CPU, each storage
+# once.
+#
+# Per token with w bytes an element and W = max(w, 4), N = tp; heads of a rank: a queries, k keys
+# and values of d channels (of latent attention a of each, values of d_v):
+#
+# | kept | bytes | tokens | |---|---|---| | entry: stream behind its norm | w h | T, latent
+# attention T/N | | grouped: projections; rotated queries and keys; output | w d (a + 2k); w d (a
+# + k); w d a | T | | latent: down and their norms | w (r + r_kv + d_r), 2 W r, 2 W r_kv | T/N |
+# | latent: what enters | w (r + r_kv + d_r) | T | | latent: queries, keys, values, output | w a
+# (2 d + d_n + d_v + d_v) | T | | log-sum-exp | W a | T | | a norm of each head | queries before
+# it, both behind it: W d (2 a + k); W (a + k) | T | | a norm over all heads | the same: w d (2 a
+# + k); 2 W | T | | either, where w < W | keys before it; over all heads, both as they are
+# summed: W d (a + k) | T | | clipping | its copies of queries, and values behind it: w d (a + k)
+# | T | | computed again: the output once more | w d_v a | T | | values padded to the size of
+# keys, and their output | w a (d + d) in place of d_n + d_v | T | | exit all_to_all | own rows
+# of all heads | T/N |
+#
+# Where cp ranks swap heads for positions, each keeps queries, keys, values and output of its
+# heads in whole sequences in place of its own projections.
+
+
+def attention_saved(
+    model: ModelConfig,
+    plan: Plan,
+    tokens: tuple[int, int],
+    length: int,
+    element: int,
+    *,
+    cp_index: int = 0,
+    attended: int = 0,
+) -> Iterator[Saved]:
+    """One forward of a layer, without the norm in front of it; `tokens`: (all of the microbatch,
+    rows of the stream here), `length` of a sequence or slice. Where ranks of cp swap heads for
+    positions, `attended` are the tokens of whole sequences."""
+    whole, local = tokens
+    block = _Block(model, plan, element)
+    again = block.is_again
+    if model.attention == "mla":
+        yield from block.latent(whole, local)
+    else:
+        yield from block.grouped(whole)
+    if whole:
+        tables = length * model.rotary_dim * element
+        # They are made in float64: every use keeps a copy in a narrower dtype.
+        if element < 8:
+            yield Saved("attention", 4 * tables, is_again=again)
+        else:
+            yield Saved("attention", 2 * tables, is_again=again, is_shared=True)
+    core = attended * block.by_heads(cp_index) if block.swaps else whole * block.core()
+    yield Saved("attention", core, is_again=again)
+    result, hidden = whole * element * block.heads * model.value_head_dim, model.hidden_size
+    if plan.attention_exit == "all_to_all" and plan.tp > 1:
+        own = local * element * model.num_heads * model.value_head_dim
+        if not again and not block.is_padded:
+            yield Saved("attention", result)
+        yield Saved("attention", own, held=own, gradient=local * element * hidden)
+    else:
+        yield Saved("attention", result, held=result, gradient=whole * element * hidden)
+
+
+class _Block:
+    def __init__(self, model: ModelConfig, plan: Plan, element: int) -> None:
+        self.model, self.w, self.wide = model, element, max(element, 4)
+        self.tp = plan.tp
+        self.heads = model.num_heads / plan.tp
+        self.keys = model.num_kv_heads / plan.tp
+        #: The fused kernels of a CPU want one head size; those that merge blocks do not pad.
+        self.is_padded = model.value_head_dim < model.query_head_dim and (
+            plan.cp == 1 or plan.context == "all_to_all"
+        )
+        #: Whether what lies between the projections is computed again.
+        self.is_again = plan.recompute == "selective" and plan.recompute_attention
+
+        #: Heads for positions: the projections are sent, and what arrives is kept in their place.
+        self.swaps = plan.cp > 1 and plan.context == "all_to_all"
+        self.cp = plan.cp
+
+    def by_heads(self, cp_index: int) -> float:
+        """A token's queries, keys, values and output of the heads that a rank of cp attends with,
+        and their log-sum-exp."""
+        model, w, heads = self.model, self.w, round(self.heads)
+        kv_heads = heads if model.attention == "mla" else round(self.keys)
+        share = head_share(heads, kv_heads, self.cp, cp_index)
+        queries, keys = len(share.queries), len(share.keys)
+        if not share.is_even(heads // kv_heads):
+            keys = queries
+        size = model.query_head_dim
+        values = size if self.is_padded else model.value_head_dim
+        return (queries + keys) * w * (size + values) + queries * self.wide
+
+    def core(self) -> float:
+        """A token's log-sum-exp, and outputs that are not the input of the last product."""
+        model, w = self.model, self.w
+        found = self.heads * self.wide
+        if self.is_padded:
+            found += self.heads * w * model.query_head_dim
+        elif self.is_again:
+            # Computed again, the output lies beside the one that was kept.
+            found += self.heads * w * model.value_head_dim
+        return found
+
+    def grouped(self, whole: int) -> Iterator[Saved]:
+        model, w, heads, keys, size = (
+            self.model, self.w, self.heads, self.keys, self.model.head_dim,
+        )  # fmt: skip
+        entered = whole * w * model.hidden_size
+        projected = whole * w * size * (heads + 2 * keys)
+        yield Saved("attention", entered, held=entered, gradient=projected)
+        channels = 0.0 if self.swaps else heads + keys
+        per_head = summed = 0.0
+        # Query heads of several groups are copied side by side; those of one are a view.
+        copied = heads if keys > 1 else 0.0
+        if model.qk_norm and model.qk_norm_over == "head":
+            # Keys in front of it are a view of the projections, unless they are made wider.
+            inputs = heads + keys if w < self.wide else copied
+            per_head = self.wide * (size * (inputs + heads + keys) + heads + keys)
+            if model.clip_qkv:
+                channels += heads + 2 * keys
+        elif model.qk_norm:
+            channels += copied + heads + keys
+            per_head = 2 * self.wide
+            # The sums, an input of the part that is computed again.
+            summed = 2 * self.wide * self.is_again
+            if w < self.wide:
+                summed += self.wide * size * (heads + keys)
+            if model.clip_qkv:
+                channels += heads + 2 * keys
+        elif model.clip_qkv:
+            channels += copied + keys
+        # A view of them keeps the projections: values, or keys in front of their norm.
+        is_read = model.clip_qkv > 0 or (model.qk_norm and w == self.wide)
+        if self.swaps and not (is_read or self.is_again):
+            projected = 0.0
+        yield Saved("attention", projected + whole * summed)
+        core = whole * (w * size * channels + per_head)
+        yield Saved("attention", core, is_again=self.is_again)
+
+    def latent(self, whole: int, local: int) -> Iterator[Saved]:
+        model, w, wide, heads = self.model, self.w, self.wide, self.heads
+        rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
+        queries = whole * w * heads * model.query_head_dim
+        expanded = whole * w * heads * (model.qk_nope_head_dim + model.v_head_dim)
+        stream = local * w * model.hidden_size
+        yield Saved("attention", stream, held=stream, gradient=local * w * (rank + latent + rotary))
+        for size, beside in ((latent, rotary), (rank, 0)):
+            if size:
+                # Input, normalised copy and inverse root of a norm.
+                kept = local * (wide * (2 * size + 1) + w * beside * (w == wide))
+                yield Saved("attention", kept)
+        if not rank and self.tp > 1:
+            gathered = whole * w * model.hidden_size
+            yield Saved("attention", gathered, held=gathered)
+        entered = whole * w * (rank + latent + rotary)
+        yield Saved("attention", entered, held=entered, gradient=queries + expanded)
+        values = whole * w * heads * model.query_head_dim if self.is_padded else expanded
+        if self.is_again:
+            yield Saved("attention", queries + expanded)
+            values = values if self.is_padded else 0.0
+        if self.swaps:
+            return
+        yield Saved("attention", 2 * queries + values, is_again=self.is_again)
+
+
+_INT64, _FLOAT64 = 8, 8
+
+
+class LayerMemory:
+    """The layers of one rank's stages, forward by forward."""
+
+    def __init__(
+        self,
+        placement: StagePlacement,
+        layout: Layout,
+        global_batch: int,
+        element: int,
+        rank: int,
+        routing: Routing | None,
+    ) -> None:
+        self.placement, self.layout, self.rank = placement, layout, rank
+        self.model, self.plan = placement.model, placement.plan
+        self.batch = global_batch
+        #: Of each slice of a sequence.
+        self.lengths = placement.lengths
+        self.w, self.wide = element, max(element, 4)
+        self.routing = routing or uniform_routing(self.model, layout)
+        self.max_tokens = self.plan.tokens_per_rank(placement.seq_len, global_batch)
+        self.here = layout.coordinates(rank)
+        self.is_selective = self.plan.recompute == "selective"
+
+    def tokens(self, rank: int, number: int) -> tuple[int, int]:
+        """(all tokens, rows of the stream) of forward `number` of the step (a microbatch, or a
+        slice of one) on `rank`."""
+        at = self.layout.coordinates(rank)
+        positions = self.placement.positions(at["cp"], number % len(self.lengths))
+        whole = self._sequences(at["dp"], number) * positions
+        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
+
+    def _sequences(self, dp: int, number: int) -> int:
+        return self.placement.sequences(self.batch, dp, number // len(self.lengths))
+
+    def stage(self, stage: int, number: int) -> list[Layer]:
+        """One forward on one stage: what has a backward."""
+        whole, local = self.tokens(self.rank, number)
+        length = self.placement.positions(self.here["cp"], number % len(self.lengths))
+        found: list[Layer] = []
+        kept = self.placement.has_backward
+        if stage == 0 and kept("embedding"):
+            found.append(Layer([Saved("stream", self._ids(whole))]))
+        layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
+        for layer in (index for index in layers if index < self.model.num_layers):
+            found.append(self._layer(number, layer, whole, local, length))
+        if stage < self.placement.schedule.num_stages - 1:
+            return found
+        if kept("head"):
+            found.append(Layer([*self._norm(local), self._head(whole)]))
+        for layer in (index for index in layers if index >= self.model.num_layers):
+            found.append(Layer(list(self._ahead(whole, local))))
+            found.append(self._layer(number, layer, whole, local, length))
+            found.append(Layer([*self._norm(local), self._head(whole)]))
+        if self.model.has_joint_aux_loss:
+            found.append(Layer([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+        return found
+
+    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> Layer:
+        sequences = self._sequences(self.here["dp"], number)
+        attention = attention_saved(
+            self.model,
+            self.plan,
+            (whole, local),
+            length,
+            self.w,
+            cp_index=self.here["cp"],
+            attended=sequences * self.placement.seq_len,
+        )
+        saved = [*self._norm(local), *attention, *self._adapters(whole, local), *self._norm(local)]
+        if self.model.is_moe_layer(layer):
+            saved += self._moe(number, layer, whole, local)
+        else:
+            saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
+        stream = local * self.w * self.model.hidden_size
+        return Layer(saved, again=stream, entry=stream * (self.w == self.wide))
+
+    def _ids(self, whole: int) -> int:
+        """Token ids, and which of them are rows of other ranks."""
+        return _INT64 * whole + (whole if self.plan.tp > 1 else 0)
+
+    def _ahead(self, whole: int, local: int) -> Iterator[Saved]:
+        """In front of an extra prediction layer: token ids, two norms, both halves of its input."""
+        stream = local * self.w * self.model.hidden_size
+        yield Saved("head", self._ids(whole))
+        yield from self._norm(local)
+        # The stream is the input of the norm in front of the head, too.
+        yield Saved("norms", -stream * (self.w == self.wide))
+        yield from self._norm(local)
+        yield Saved("head", 2 * stream, held=2 * stream, gradient=stream)
+
+    def _head(self, whole: int) -> Saved:
+        size = whole * (self.w * self.model.hidden_size + _INT64 + self.wide)
+        return Saved("head", size, held=size, gradient=whole * self.wide)
+
+    def _norm(self, rows: int) -> Iterator[Saved]:
+        yield Saved("norms", rows * self.wide * (2 * self.model.hidden_size + 1))
+
+    def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
+        hidden, inner = whole * self.w * self.model.hidden_size, whole * self.w * width
+        inner /= self.plan.tp
+        entered = hidden if owns_input else 0
+        yield Saved("mlp", entered, held=entered, gradient=2 * inner)
+        yield Saved("mlp", 0.0, gradient=self._narrow(whole, "gate_proj", "up_proj", "down_proj"))
+        if self.is_selective:
+            yield Saved("mlp", 2 * inner, gradient=inner + hidden)
+        else:
+            # Other forms than the plain one compute what is beside gate and up once more.
+            model = self.model
+            form = model.swiglu_limit, model.swiglu_alpha, model.swiglu_offset
+            yield Saved("mlp", (3 if form == (0.0, 1.0, 0.0) else 2) * inner)
+            yield Saved("mlp", inner, held=inner, gradient=hidden)
+
+    def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
+        model, plan, w, wide = self.model, self.plan, self.w, self.wide
+        alone = plan.ep * plan.etp == 1
+        yield from self._router(local)
+        yield from self._auxiliary_losses(number, local)
+        rows = self._rows(number, layer)
+        yield Saved("dispatch", rows.picks)
+        narrow = local * w * model.hidden_size
+        # The stream behind the norm is the router's input in fp32 at least, and where they are the
+        # same tensor that of the local experts and of the shared expert, too.
+        is_shared_input = bool(model.shared_width) and (plan.tp == 1 or model.shared_gate)
+        if w < wide and (alone or is_shared_input):
+            kind = "mlp" if is_shared_input else "experts"
+            yield Saved(kind, narrow, held=narrow)
+        if model.shared_width:
+            yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
+        if model.shared_gate:
+            # Both factors: the sigmoid, and what it multiplies.
+            yield Saved("mlp", local * w + narrow, gradient=local * w)
+        is_copied = not alone or plan.combine == "exact"
+        source = rows.source * w * model.hidden_size if is_copied else 0.0
+        width = w * model.expert_intermediate_size / plan.etp
+        kept = 0.0 if self.is_selective and plan.recompute_experts else 2 * rows.kept * width
+        yield Saved(
+            "experts",
+            source + rows.total * wide + kept,
+            held=source,
+            gradient=rows.total * (w * model.hidden_size + 3 * width)
+            + 2 * self._narrow(rows.total, "gate_proj", "up_proj", "down_proj"),
+        )
+
+    def _adapters(self, whole: int, local: int) -> Iterator[Saved]:
+        """Of an attention block: gradients of the narrow products, until those of weights."""
+        if self.model.attention == "gqa":
+            size = self._narrow(whole, "q_proj", "k_proj", "v_proj")
+        else:
+            size = self._narrow(local, "kv_a_proj_with_mqa") + self._narrow(whole, "kv_b_proj")
+            if self.model.q_lora_rank:
+                size += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
+            else:
+                size += self._narrow(whole, "q_proj")
+        leaves = local if self.plan.attention_exit == "all_to_all" else whole
+        yield Saved("attention", 0.0, gradient=size + self._narrow(leaves, "o_proj"))
+
+    def _narrow(self, rows: float, *targets: str) -> float:
+        """Bytes of `rows` rows of one factor's width, for each of the adapters."""
+        lora = self.model.lora
+        return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
+
+    def _router(self, local: int) -> Iterator[Saved]:
+        model, wide = self.model, self.wide
+        k, experts = model.experts_per_token, model.num_experts
+        entered = local * wide * model.hidden_size
+        yield Saved("router", entered, held=entered, gradient=local * wide * experts)
+        scores = wide * experts + (0 if model.router_score == "softmax" else wide)
+        # Choices, which of them are none, and what normalisation divides.
+        weights = k * (_INT64 + 1) + (k * wide + wide + 1 if model.router_normalize else 0)
+        yield Saved("router", local * (scores + weights))
+
+    def _auxiliary_losses(self, number: int, local: int) -> Iterator[Saved]:
+        model = self.model
+        if not model.has_aux_loss:
+            return
+        by_sequence = model.aux_loss_scope == "sequence"
+        # The scope of each token, and its loss.
+        yield Saved("dispatch", _INT64 * local, is_shared=by_sequence)
+        size = 0.0 if model.has_joint_aux_loss else self._loss_of_scopes(number, self.wide)
+        if model.router_score != "softmax":
+            size += local * self.wide * model.num_experts
+        if model.z_loss_coefficient:
+            size += local * self.wide * (model.num_experts + 2)
+        yield Saved("dispatch", size)
+
+    def _loss_of_scopes(self, number: int, wide: int) -> float:
+        """Frequencies and numbers of tokens of each scope."""
+        by_sequence = self.model.aux_loss_scope == "sequence"
+        scopes = self._sequences(self.here["dp"], number) if by_sequence else 1
+        return scopes * (wide * self.model.num_experts + _INT64)
+
+    def _rows(self, number: int, layer: int) -> _Rows:
+        """Of this rank in one layer, over all chunks."""
+        plan = self.plan
+        chunks = 1 if plan.combine == "exact" or plan.ep * plan.etp == 1 else plan.dispatch_chunks
+        most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
+        found = _Rows(0.0, 0.0, 0.0, 0.0)
+        for chunk in range(chunks):
+
+            @cache
+            def sent(rank: int, chunk: int = chunk) -> Sent:
+                local = self.tokens(rank, number)[1]
+                return self.routing(rank, number, layer, local, chunk, chunks)
+
+            source, picks = self._received(sent)
+            total = sum(sent(peer).rows[self.here["ep"]] for peer in self._peers())
+            if plan.combine == "exact":
+                source, kept = total, self._padded(sent)
+            else:
+                # Rows above the bound are computed in blocks, and once more in the backward.
+                kept = total if total <= most else 0.0
+            found = found.plus(_Rows(source, total, kept, picks))
+        return found
+
+    def _peers(self) -> tuple[int, ...]:
+        return tuple(members(self.layout, "ep_etp", self.rank))
+
+    def _padded(self, sent: Callable[[int], Sent]) -> float:
+        """Rows of the exact products: each expert's are padded, and all of them together."""
+        per_rank = self.model.num_experts // self.plan.ep
+        first = self.here["ep"] * per_rank
+        experts = range(first, first + per_rank)
+        rows = (sum(sent(peer).by_expert[expert] for peer in self._peers()) for expert in experts)
+        padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
+        return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
+
+    def _received(self, sent: Callable[[int], Sent]) -> tuple[float, float]:
+        """Rows of the source of this rank's experts; bytes of positions and weights that are kept
+        where weights are picked and sorted."""
+        plan, ep, wide, peers = self.plan, self.here["ep"], self.wide, self._peers()
+        own, k = sent(self.rank), self.model.experts_per_token
+        rows = sum(sent(peer).rows[ep] for peer in peers)
+        weights = own.tokens * k * wide
+        if plan.ep * plan.etp == 1 and plan.combine == "fast":
+            return rows, weights + _INT64 * rows
+        match plan.dispatcher:
+            case "all_gather":
+                tokens = sum(sent(peer).tokens for peer in peers)
+                return tokens, tokens * k * wide + _INT64 * rows
+            case "hierarchical":
+                visits = sum(sent(peer).visits[ep] for peer in peers)
+                return visits, visits * k * wide + _INT64 * rows
+            case "low_latency":
+                slots = low_latency_slots(self.model, plan, self.max_tokens)
+                if all(count <= slots for peer in peers for count in sent(peer).rows):
+                    received = slots * len(peers)
+                    buffer = slots * plan.ep
+                    picked = weights + _INT64 * buffer + wide * received + _INT64 * rows
+                    return received, picked
+            case _:
+                pass
+        return rows, weights + _INT64 * sum(own.rows) + (wide + _INT64) * rows
+
+
+class _Rows(NamedTuple):
+    """Rows of the experts' source, rows at the experts, those of which gate and up are kept (as
+    they are laid out for the products); bytes of positions and weights of the dispatch."""
+
+    source: float
+    total: float
+    kept: float
+    picks: float
+
+    def plus(self, other: _Rows) -> _Rows:
+        return _Rows(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def predict_activations(
