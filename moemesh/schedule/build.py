@@ -7,21 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moemesh.config.errors import UserError
-from moemesh.schedule import (
-    ampnet,
-    chimera,
-    conditions,
-    dualpipe,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-    terapipe,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from moemesh.schedule import ampnet, conditions, dualpipe, generators, terapipe
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
 
@@ -44,29 +30,29 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "1f1b": Recipe(make=one_f_one_b.one_f_one_b),
-    "gpipe": Recipe(make=gpipe.gpipe),
+    "1f1b": Recipe(make=generators.one_f_one_b),
+    "gpipe": Recipe(make=generators.gpipe),
     "interleaved_1f1b": Recipe(
-        make=interleaved_1f1b.interleaved_1f1b,
-        conditions=interleaved_1f1b.CONDITIONS,
+        make=generators.interleaved_1f1b,
+        conditions=generators.INTERLEAVED,
         options=("stages_per_rank",),
         stages_per_rank=(),
     ),
     "terapipe": Recipe(
         make=terapipe.terapipe, conditions=terapipe.CONDITIONS, options=("num_slices",)
     ),
-    "chimera": Recipe(make=chimera.chimera, conditions=chimera.CONDITIONS),
-    "zb_h1": Recipe(make=zb_h1.zb_h1),
-    "zb_h2": Recipe(make=zb_h2.zb_h2),
-    "zb_v": Recipe(make=zb_v.zb_v, stages_per_rank=(1, 2)),
+    "chimera": Recipe(make=generators.chimera, conditions=generators.CHIMERA),
+    "zb_h1": Recipe(make=generators.zb_h1),
+    "zb_h2": Recipe(make=generators.zb_h2),
+    "zb_v": Recipe(make=generators.zb_v, stages_per_rank=(1, 2)),
     "dualpipe": Recipe(make=dualpipe.dualpipe, conditions=dualpipe.DUALPIPE),
     "dualpipe_v": Recipe(
         make=dualpipe.dualpipe_v, conditions=dualpipe.DUALPIPE_V, stages_per_rank=(1, 2)
     ),
-    "pipedream": Recipe(make=pipedream.pipedream),
+    "pipedream": Recipe(make=generators.pipedream),
     "pipedream_2bw": Recipe(
-        make=pipedream_2bw.pipedream_2bw,
-        conditions=pipedream_2bw.CONDITIONS,
+        make=generators.pipedream_2bw,
+        conditions=generators.PIPEDREAM_2BW,
         options=("window",),
     ),
     "ampnet": Recipe(

@@ -38,8 +38,7 @@ from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
-from moemesh.schedule.pipedream import pipedream
-from moemesh.schedule.pipedream_2bw import pipedream_2bw
+from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Record, TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate

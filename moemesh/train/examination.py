@@ -33,7 +33,7 @@ from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.schedule.action import Op
-from moemesh.schedule.one_f_one_b import one_f_one_b
+from moemesh.schedule.generators import one_f_one_b
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.finding import (
     MOST_NAMED,

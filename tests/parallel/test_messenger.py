@@ -11,7 +11,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.parallel.pipeline.messenger import AHEAD, OrderedMessenger
 from moemesh.parallel.pipeline.program import Spec
 from moemesh.schedule.action import Op
-from moemesh.schedule.one_f_one_b import one_f_one_b
+from moemesh.schedule.generators import one_f_one_b
 
 
 class Work:

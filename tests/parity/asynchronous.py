@@ -16,8 +16,7 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.pipedream import pipedream
-from moemesh.schedule.pipedream_2bw import pipedream_2bw
+from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import from_text, to_text
 from moemesh.train.asynchronous import StreamRecorder, TrainingStream
 from moemesh.train.optimizer import Optimizer

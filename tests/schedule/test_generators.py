@@ -15,12 +15,10 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.check import check
 from moemesh.schedule.closed_forms import FORMS, Times, closed_form
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.gpipe import gpipe
-from moemesh.schedule.pipedream_2bw import pipedream_2bw
+from moemesh.schedule.generators import gpipe, pipedream_2bw, zb_h1
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.terapipe import terapipe
 from moemesh.schedule.text import from_text, to_text
-from moemesh.schedule.zb_h1 import zb_h1
 
 NAMES = tuple(RECIPES)
 RANKS = (1, 2, 3, 4, 8)

@@ -34,7 +34,7 @@ from moemesh.parallel.pipeline.program import (
     Spec,
 )
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.forward_only import forward_only
+from moemesh.schedule.generators import forward_only
 from moemesh.schedule.messages import messages
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import TimelineRecorder

@@ -1,0 +1,503 @@
+"""Generators of the schedules that one rule per rank writes down, with their papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from moemesh.schedule.action import (
+    Entry,
+    Kind,
+    Op,
+    Schedule,
+    UpdateRule,
+    linear,
+    looped,
+    mirrored,
+    single,
+    v_shape,
+)
+from moemesh.schedule.conditions import ALWAYS, at_least, divisible, require
+
+# 1F1B: after a short warm-up each forward is followed by a backward.
+#
+# Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019,
+# doi:10.1145/3341301.3359646 (the order); Fan et al., "DAPPLE: A Pipelined Data Parallel
+# Approach for Training Large Models", 2021, arXiv:2007.01045 (with a flush at the end of each
+# step).
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage r on rank r; rank r is p-1-r forwards ahead.
+
+    The bubble of GPipe, (p-1)(tF+tB), with less memory: rank r holds min(m, p-r) microbatches.
+    Raises ValueError unless m >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(one_f_one_b(4, 4)).timeline))
+    rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
+    rank 1: .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+    rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
+    rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
+    """
+    require("1f1b", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    return Schedule(
+        name="1f1b",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=orders(num_ranks, num_microbatches),
+        num_microbatches=(num_microbatches,),
+    )
+
+
+def orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Entry, ...], ...]:
+    """The order of every rank."""
+    return tuple(
+        single(*_one_f_one_b_order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)
+    )
+
+
+def _one_f_one_b_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Op]:
+    warm_up = min(num_microbatches, num_ranks - 1 - rank)
+    found = [Op("F", rank, microbatch) for microbatch in range(warm_up)]
+    for microbatch in range(num_microbatches):
+        if microbatch + warm_up < num_microbatches:
+            found.append(Op("F", rank, microbatch + warm_up))
+        found.append(Op("B", rank, microbatch))
+    return found
+
+
+# Interleaved 1F1B: several chunks of layers per rank, so that the pipeline fills sooner.
+#
+# Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+# Megatron-LM", 2021, arXiv:2104.04473.
+
+
+INTERLEAVED = (*ALWAYS, at_least("stages_per_rank", 1), divisible("microbatches", "ranks"))
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Chunk c of rank r is stage c*p + r; microbatches pass in groups of p.
+
+    Bubble (p-1)(tF+tB)/v for v chunks a rank, and v times the messages; rank r holds
+    min(mv, 2(p-1-r) + (v-1)p + 1)/v microbatches. Raises ValueError unless m % p == 0 and v >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(interleaved_1f1b(2, 4, 2)).timeline))
+    rank 0: F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
+    rank 1: .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---
+    """
+    require(
+        "interleaved_1f1b",
+        INTERLEAVED,
+        ranks=num_ranks,
+        microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
+    )
+    return Schedule(
+        name="interleaved_1f1b",
+        num_ranks=num_ranks,
+        num_stages=num_ranks * stages_per_rank,
+        placement=(looped(num_ranks, stages_per_rank),),
+        orders=tuple(
+            single(*_interleaved_order(rank, num_ranks, num_microbatches, stages_per_rank))
+            for rank in range(num_ranks)
+        ),
+        num_microbatches=(num_microbatches,),
+    )
+
+
+def _interleaved_order(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[Op]:
+    """1F1B over the rank's numbered forwards and backwards."""
+    total = num_microbatches * chunks
+
+    def numbered(kind: str, number: int) -> Op:
+        group, place = divmod(number, num_ranks * chunks)
+        chunk = place // num_ranks
+        microbatch = group * num_ranks + place % num_ranks
+        if kind == "F":
+            return Op("F", chunk * num_ranks + rank, microbatch)
+        return Op("B", (chunks - 1 - chunk) * num_ranks + rank, microbatch)
+
+    warm_up = min(total, 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
+    found = [numbered("F", number) for number in range(warm_up)]
+    for number in range(total):
+        if number + warm_up < total:
+            found.append(numbered("F", number + warm_up))
+        found.append(numbered("B", number))
+    return found
+
+
+# PipeDream-2BW: 1F1B that never drains, with two versions of the weights.
+#
+# Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, arXiv:2006.09503.
+
+
+PIPEDREAM_2BW = (
+    *ALWAYS,
+    at_least("microbatches", 1, "ranks"),
+    at_least("window", 1, "ranks"),
+    divisible("microbatches", "window"),
+)
+
+
+def pipedream_2bw(num_ranks: int, num_microbatches: int, *, window: int | None = None) -> Schedule:
+    """The order of 1F1B over the whole run; every `window` backwards update once.
+
+    Microbatch k uses version max(k // window - 1, 0) on every stage and in both directions, so
+    that two copies of the weights are enough. `window` is by default the smallest divisor of the
+    microbatches that is not below p. No bubble in the steady state; rank r holds p-r microbatches.
+    Raises ValueError unless window >= p and it divides the microbatches (gradients of a part of a
+    window would be lost).
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(pipedream_2bw(2, 6)).timeline))
+    rank 0: F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---
+    rank 1: .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
+    """
+    if window is None:
+        first = PIPEDREAM_2BW[: len(ALWAYS) + 1]
+        require("pipedream_2bw", first, ranks=num_ranks, microbatches=num_microbatches)
+        enough = range(num_ranks, num_microbatches + 1)
+        window = next((n for n in enough if num_microbatches % n == 0), num_microbatches)
+    require(
+        "pipedream_2bw",
+        PIPEDREAM_2BW,
+        ranks=num_ranks,
+        microbatches=num_microbatches,
+        window=window,
+    )
+    return Schedule(
+        name="pipedream_2bw",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=orders(num_ranks, num_microbatches),
+        num_microbatches=(num_microbatches,),
+        update=UpdateRule(kind="two_versions", window=window),
+    )
+
+
+# Evaluation: the forwards of any number of microbatches through the first pipe of a schedule.
+
+
+def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Every rank runs its stages of pipe 0, microbatch after microbatch."""
+    placement = schedule.placement[0]
+    orders = tuple(
+        single(
+            *(
+                Op("F", stage, microbatch)
+                for microbatch in range(num_microbatches)
+                for stage, owner in enumerate(placement)
+                if owner == rank
+            )
+        )
+        for rank in range(schedule.num_ranks)
+    )
+    return replace(
+        schedule,
+        name=f"{schedule.name}, forward only",
+        placement=(placement,),
+        orders=orders,
+        num_microbatches=(num_microbatches,),
+        num_slices=1,
+        update=None,
+    )
+
+
+# GPipe: all forwards, then all backwards.
+#
+# Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+# 2019, arXiv:1811.06965.
+
+
+def gpipe(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    backward_order: Literal["last_first", "first_first"] = "last_first",
+) -> Schedule:
+    """Stage r on rank r. The last forward is the first backward, or in order of arrival.
+
+    Bubble (p-1)(tF+tB); rank r holds all m microbatches. Raises ValueError unless m >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(gpipe(4, 4)).timeline))
+    rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B3--- B2--- B1--- B0---
+    rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B3--- B2--- B1--- B0---
+    rank 2: .  .  F0 F1 F2 F3 .  .  .  B3--- B2--- B1--- B0---
+    rank 3: .  .  .  F0 F1 F2 F3 B3--- B2--- B1--- B0---
+    """
+    require("gpipe", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    forwards = range(num_microbatches)
+    backwards = forwards[::-1] if backward_order == "last_first" else forwards
+    orders = tuple(
+        single(
+            *(Op("F", rank, microbatch) for microbatch in forwards),
+            *(Op("B", rank, microbatch) for microbatch in backwards),
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule(
+        name="gpipe",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=orders,
+        num_microbatches=(num_microbatches,),
+        parameters={} if backward_order == "last_first" else {"backward_order": backward_order},
+    )
+
+
+# PipeDream: 1F1B that never drains, every backward updates, weights are stashed.
+#
+# Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019,
+# doi:10.1145/3341301.3359646 (arXiv:1806.03377 for the first version).
+
+
+def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
+    """The order of 1F1B over the microbatches of the whole run.
+
+    Microbatch k uses version max(0, k-(p-1-s)) on stage s in both directions. No bubble in the
+    steady state; rank r holds p-r microbatches and as many copies of its weights. Raises
+    ValueError unless m >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(pipedream(4, 6)).timeline))
+    rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---
+    rank 1: .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5---
+    rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---
+    rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
+    """
+    require("pipedream", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    return Schedule(
+        name="pipedream",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=orders(num_ranks, num_microbatches),
+        num_microbatches=(num_microbatches,),
+        update=UpdateRule(kind="stash"),
+    )
+
+
+# Chimera: two pipes from both ends, each filling the other's bubbles.
+#
+# Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
+# Pipelines", 2021, arXiv:2107.06925.
+
+
+CHIMERA = (*ALWAYS, divisible("ranks", 2), divisible("microbatches", "ranks"))
+
+
+def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage s of pipe 0 on rank s, of pipe 1 on rank p-1-s: every stage lives twice.
+
+    Half of the microbatches go through each pipe, in blocks of p/2. Bubble (p-2)tF where tF = tB;
+    rank r holds p/2 + 1 + min(r, p-1-r) microbatches and two copies of weights, whose gradients are
+    summed. With tB = 2tF the idle time is 2(p-2)tF for m = p and larger for more blocks. Raises
+    ValueError unless p is even and m % p == 0. Pipe 1 is drawn in small letters:
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(chimera(4, 4)).timeline))
+    rank 0: F0 F1 .  f0 b0--- f1 b1--- .  B0--- .  .  B1---
+    rank 1: .  F0 f0 F1 f1 .  b0--- B0--- b1--- B1---
+    rank 2: .  f0 F0 f1 F1 .  B0--- b0--- B1--- b1---
+    rank 3: f0 f1 .  F0 B0--- F1 B1--- .  b0--- .  .  b1---
+    """
+    require("chimera", CHIMERA, ranks=num_ranks, microbatches=num_microbatches)
+    half = num_ranks // 2
+    slots: list[dict[int, Op]] = [{} for _ in range(num_ranks)]
+    for pipe, ranks in enumerate(mirrored(num_ranks)):
+        for microbatch in range(num_microbatches // 2):
+            block, place = divmod(microbatch, half)
+            first = 2 * num_ranks * block + 2 * place
+            for stage, rank in enumerate(ranks):
+                forward = first + stage
+                backward = first + 2 * num_ranks - 1 - stage
+                assert slots[rank].keys().isdisjoint((forward, backward)), "a slot taken twice"
+                slots[rank][forward] = Op("F", stage, microbatch, pipe)
+                slots[rank][backward] = Op("B", stage, microbatch, pipe)
+    return Schedule(
+        name="chimera",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=mirrored(num_ranks),
+        orders=tuple(single(*(taken[slot] for slot in sorted(taken))) for taken in slots),
+        num_microbatches=(num_microbatches // 2,) * 2,
+    )
+
+
+# ZB-H1: weight gradients are deferred into the bubbles, within the memory of 1F1B.
+#
+# Qi et al., "Zero Bubble Pipeline Parallelism", 2024, arXiv:2401.10241.
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage r on rank r; rank r runs its k-th ``W`` after its (k+r)-th ``I``.
+
+    Span bubble (p-1)(tF+tI-tW), exact for m >= p and tW <= tF; rank r holds p-r microbatches and
+    what r weight gradients need. Raises ValueError unless m >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(zb_h1(4, 4)).timeline))
+    rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+    rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
+    rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+    rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    """
+    require("zb_h1", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    return Schedule(
+        name="zb_h1",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=tuple(
+            put_off(rank, num_microbatches, warm_up=num_ranks - rank, delay=rank)
+            for rank in range(num_ranks)
+        ),
+        num_microbatches=(num_microbatches,),
+    )
+
+
+def put_off(stage: int, num_microbatches: int, *, warm_up: int, delay: int) -> tuple[Entry, ...]:
+    """One rank's order: `warm_up` forwards, then ``I``, a ``W`` that is `delay` late, ``F``."""
+    warm_up = min(num_microbatches, warm_up)
+    found = [Op("F", stage, microbatch) for microbatch in range(warm_up)]
+    for microbatch in range(num_microbatches):
+        found.append(Op("I", stage, microbatch))
+        if microbatch >= delay:
+            found.append(Op("W", stage, microbatch - delay))
+        if microbatch + warm_up < num_microbatches:
+            found.append(Op("F", stage, microbatch + warm_up))
+    left = range(max(num_microbatches - delay, 0), num_microbatches)
+    return single(*found, *(Op("W", stage, microbatch) for microbatch in left))
+
+
+# ZB-H2: more forwards in flight and later weight gradients, until no bubble is left.
+#
+# Qi et al., "Zero Bubble Pipeline Parallelism", 2024, arXiv:2401.10241. One rule with ZB-H1.
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage r on rank r; up to twice the microbatches of 1F1B in flight.
+
+    Span bubble (p-1)(tF+tI-2tW), exact for m >= 2p-1 and tW <= min(tF, tI): none for equal times.
+    Rank r holds 2p-2r-1 microbatches and what 2r weight gradients need. Ranks end one after the
+    other, so that the optimizer must not wait for all of them (post-validation). Raises ValueError
+    unless m >= 1.
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(zb_h2(3, 5)).timeline))
+    rank 0: F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+    rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+    rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """
+    require("zb_h2", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    return Schedule(
+        name="zb_h2",
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        placement=(linear(num_ranks),),
+        orders=tuple(
+            put_off(rank, num_microbatches, warm_up=2 * (num_ranks - rank) - 1, delay=2 * rank)
+            for rank in range(num_ranks)
+        ),
+        num_microbatches=(num_microbatches,),
+    )
+
+
+# ZB-V: two chunks a rank, up and back, no bubble at the memory of 1F1B.
+#
+# Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, arXiv:2405.15362.
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last layers meet on rank 0.
+
+    No span bubble for m >= 2p-1 and tF = tI = tW; every rank holds p microbatches. Raises
+    ValueError unless m >= 1. Chunk 1 is drawn in small letters:
+
+    >>> from moemesh.report.timeline_text import draw
+    >>> from moemesh.schedule.simulate import simulate
+    >>> print(draw(simulate(zb_v(2, 4)).timeline))
+    rank 0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
+    rank 1: .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+    """
+    require("zb_v", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    return Schedule(
+        name="zb_v",
+        num_ranks=num_ranks,
+        num_stages=2 * num_ranks,
+        placement=(v_shape(num_ranks),),
+        orders=tuple(_zb_v_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)),
+        num_microbatches=(num_microbatches,),
+    )
+
+
+class _Order:
+    """Operations of one rank, each kind and chunk in order of its microbatches."""
+
+    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
+        self.stages = (rank, 2 * num_ranks - 1 - rank)
+        self.total = num_microbatches
+        kinds: tuple[Kind, ...] = ("F", "I", "W")
+        self.issued = {(kind, chunk): 0 for kind in kinds for chunk in (0, 1)}
+        self.ops: list[Op] = []
+
+    def put(self, kind: Kind, chunk: int) -> None:
+        """The next operation of that kind and chunk; nothing when it is not yet possible."""
+        microbatch = self.issued[kind, chunk]
+        before: dict[Kind, Kind] = {"I": "F", "W": "I"}
+        limit = self.issued[before[kind], chunk] if kind in before else self.total
+        if microbatch < limit:
+            self.ops.append(Op(kind, self.stages[chunk], microbatch))
+            self.issued[kind, chunk] += 1
+
+    def put_all(self, chunk: int) -> None:
+        """One forward, one input gradient and one weight gradient."""
+        self.put("F", chunk)
+        self.put("I", chunk)
+        self.put("W", chunk)
+
+    def left(self, kind: Kind) -> bool:
+        """Whether an operation of that kind is still to be issued."""
+        return any(self.issued[kind, chunk] < self.total for chunk in (0, 1))
+
+
+def _zb_v_order(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Entry, ...]:
+    order = _Order(rank, num_ranks, num_microbatches)
+    # Warm-up: chunk 0 fills, then chunk 1 as its microbatches come back.
+    for _ in range(2 * (num_ranks - rank) - 1):
+        order.put("F", 0)
+    for _ in range(rank):
+        order.put("F", 1)
+        order.put("F", 0)
+    for _ in range(num_ranks - rank):
+        order.put_all(1)
+    # Stable phase.
+    while order.left("F"):
+        order.put_all(0)
+        order.put_all(1)
+    # Drain: input gradients first, others wait for them.
+    for _ in range(rank):
+        order.put("I", 0)
+        order.put("I", 1)
+    while order.left("I"):
+        order.put("I", 1)
+        order.put("I", 0)
+        order.put("W", 0)
+    for chunk in (1, 0):
+        for _ in range(num_microbatches):
+            order.put("W", chunk)
+    return single(*order.ops)
