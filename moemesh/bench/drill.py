@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from moemesh.bench.drill_rank import FIRED, JUDGED, WENT_ON, Spec, read_time
 from moemesh.bench.drill_results import Fault, Kind, Outcome, ResultsFile, Row, Trial
-from moemesh.comm.supervisor import python_command
+from moemesh.watch.supervisor import python_command
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
 SETTINGS: dict[str, Any] = {

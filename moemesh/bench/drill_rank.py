@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moemesh.comm.supervisor import python_command
-from moemesh.trace import machine, progress_words
+from moemesh.trace import machine
+from moemesh.watch import progress_words
+from moemesh.watch.supervisor import python_command
 
 #: Files in the drill's folder: times (monotonic seconds) of the fault, of the verdict, and of the
 #: first step behind it.
@@ -187,7 +188,7 @@ def arm(spec: Spec) -> None:
 
 def take_time_of_verdicts(folder: Path) -> None:
     """In the launcher: note when the judge has come to a verdict."""
-    from moemesh.comm.verdict import Judge
+    from moemesh.watch.verdict import Judge
 
     look = Judge.look
 
@@ -229,7 +230,7 @@ def arm_for_orders(folder: Path) -> None:
 
 def note_verdicts(folder: Path) -> None:
     """In the launcher of a soak: note every verdict."""
-    from moemesh.comm.verdict import Judge
+    from moemesh.watch.verdict import Judge
 
     look = Judge.look
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moemesh.bench import environment
-from moemesh.comm.devices import signs_of_gpus
-from moemesh.comm.supervisor import python_command
 from moemesh.trace.machine import SHARED_MEMORY
 from moemesh.trace.memory import format_bytes
+from moemesh.watch.devices import signs_of_gpus
+from moemesh.watch.supervisor import python_command
 
 Verdict = Literal["pass", "warn", "fail"]
 #: Seconds for the processes that ask torch.

@@ -12,8 +12,8 @@ from moemesh.bench import hosts
 from moemesh.bench.options import BenchError, Settings
 from moemesh.bench.settings import HostSettings
 from moemesh.comm import cuda, launch
-from moemesh.comm.supervisor import python_command
 from moemesh.trace.machine import keep_freed_memory
+from moemesh.watch.supervisor import python_command
 
 #: A benchmark that takes longer is stopped.
 TIMEOUT_SECONDS = 1200.0

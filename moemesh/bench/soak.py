@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.bench.drill_rank import ORDER, SOAK, Spec, read_notes
-from moemesh.comm.supervisor import python_command
+from moemesh.watch.supervisor import python_command
 
 #: Two ranks, small enough for two cores; all else is the default of `moemesh train`.
 SETTINGS = {

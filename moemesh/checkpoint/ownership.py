@@ -36,6 +36,7 @@ from moemesh.checkpoint.files import (
 )
 from moemesh.checkpoint.remote import Place
 from moemesh.config.errors import UserError
+from moemesh.watch.lease import describe_holder
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
 _HEARTBEAT_SECONDS = 10.0
@@ -135,14 +136,6 @@ class Ownership:
             if self.claim.lost() is None:
                 body = {**self._body, "held": held}
                 replace_file(_file(self.claim.folder, self.claim.number), _encode(body))
-
-
-def describe_holder(body: dict[str, Any]) -> str:
-    """Who holds a folder, in words."""
-    try:
-        return f"pid {body['pid']} on {body['host']}, since {body['started']}"
-    except KeyError:
-        return "it does not say who"
 
 
 def _refuse_living(

@@ -49,7 +49,7 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.ownership import OwnedError, Ownership, has_owner
     from moemesh.train.folder import LEASE, RunFolder
-    from moemesh.train.lease import RunFolderError
+    from moemesh.watch.lease import RunFolderError
 
     def say(text: str) -> None:
         typer.echo(text, err=True)

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import all_reduce_
-from moemesh.trace import progress_words
+from moemesh.watch import progress_words
 
 __all__ = [
     "all_gather",

@@ -1,7 +1,7 @@
 """Starting ranks on this machine, joining those that torchrun started, and stopping.
 
 A rank of ours is ``python -P -m moemesh`` with the arguments of the launcher, so that it runs the
-very same path as one of torchrun's or of srun's; `moemesh.comm.supervisor` starts and watches it.
+very same path as one of torchrun's or of srun's; `moemesh.watch.supervisor` starts and watches it.
 Ranks of one machine meet in a file, over no port. Only this module reads the environment.
 """
 
@@ -29,9 +29,12 @@ import torch.distributed as dist
 
 from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
-from moemesh.comm.devices import settings_for_gpus
-from moemesh.comm.interrupts import STOPPING_SOON
-from moemesh.comm.meeting import (
+from moemesh.comm.slurm import ranks_of_slurm
+from moemesh.config.errors import is_user_error
+from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
+from moemesh.watch import progress_words
+from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.meeting import (
     LOCK,
     STACK_SIGNAL,
     STORE,
@@ -41,22 +44,19 @@ from moemesh.comm.meeting import (
     torchrun_file,
     write_told,
 )
-from moemesh.comm.node import Node, meet
-from moemesh.comm.peers import introduce
-from moemesh.comm.slow_rank import SlowRank
-from moemesh.comm.slurm import ranks_of_slurm
-from moemesh.comm.supervisor import (
+from moemesh.watch.node import Node, meet
+from moemesh.watch.peers import introduce
+from moemesh.watch.signals import STOPPING_SOON
+from moemesh.watch.slow_rank import SlowRank
+from moemesh.watch.supervisor import (
     FOLDER_VARIABLE,
     Ended,
     Supervisor,
     describe,
     python_command,
 )
-from moemesh.comm.verdict import Limits
-from moemesh.config.errors import is_user_error
-from moemesh.trace import progress_words
-from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
-from moemesh.trace.word_file import RANK_BYTES
+from moemesh.watch.verdict import Limits
+from moemesh.watch.word_file import RANK_BYTES
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.
 MODULE = ("moemesh",)

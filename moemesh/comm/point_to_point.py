@@ -16,7 +16,7 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import pair_of, record
 from moemesh.comm.watched_work import watched
 from moemesh.trace import wire
-from moemesh.trace.progress_words import Ticket
+from moemesh.watch.progress_words import Ticket
 
 
 def send(

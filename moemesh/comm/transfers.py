@@ -31,9 +31,10 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.watched_work import watched
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.exact_gemm import tree_sum
-from moemesh.trace import progress_words, wire
-from moemesh.trace.progress_words import Ticket
+from moemesh.trace import wire
 from moemesh.trace.wire import WireBytes
+from moemesh.watch import progress_words
+from moemesh.watch.progress_words import Ticket
 
 # All-gather and all-to-all from single messages, so that both directions of a link are used.
 
@@ -396,7 +397,7 @@ def record(
 ) -> Ticket | None:
     """Enter one operation in the ledger of `axis` and in this rank's progress word.
 
-    Returns what :func:`moemesh.trace.progress_words.waiting` wants. `pair`: of a message, from
+    Returns what :func:`moemesh.watch.progress_words.waiting` wants. `pair`: of a message, from
     :func:`pair_of`.
     """
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())

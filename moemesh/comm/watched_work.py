@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moemesh.trace import progress_words
-from moemesh.trace.progress_words import Ticket
+from moemesh.watch import progress_words
+from moemesh.watch.progress_words import Ticket
 
 
 class WatchedWork:

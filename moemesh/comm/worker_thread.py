@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from moemesh.ops.pending import Pending
-from moemesh.trace.progress_words import in_background
+from moemesh.watch.progress_words import in_background
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from moemesh.model.seams import (
     Weights,
 )
 from moemesh.ops.linear import linear
-from moemesh.trace.progress_words import at_layer
+from moemesh.watch.progress_words import at_layer
 
 # Multi-token prediction: extra layers behind the last, each of which looks one token further.
 #

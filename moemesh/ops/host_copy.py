@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemesh.trace import progress_words
+from moemesh.watch import progress_words
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

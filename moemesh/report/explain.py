@@ -20,13 +20,13 @@ from moemesh.config.load import load_run, resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
 from moemesh.report.bounds import BOUNDS, Bound
 from moemesh.report.evidence import Evidence, evidence_of
-from moemesh.report.failures import CAUSES, cause_of, culprit_of
 from moemesh.report.page import command_of
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.events import JUMPED, Event
 from moemesh.trace.memory import MEASURED_HELD, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import MetricsRow, PlannedStep, Run
 from moemesh.trace.state import State, state_of
+from moemesh.watch.failures import CAUSES, cause_of, culprit_of
 
 # The health of a run: losses beside each other, steps that were left out, failures it survived.
 

@@ -42,7 +42,6 @@ from moemesh.report import page
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.stage_times import measured_costs
-from moemesh.trace import progress_words
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
@@ -58,6 +57,7 @@ from moemesh.train.row_log import Cut, RowLog
 from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
+from moemesh.watch import progress_words
 
 # Simulate the schedule of a run with its measured operation times, for comparison.
 #

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moemesh.comm.devices import num_visible_gpus
 from moemesh.comm.slurm import ranks_of_slurm
 from moemesh.config.asynchronous import ASYNCHRONOUS_SCHEDULES
 from moemesh.config.cluster import Cluster, load_cluster
@@ -24,6 +23,7 @@ from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.search.command import NothingFits, plan_named
+from moemesh.watch.devices import num_visible_gpus
 
 #: Machines by which layouts are compared where `train.cluster` names none.
 _CPUS, _GPUS = "laptop_cpu", "dgx_h100"

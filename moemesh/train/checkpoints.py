@@ -14,8 +14,8 @@ from moemesh.train import saving
 from moemesh.train.console import Console
 from moemesh.train.failure import go_on
 from moemesh.train.folder import RunFolder
-from moemesh.train.lease import LeaseLost
 from moemesh.train.optimizer import Optimizer
+from moemesh.watch.lease import LeaseLost
 
 #: Waiting longer than this for the last checkpoint before the next is worth an event.
 _WAITED_SECONDS = 0.5

@@ -24,9 +24,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
-from moemesh.trace import progress_words
 from moemesh.trace.machine import keep_freed_memory
-from moemesh.trace.word_file import SETUP
 from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
 from moemesh.train.conversion import open_adapters, open_weights
@@ -41,9 +39,11 @@ from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.preparation import Preparation, folder_of, prepare
 from moemesh.train.restarts import limits_of, train_supervised
-from moemesh.train.signals import StopRequest
 from moemesh.train.trainer import train as train_rank
 from moemesh.train.watcher import watcher_command
+from moemesh.watch import progress_words
+from moemesh.watch.signals import StopRequest
+from moemesh.watch.word_file import SETUP
 
 
 class WorldSizeError(UserError):

@@ -6,8 +6,8 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from moemesh.comm.slow_rank import SlowRank
 from moemesh.train.folder import RunFolder
+from moemesh.watch.slow_rank import SlowRank
 
 FILE = "events.jsonl"
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.checkpoint.stored import candidates
-from moemesh.comm.supervisor import Ended
-from moemesh.comm.verdict import Verdict
 from moemesh.config.errors import UserError
-from moemesh.trace.progress_words import own_word
-from moemesh.trace.word_file import Collective, Word
 from moemesh.train.folder import LOGS, checkpoints_of
+from moemesh.watch.progress_words import own_word
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import Verdict
+from moemesh.watch.word_file import Collective, Word
 
 FILE, EARLIER = "failure.json", "failures"
 #: Of the layout of the file.

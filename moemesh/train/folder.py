@@ -5,7 +5,7 @@
     metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.row_log)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
-    lease                          locked while a run is at work (moemesh.train.lease)
+    lease                          locked while a run is at work (moemesh.watch.lease)
     failures/EPOCH/failure.json    of earlier failures
 
 One process, rank 0, opens and writes it.
@@ -33,9 +33,9 @@ from moemesh.config.schema import all_keys
 from moemesh.config.suggest import explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.trace.run import Run
-from moemesh.train.lease import FILE as LEASE
-from moemesh.train.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 from moemesh.train.row_log import Cut, RowLog, cut_after
+from moemesh.watch.lease import FILE as LEASE
+from moemesh.watch.lease import Lease, LeaseLost, RunFolderError, read_claim, read_epoch
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
 #: Of steps: cut back when a run goes on from one of them.

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from moemesh.comm.devices import num_gpus
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
@@ -23,6 +22,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.memory import MemoryProfile, format_bytes
+from moemesh.watch.devices import num_gpus
 
 #: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
 RANKS_PER_CORE = 4

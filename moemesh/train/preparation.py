@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.stored import candidates, open_stored
-from moemesh.comm import devices
 from moemesh.config.changes import Change
 from moemesh.config.errors import ConfigError, found_by, refuse_together
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
@@ -27,7 +26,6 @@ from moemesh.data.tokenizer import DataError
 from moemesh.train.disk import DiskNeed, disk_need, refuse_full_disk
 from moemesh.train.folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.kept_schedule import readable
-from moemesh.train.lease import Lease
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.recorded_orders import refuse_unrecorded
@@ -36,6 +34,8 @@ from moemesh.train.weight_sources import (
     check_folder,
     check_headers,
 )
+from moemesh.watch import devices
+from moemesh.watch.lease import Lease
 
 #: The page that a run ends with.
 REPORT = "report.html"

@@ -11,11 +11,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.report.verdict import MARK
-from moemesh.trace import progress_words
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
 from moemesh.train.session import Report, Session, Steps
 from moemesh.train.step import FinishedStep
+from moemesh.watch import progress_words
 
 _HANDSHAKES = 8
 

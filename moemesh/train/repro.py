@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moemesh.comm.supervisor import python_command
 from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
 from moemesh.trace.provenance import Part, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.folder import MARKS
+from moemesh.watch.supervisor import python_command
 
 #: Schedules whose order of operations follows from when messages arrive.
 _BY_ARRIVAL = ("ampnet",)

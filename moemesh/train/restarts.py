@@ -9,9 +9,6 @@ from contextlib import suppress
 import torch
 
 from moemesh.comm import launch
-from moemesh.comm.interrupts import STOPPING
-from moemesh.comm.supervisor import Ended, describe
-from moemesh.comm.verdict import FLOOR_SECONDS, Limits, Verdict
 from moemesh.config.run import RunConfig
 from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import (
@@ -26,6 +23,9 @@ from moemesh.train.failure import (
     write_verdict,
 )
 from moemesh.train.folder import LOGS, RunFolder, RunFolderError
+from moemesh.watch.signals import STOPPING
+from moemesh.watch.supervisor import Ended, describe
+from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
 
 #: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
 _CUDA_FLOOR_SECONDS = 180.0

@@ -26,8 +26,8 @@ from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.folder import RunFolder
-from moemesh.train.lease import LeaseLost
 from moemesh.train.optimizer import Optimizer
+from moemesh.watch.lease import LeaseLost
 
 
 def contents(

@@ -16,9 +16,7 @@ from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.schedule.action import Schedule
-from moemesh.trace import progress_words
 from moemesh.trace.run import MetricsRow
-from moemesh.trace.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
@@ -34,9 +32,11 @@ from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming
-from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.vote import CopiesDiffer, Vote
+from moemesh.watch import progress_words
+from moemesh.watch.signals import StopRequest
+from moemesh.watch.word_file import CHECK, DATA, SAVE, STEP, VALIDATE
 
 # Rows above the bound: how often a rank was sent more rows than it computes at once.
 #

@@ -7,9 +7,7 @@ import time
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
-from moemesh.trace import progress_words
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.trace.word_file import FINISH
 from moemesh.train import provenance
 from moemesh.train.asynchronous import StreamedSteps
 from moemesh.train.console import Console, banner
@@ -21,9 +19,11 @@ from moemesh.train.preflight_warnings import preflight_warnings
 from moemesh.train.preparation import already_trained
 from moemesh.train.run_schedule import schedule_of_run
 from moemesh.train.session import Report, Session, Steps
-from moemesh.train.signals import StopRequest
 from moemesh.train.step import FinishedStep, gradients_of_step, update
 from moemesh.train.vote import what_is_compared
+from moemesh.watch import progress_words
+from moemesh.watch.signals import StopRequest
+from moemesh.watch.word_file import FINISH
 
 # Synchronous steps: reduce all gradients, then update all stages, one step after the other.
 

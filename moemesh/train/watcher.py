@@ -1,7 +1,7 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
 It is a process beside the ranks of its node, which the first of them starts
-(`moemesh.comm.node`). After a verdict it writes the report, tells the cause, and ends the ranks, so
+(`moemesh.watch.node`). After a verdict it writes the report, tells the cause and ends the ranks, so
 that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
 """
 
@@ -22,19 +22,19 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from moemesh.comm.meeting import WORDS, lock, torchrun_file
-from moemesh.comm.node import Guests, Node
-from moemesh.comm.observer import Observer
-from moemesh.comm.peers import Peers, inherited
-from moemesh.comm.signs import Seen
-from moemesh.comm.slow_rank import SlowRanks
-from moemesh.comm.supervisor import Ended, describe, python_command
-from moemesh.comm.verdict import Judge, Limits, Verdict
-from moemesh.trace.word_file import WordFile
 from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import advice_on, details, report_id, write_node_verdict
 from moemesh.train.folder import LOGS, RunFolder
-from moemesh.train.lease import read_epoch
+from moemesh.watch.lease import read_epoch
+from moemesh.watch.meeting import WORDS, lock, torchrun_file
+from moemesh.watch.node import Guests, Node
+from moemesh.watch.observer import Observer
+from moemesh.watch.peers import Peers, inherited
+from moemesh.watch.signs import Seen
+from moemesh.watch.slow_rank import SlowRanks
+from moemesh.watch.supervisor import Ended, describe, python_command
+from moemesh.watch.verdict import Judge, Limits, Verdict
+from moemesh.watch.word_file import WordFile
 
 #: Signals with which a job is asked to end; ranks see to them.
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemesh.comm import launch, meeting
-from moemesh.comm.interrupts import STOPPING_SOON
+from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
+from moemesh.watch import meeting
+from moemesh.watch.signals import STOPPING_SOON
 from tests import commands
 from tests.waiting import PATIENCE, until
 
@@ -23,7 +24,7 @@ import os, resource, signal, sys, time
 import torch
 import torch.distributed as dist
 from moemesh.comm import launch
-from moemesh.comm.devices import DeviceError
+from moemesh.watch.devices import DeviceError
 
 what, folder = sys.argv[1:]
 if what == "orphan" and os.environ["RANK"] == "1":

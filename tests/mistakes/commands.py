@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moemesh.comm.devices import signs_of_gpus
+from moemesh.watch.devices import signs_of_gpus
 from tests.mistakes.case import Mistake
 
 #: Arguments of a whole plan, so that a case shows what is wrong with it only.

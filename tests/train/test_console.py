@@ -15,7 +15,6 @@ from typing import cast
 import pytest
 import torch
 
-from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.load import load_run
@@ -23,6 +22,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.train.artifacts import Artifacts, _peak_flops
 from moemesh.train.console import Progress
+from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from tests.commands import python
 from tests.train.runs import arguments, metrics, moemesh
 from tests.waiting import PATIENCE, until

@@ -223,7 +223,7 @@ def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(95, "Operation not supported")
 
     run = RunFolder.open(tmp_path)
-    monkeypatch.setattr("moemesh.train.lease.fcntl.flock", refuse)
+    monkeypatch.setattr("moemesh.watch.lease.fcntl.flock", refuse)
     with pytest.raises(RunFolderError, match="cannot be locked"):
         run.lock()
     (tmp_path / "lease").unlink()
@@ -240,12 +240,12 @@ def test_a_lease_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     run = RunFolder.open(tmp_path)
     with monkeypatch.context() as full:
-        full.setattr("moemesh.train.lease.os.pwrite", refuse)
+        full.setattr("moemesh.watch.lease.os.pwrite", refuse)
         with pytest.raises(RunFolderError, match="lease: cannot be written"):
             run.lock()
     run.lock()
     with monkeypatch.context() as full:
-        full.setattr("moemesh.train.lease.os.pwrite", refuse)
+        full.setattr("moemesh.watch.lease.os.pwrite", refuse)
         with pytest.raises(RunFolderError, match="lease: cannot be written"):
             run.raise_epoch()
         run.release()

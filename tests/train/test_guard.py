@@ -32,10 +32,10 @@ from moemesh.train.finding import Finding
 from moemesh.train.folder import RunFolder
 from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.signals import StopRequest
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.train.vote import CopiesDiffer
+from moemesh.watch.signals import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import SMALL, text_file
 

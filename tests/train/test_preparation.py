@@ -11,12 +11,12 @@ import pytest
 
 from moemesh.cli.preparation_text import FILES
 from moemesh.cli.weights import _length_of_run
-from moemesh.comm import devices
 from moemesh.config.errors import UserError
 from moemesh.config.load import load_run, resolved_toml
 from moemesh.train import evaluation, preflight_warnings, preparation, weight_sources
-from moemesh.train.lease import Lease
 from moemesh.train.preparation import finished, prepare
+from moemesh.watch import devices
+from moemesh.watch.lease import Lease
 from tests.documents import text_of
 from tests.mistakes.files import MODEL
 from tests.test_cli import run, run_guarded

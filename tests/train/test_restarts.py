@@ -14,17 +14,17 @@ from typing import Literal
 import pytest
 import torch
 
-from moemesh.comm.signs import Seen, Told
-from moemesh.comm.supervisor import Ended
-from moemesh.comm.verdict import Kind, Verdict
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.train import failure
 from moemesh.train.folder import RunFolder
 from moemesh.train.restarts import CAME_TWICE, Budget, limits_of, train_supervised
-from tests.comm.looks import word
+from moemesh.watch.signs import Seen, Told
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import Kind, Verdict
 from tests.train.runs import arguments, metrics, start
 from tests.waiting import PATIENCE, until
+from tests.watch.looks import word
 
 
 def failed(kind: Kind = "killed", rank: int = 1, *, step: int = 5, told: Told | None = None):

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from moemesh.bench.drill_rank import Spec as FaultSpec
-from moemesh.comm import node as nodes
-from moemesh.comm import observer
-from moemesh.comm.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
-from moemesh.comm.node import Guests, Node, meet
-from moemesh.comm.observer import Observer
-from moemesh.comm.signs import GONE, Seen
-from moemesh.comm.supervisor import Ended
-from moemesh.comm.verdict import Limits, Verdict
-from moemesh.trace.word_file import Word, WordFile
 from moemesh.train import watcher
 from moemesh.train.failure import report_id, write_node_verdict
-from moemesh.train.lease import read_epoch
 from moemesh.train.watcher import Spec, Watcher
+from moemesh.watch import node as nodes
+from moemesh.watch import observer
+from moemesh.watch.lease import read_epoch
+from moemesh.watch.meeting import WORDS, has_supervisor, lock, shared_memory, torchrun_file
+from moemesh.watch.node import Guests, Node, meet
+from moemesh.watch.observer import Observer
+from moemesh.watch.signs import GONE, Seen
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import Limits, Verdict
+from moemesh.watch.word_file import Word, WordFile
 from tests.train.runs import arguments, losses, metrics, moemesh
 from tests.waiting import PATIENCE, until
 
@@ -125,7 +125,7 @@ PROCESS = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
 from moemesh.trace import progress_words as words
-from moemesh.comm.meeting import STACK_SIGNAL, WORDS, stack_file
+from moemesh.watch.meeting import STACK_SIGNAL, WORDS, stack_file
 folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"))
 words.attach(folder / WORDS, rank)

@@ -39,8 +39,9 @@ from moemesh.ops.permute import (
     sum_rows,
     sum_rows_between,
 )
-from moemesh.trace import progress_words, wire
-from moemesh.trace.progress_words import Ticket
+from moemesh.trace import wire
+from moemesh.watch import progress_words
+from moemesh.watch.progress_words import Ticket
 
 #: Rows no longer than this (a token's weights) take next to no time on a link.
 _SHORT_ROW_BYTES = 256

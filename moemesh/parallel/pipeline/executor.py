@@ -26,8 +26,8 @@ from moemesh.parallel.pipeline.program import Context, Forward, Program, make_co
 from moemesh.parallel.pipeline.virtual import VirtualClock, record
 from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
-from moemesh.trace.progress_words import at_microbatch
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.watch.progress_words import at_microbatch
 
 
 class PipelineError(RuntimeError):

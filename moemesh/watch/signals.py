@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from types import FrameType
 
-from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING, STOPPING_NOW
+# Words and times of Ctrl-C: an answer at once, and an end at the second one.
+
+
+#: Signals closer together than this are one key that bounced.
+SAME_KEY_SECONDS = 0.2
+STOPPING_SOON = "stopping; press Ctrl-C again to stop now"
+STOPPING = "stopping after this step, and saving; press Ctrl-C again to stop now"
+STOPPING_NOW = "stopping now, without saving"
+
+
+def say(text: str) -> None:
+    """One line on stderr, below the terminal's own ``^C``."""
+    with suppress(OSError, ValueError):
+        print(f"\nmoemesh: {text}", file=sys.stderr, flush=True)
+
 
 #: Signals closer together than this are one request that came by two ways.
 SAME_REQUEST_SECONDS = 2.0

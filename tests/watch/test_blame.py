@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from moemesh.comm.verdict import blame
-from moemesh.trace.word_file import Collective, Word, members_of
-from tests.comm.looks import GROUP, collective, word
+from moemesh.watch.verdict import blame
+from moemesh.watch.word_file import Collective, Word, members_of
+from tests.watch.looks import GROUP, collective, word
 
 
 def test_chains_end_at_the_rank_in_user_code() -> None:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from moemesh.comm.meeting import STACK_SIGNAL, read_told, stack_file
-from moemesh.comm.signs import Seen
-from moemesh.comm.verdict import Verdict
 from moemesh.trace.machine import process_state
-from moemesh.trace.word_file import Word, WordFile
+from moemesh.watch.meeting import STACK_SIGNAL, read_told, stack_file
+from moemesh.watch.signs import Seen
+from moemesh.watch.verdict import Verdict
+from moemesh.watch.word_file import Word, WordFile
 
 #: Between two looks at ranks of which one does not move.
 LOOK_SECONDS = 0.03

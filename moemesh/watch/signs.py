@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moemesh.trace.word_file import Word
+from moemesh.watch.word_file import Word
 
 #: A rank that leaves as intended is gone within this, or is ended.
 END_SECONDS = 120.0

@@ -22,11 +22,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moemesh.comm.meeting import LOCK, PREFIX, WORDS, has_supervisor, shared_memory
-from moemesh.comm.peers import ADDRESS, listen
-from moemesh.comm.signs import GONE
 from moemesh.trace.machine import process_namespace, zombie_exit_code
-from moemesh.trace.word_file import Word, WordFile
+from moemesh.watch.meeting import LOCK, PREFIX, WORDS, has_supervisor, shared_memory
+from moemesh.watch.peers import ADDRESS, listen
+from moemesh.watch.signs import GONE
+from moemesh.watch.word_file import Word, WordFile
 
 #: What tells one start of ranks from any other.
 _NAMES = (
@@ -162,7 +162,7 @@ class Guests:
     """Processes that another one has started: when they end, and how.
 
     Whoever started them learns their exit code, and then nobody else can; it is read in the moment
-    in which the process ends, or is unknown (:data:`moemesh.comm.signs.GONE`).
+    in which the process ends, or is unknown (:data:`moemesh.watch.signs.GONE`).
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Guests:
         self._codes: dict[int, int] = {}
 
     def exit_code(self, rank: int, word: Word | None) -> int | None:
-        """As of :class:`moemesh.comm.observer.Processes`."""
+        """As of :class:`moemesh.watch.observer.Processes`."""
         if word is not None and rank not in self._pids:
             self._pids[rank] = word.pid
             try:
@@ -185,7 +185,7 @@ class Guests:
         return self._codes.get(rank)
 
     def pid(self, rank: int) -> int:
-        """As of :class:`moemesh.comm.observer.Processes`; 0, which is no process."""
+        """As of :class:`moemesh.watch.observer.Processes`; 0, which is no process."""
         return self._pids.get(rank, 0)
 
     def wait(self, seconds: float) -> None:

@@ -3,7 +3,7 @@
 A rank writes its own record only, at the places that all runs pass: :func:`phase` and
 :func:`at_step` in the training loop, :func:`at_microbatch` and :func:`at_layer` in the forward,
 :func:`entered`, :func:`waiting` and :func:`left` around each operation of `moemesh.comm`. Whoever
-supervises the run reads the records of all ranks with :class:`moemesh.trace.word_file.WordFile`.
+supervises the run reads the records of all ranks with :class:`moemesh.watch.word_file.WordFile`.
 
 A process that is not :func:`attached <attach>` writes nothing.
 """
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moemesh.trace.word_file import (
+from moemesh.watch.word_file import (
     COUNT,
     DATA,
     FAILED,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from moemesh.ops.host_copy import HostCopy
-from moemesh.trace import progress_words as words
-from moemesh.trace.word_file import (
+from moemesh.watch import progress_words as words
+from moemesh.watch.word_file import (
     RANK_BYTES,
     SETUP,
     WordFile,

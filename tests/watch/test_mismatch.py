@@ -10,14 +10,14 @@ import pytest
 
 from moemesh.bench import drill
 from moemesh.bench.drill import FAULTS
-from moemesh.comm.signs import Seen
-from moemesh.comm.supervisor import Ended
-from moemesh.comm.verdict import mismatch
-from moemesh.trace import progress_words
-from moemesh.trace.word_file import RANK_BYTES, Collective, Word, read_word
 from moemesh.train.failure import write_verdict
+from moemesh.watch import progress_words
+from moemesh.watch.signs import Seen
+from moemesh.watch.supervisor import Ended
+from moemesh.watch.verdict import mismatch
+from moemesh.watch.word_file import RANK_BYTES, Collective, Word, read_word
 from tests import commands
-from tests.comm.looks import RESET, Clock, collective, seen, told, word
+from tests.watch.looks import RESET, Clock, collective, seen, told, word
 
 
 def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str = "0-3"):

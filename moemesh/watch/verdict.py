@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from moemesh.comm.signs import GONE, LostHost, Seen, weakness
-from moemesh.trace.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
+from moemesh.watch.signs import GONE, LostHost, Seen, weakness
+from moemesh.watch.word_file import DATA, NAME_BYTES, STEP, Collective, Word, members_of
 
 # Seconds that steps took, as their supervisor sees them from outside.
 
@@ -241,7 +241,7 @@ class Limits:
     floor: float = FLOOR_SECONDS
     #: Steps of this process that are first ones.
     first_steps: int = 2
-    #: See :func:`moemesh.comm.signs.weakness`.
+    #: See :func:`moemesh.watch.signs.weakness`.
     aborts_follow: bool = False
 
 
@@ -251,7 +251,7 @@ class Verdict:
 
     ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that never came.
     ``waited``: seconds without progress. ``calls``: of a mismatch, see
-    :func:`moemesh.comm.verdict.mismatch`. ``lost``: hosts that cannot be reached.
+    :func:`moemesh.watch.verdict.mismatch`. ``lost``: hosts that cannot be reached.
     """
 
     kind: Kind

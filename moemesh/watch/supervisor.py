@@ -1,7 +1,7 @@
 """The supervisor of the ranks of this machine: starts them, watches them, ends them all.
 
 Every rank is a process and a session of its own. Its progress word, its state and what it
-tells of an exception go to the :class:`moemesh.comm.verdict.Judge`; after a verdict the stacks
+tells of an exception go to the :class:`moemesh.watch.verdict.Judge`; after a verdict the stacks
 of all ranks are written, and the ranks are ended. torch is not imported.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from moemesh.comm.devices import settings_for_gpus
-from moemesh.comm.interrupts import SAME_KEY_SECONDS, STOPPING_NOW, say
-from moemesh.comm.meeting import WORDS, meeting_place
-from moemesh.comm.observer import Observer
-from moemesh.comm.signs import Seen, Told
-from moemesh.comm.slow_rank import SlowRank, SlowRanks
-from moemesh.comm.verdict import Judge, Limits, Verdict
-from moemesh.trace.word_file import RANK_BYTES, SETUP, Word, WordFile
+from moemesh.watch.devices import settings_for_gpus
+from moemesh.watch.meeting import WORDS, meeting_place
+from moemesh.watch.observer import Observer
+from moemesh.watch.signals import SAME_KEY_SECONDS, STOPPING_NOW, say
+from moemesh.watch.signs import Seen, Told
+from moemesh.watch.slow_rank import SlowRank, SlowRanks
+from moemesh.watch.verdict import Judge, Limits, Verdict
+from moemesh.watch.word_file import RANK_BYTES, SETUP, Word, WordFile
 
 #: Set for every rank: the folder in which it meets the others and its supervisor.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
@@ -202,11 +202,11 @@ class Supervisor:
         )
 
     def exit_code(self, rank: int, word: Word | None) -> int | None:
-        """As of :class:`moemesh.comm.observer.Processes`."""
+        """As of :class:`moemesh.watch.observer.Processes`."""
         return self._processes[rank].poll()
 
     def pid(self, rank: int) -> int:
-        """As of :class:`moemesh.comm.observer.Processes`."""
+        """As of :class:`moemesh.watch.observer.Processes`."""
         return self._processes[rank].pid
 
     def _forward(self, number: int, seen: Sequence[Seen]) -> bool:

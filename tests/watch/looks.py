@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moemesh.comm.signs import Seen, Told
-from moemesh.comm.verdict import Judge, Limits, Verdict
-from moemesh.trace.word_file import Collective, Word, members_of
+from moemesh.watch.signs import Seen, Told
+from moemesh.watch.verdict import Judge, Limits, Verdict
+from moemesh.watch.word_file import Collective, Word, members_of
 
 GROUP = "0-3"
 

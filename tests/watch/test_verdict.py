@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moemesh.comm import verdict
-from moemesh.comm.signs import END_SECONDS, GONE, Seen
-from moemesh.comm.verdict import Limits
-from tests.comm.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
+from moemesh.watch import verdict
+from moemesh.watch.signs import END_SECONDS, GONE, Seen
+from moemesh.watch.verdict import Limits
+from tests.watch.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
 
 
 def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:

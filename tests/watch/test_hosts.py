@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moemesh.comm.signs import LostHost
-from moemesh.comm.verdict import Limits
-from tests.comm.looks import GROUP, Clock, collective, seen, told, waiting, word
+from moemesh.watch.signs import LostHost
+from moemesh.watch.verdict import Limits
+from tests.watch.looks import GROUP, Clock, collective, seen, told, waiting, word
 
 
 def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:

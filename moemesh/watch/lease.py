@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moemesh.checkpoint.ownership import describe_holder
 from moemesh.config.errors import UserError
 from moemesh.trace.machine import boot_name
 
@@ -286,3 +285,11 @@ def _replace_epoch(file: Path, epoch: int) -> None:
         os.pwrite(handle, json.dumps(body).encode().ljust(_BYTES), 0)
     finally:
         os.close(handle)
+
+
+def describe_holder(body: dict[str, Any]) -> str:
+    """Who holds a folder, in words."""
+    try:
+        return f"pid {body['pid']} on {body['host']}, since {body['started']}"
+    except KeyError:
+        return "it does not say who"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from moemesh.comm import peers
-from moemesh.comm.peers import ADDRESS, PEERS, Peers, introduce, listen
-from moemesh.comm.signs import LostHost
+from moemesh.watch import peers
+from moemesh.watch.peers import ADDRESS, PEERS, Peers, introduce, listen
+from moemesh.watch.signs import LostHost
 from tests.waiting import PATIENCE
 
 SIZES = {0: 2, 2: 1, 3: 4}

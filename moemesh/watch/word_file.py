@@ -4,7 +4,7 @@ A record stands in one of two places, in turns, with the same counter in its fir
 field: a rank that is killed or stopped in the middle of a write leaves the one before whole.
 Besides the operation that it entered last, a record counts the operations of each group of ranks.
 A rank whose count is below that of the others has not entered the operation that they wait in.
-`moemesh.trace.progress_words` writes.
+`moemesh.watch.progress_words` writes.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moemesh.comm.signs import Told
-from moemesh.trace.lock import is_locked
 from moemesh.trace.machine import SHARED_MEMORY
+from moemesh.trace.state import is_locked
+from moemesh.watch.signs import Told
 
 WORDS, STORE, LOCK = "words", "store", "lock"
 #: A rank writes the stacks of its threads when it gets this signal.

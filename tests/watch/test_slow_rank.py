@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moemesh.comm.slow_rank import SlowRank, SlowRanks
-from moemesh.trace.word_file import Word
-from tests.comm.looks import word
+from moemesh.watch.slow_rank import SlowRank, SlowRanks
+from moemesh.watch.word_file import Word
+from tests.watch.looks import word
 
 
 def simulated(

@@ -1,0 +1,1 @@
+"""Who is alive, and what went wrong: progress words of ranks, their watcher, and its verdicts."""
