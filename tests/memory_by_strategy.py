@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from moemesh.report.memory import memory_bars
-from moemesh.trace.memory import MemoryProfile, MemoryProfiles, format_bytes
+from moemesh.report.sections.memory import memory_bars
+from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles, format_bytes
 from moemesh.trace.run import Run
 from tests.documents import ROOT
 

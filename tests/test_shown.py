@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moemesh as mm
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from tests.report.fake_run import write_fake_run
 
 SMALL = ["train.steps=1", "model.num_layers=2", "data.seq_len=16", "data.global_batch=4"]

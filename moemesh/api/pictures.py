@@ -15,7 +15,7 @@ def _curve(run: Any) -> str:
 
 
 def _timeline(timeline: Any) -> str:
-    from moemesh.report.timeline import timeline_rows
+    from moemesh.report.timeline_picture import timeline_rows
 
     return timeline_rows(timeline)
 

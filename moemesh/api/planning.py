@@ -12,8 +12,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.shown import Shown
 from moemesh.planner.estimate import estimate_named
-from moemesh.planner.layout import PlannedLayout, Precision
 from moemesh.planner.layout_sources import plan_of
+from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.search.command import (
     candidate_json,
     not_trained,
@@ -21,8 +21,8 @@ from moemesh.planner.search.command import (
     to_json,
     train_command,
 )
-from moemesh.planner.shapes.load import Model
-from moemesh.trace.memory import format_bytes
+from moemesh.planner.shapes.load_shape import Model
+from moemesh.trace.memory_profile import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

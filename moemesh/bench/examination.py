@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from moemesh.bench import environment
 from moemesh.trace.machine import SHARED_MEMORY
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.watch.devices import signs_of_gpus
 from moemesh.watch.supervisor import python_command
 

@@ -27,7 +27,7 @@ from moemesh.bench.simulated_device import CUDA, Kernel, SimulatedDevice
 from moemesh.bench.simulated_device.timeline import kernel_seconds
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.model.moe import MoE
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
 from moemesh.planner.timing.compute import Workload, expert_block

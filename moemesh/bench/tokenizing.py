@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from moemesh.bench.options import BenchError
 from moemesh.bench.settings import TokenizeSettings
 from moemesh.data.corpus import Corpus
-from moemesh.data.files import find
+from moemesh.data.input_files import find
 from moemesh.data.parts import Settings
 from moemesh.data.tokenizing import Job
 

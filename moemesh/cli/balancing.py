@@ -150,8 +150,8 @@ def place(settings: BalanceSettings) -> Placed:
 
     from moemesh.balance import BalanceError
     from moemesh.balance.compiled import plain_loops
-    from moemesh.balance.files import load_placement, load_table
     from moemesh.balance.inputs import check_loads, scaled
+    from moemesh.balance.load_files import load_placement, load_table
     from moemesh.config.divisors import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moemesh.cli.table import table
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 
 def layer_text(found: dict[str, Any]) -> str:

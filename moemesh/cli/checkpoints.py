@@ -69,7 +69,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
 
 
 def _row(row: dict[str, Any]) -> list[str]:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory_profile import format_bytes
 
     if "bytes" not in row:
         return [str(row["step"]), "-", "-", "-", "damaged", "-"]
@@ -164,7 +164,7 @@ def by_file(damages: "Sequence[Damage]") -> list[str]:
 
 
 def _say_verified(path: "Folder", damages: Sequence[str], names: Sequence[str], size: int) -> None:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory_profile import format_bytes
 
     if damages:
         typer.echo(f"{path}: DAMAGED")

@@ -272,7 +272,7 @@ def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
 
 
 def _size(number: float) -> str:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory_profile import format_bytes
 
     return format_bytes(number)
 

@@ -78,7 +78,7 @@ def partition(
 
 def _text(found: "Partition") -> str:
     """A readable answer."""
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory_profile import format_bytes
 
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
     lines = [
@@ -114,7 +114,7 @@ def _text(found: "Partition") -> str:
 
 
 def _plan(found: "Partition") -> list[str]:
-    from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
+    from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
     implied = found.implied
     if implied is None:

@@ -61,7 +61,7 @@ def show_schedule(
         _compare_all(request, as_json)
         return
     from moemesh.report import timeline_text
-    from moemesh.schedule import files
+    from moemesh.schedule import schedule_files
     from moemesh.schedule.answer import answer, saved
 
     with progress(f"schedule {request.name}", quiet=as_json):
@@ -72,7 +72,7 @@ def show_schedule(
 
         timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
     if save is not None:
-        files.save(found.schedule, save)
+        schedule_files.save(found.schedule, save)
     if as_json:
         typer.echo(strict_json(found.to_json()))
     elif as_text:

@@ -32,7 +32,7 @@ from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.report.page import from_template
 from moemesh.report.section import Table
 from moemesh.report.svg import COLOURS, DARK
-from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
+from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
 #: A bar: its name, its text, and pieces of (name, size, text).
 _Bar = tuple[str, str, list[tuple[str, float, str]]]

@@ -11,8 +11,8 @@ from typing import Any
 from moemesh.cli.table import table
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.intervals import Interval, shipped_intervals
-from moemesh.planner.layout import PlannedLayout, shown
 from moemesh.planner.layout_sources import untrained
+from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
     Planned,
     not_trained,
@@ -22,7 +22,7 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.search.rival import Rival
 from moemesh.planner.search.search import Candidate, counted
-from moemesh.trace.memory import PREDICTED_PEAK, format_bytes
+from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
 WIDTH = 80
 #: Keys of [plan] that the table of the page shows.

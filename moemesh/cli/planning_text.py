@@ -10,7 +10,7 @@ from moemesh.planner.intensity import decoding_intensity, layer_intensities
 from moemesh.planner.intervals import Interval
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
 from moemesh.planner.traffic.by_axis import by_axis
-from moemesh.trace.memory import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
+from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
 #: Parts of a rank's memory, in the order of the table.
 _PARTS = (

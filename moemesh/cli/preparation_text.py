@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moemesh.config.data import DataConfig
-from moemesh.data.files import find
+from moemesh.data.input_files import find
 from moemesh.data.sources import name_of, token_files, validation_source
 from moemesh.train.preflight_warnings import MOST_RANKS, predicted_memory, warnings_before_ranks
 from moemesh.train.preparation import Preparation
@@ -39,7 +39,7 @@ def preparation_text(prepared: Preparation) -> str:
 
 
 def _memory(prepared: Preparation) -> str:
-    from moemesh.trace.memory import PREDICTED_HELD, format_bytes
+    from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
 
     plan = prepared.config.plan
     per_stage = plan.world_size // plan.pp
@@ -61,7 +61,7 @@ def _disk_warning(prepared: Preparation) -> str | None:
 
 
 def _disk(prepared: Preparation) -> str:
-    from moemesh.trace.memory import format_bytes
+    from moemesh.trace.memory_profile import format_bytes
 
     need, kept = prepared.disk, prepared.config.train.checkpoints_kept
     return (

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
-from moemesh.config.esft import KEPT_TABLE
+from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig

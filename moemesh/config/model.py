@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import PrivateAttr
 
-from moemesh.config.attention import AttentionConfig
+from moemesh.config.attention_keys import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
 from moemesh.config.lora import LoraConfig

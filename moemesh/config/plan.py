@@ -13,7 +13,6 @@ from moemesh.config.divisors import divisors, nearest_divisors
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.config.pipeline import is_schedule_file, pipeline_problems
 from moemesh.config.rules import (
     V_SCHEDULES,
     degree_problems,
@@ -21,6 +20,7 @@ from moemesh.config.rules import (
     plan_problem,
     server_problems,
 )
+from moemesh.config.schedule_rules import is_schedule_file, pipeline_problems
 from moemesh.config.section import (
     COUNT,
     POSITIVE,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moemesh.config.cluster import load_cluster
 from moemesh.config.data import NUM_BYTES, DataConfig
 from moemesh.config.errors import ConfigError, Problem, independent
-from moemesh.config.esft import TableError, misfit, read_table
+from moemesh.config.esft_table import TableError, misfit, read_table
 from moemesh.config.lora import ALL_LINEAR, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan

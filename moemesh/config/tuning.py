@@ -11,8 +11,8 @@ those of :mod:`fnmatch`: ``*`` stands for any characters, dots included.
 | given | none | matches a pattern of `train_only` |
 | given | given | matches one of `train_only` and none of `freeze` |
 
-With a table of experts (:mod:`moemesh.config.esft`) those of the table train, besides what matches
-`train_only`; not what matches `freeze`.
+With a table of experts (:mod:`moemesh.config.esft_table`) those of the table train, besides what
+matches `train_only`; not what matches `freeze`.
 
 The units of the model, in the order of its forward, are the embedding, the layers, the head with
 its norms, and extra prediction layers. The backward ends at the first unit in which anything trains

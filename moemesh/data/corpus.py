@@ -16,8 +16,8 @@ import numpy as np
 
 from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.documents import Document, between, encoded
-from moemesh.data.files import DataFile, check_head, find
 from moemesh.data.indexed import IndexedTokens
+from moemesh.data.input_files import DataFile, check_head, find
 from moemesh.data.records import Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
-from moemesh.data.files import HUB, SAVED_DATASETS, DataFile, check_head
+from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head
 from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from moemesh.data.bad_records import NAMED, BadRecordLog
 from moemesh.data.chat import TEMPLATE
-from moemesh.data.files import CHECKED_FILES, check_head, find
 from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
+from moemesh.data.input_files import CHECKED_FILES, check_head, find
 from moemesh.data.parts import Advance, Part, Settings, make_all
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 

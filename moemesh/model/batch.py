@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.config.attention import AttentionConfig
+from moemesh.config.attention_keys import AttentionConfig
 from moemesh.model.rope import rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
 from moemesh.model.visibility import Runs, Visibility, document_starts

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from moemesh.config.attention import AttentionConfig
+from moemesh.config.attention_keys import AttentionConfig
 
 
 def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moemesh.trace.memory import OTHER
+from moemesh.trace.memory_profile import OTHER
 
 # The measurement under way. One for the whole process, as there is one backward at a time.
 _active: SavedForBackward | None = None

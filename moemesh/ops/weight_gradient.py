@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moemesh.ops.saved import Held
-from moemesh.trace.memory import DEFERRED
+from moemesh.trace.memory_profile import DEFERRED
 
 # One slot for the whole process, not thread-local: on CUDA the autograd engine runs the backward in
 # threads of its own. Only one backward runs at a time.

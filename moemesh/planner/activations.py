@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import with_values
 

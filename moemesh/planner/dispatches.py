@@ -16,8 +16,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.layout import ELEMENT_BYTES
 from moemesh.planner.plan_text import read_plan, smallest_batch
+from moemesh.planner.planned_layout import ELEMENT_BYTES
 from moemesh.planner.traffic.exchanges import DispatchExchanges, dispatch_exchanges
 from moemesh.planner.traffic.routing import Choices
 

@@ -17,12 +17,12 @@ from moemesh.planner.flops import Flops, count_flops, hardware_flops
 from moemesh.planner.intensity import device_balance, layer_intensities
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import MemoryEstimate, estimate_memory
 from moemesh.planner.parameters import Parameters, count_parameters
 from moemesh.planner.plan_text import read_plan
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.quantities import with_headroom
-from moemesh.planner.shapes.load import Model, load_both
+from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import Speed
 from moemesh.planner.traffic.by_axis import by_axis
@@ -31,7 +31,7 @@ from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.planner.worst_routing import WorstRouting, worst_routing
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 if TYPE_CHECKING:
     from moemesh.planner.search.nearest import Nearest

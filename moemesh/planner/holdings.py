@@ -20,7 +20,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor
 from moemesh.config.plan import Plan
 from moemesh.planner.plan_text import read_plan, smallest_batch
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.tensors import StagePlacement
 
 _Held: TypeAlias = (

@@ -9,7 +9,7 @@ rows M (a small microbatch, few tokens an expert, the decoding of one token) lea
 from __future__ import annotations
 
 from moemesh.config.cluster import Cluster
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import peak_flops
 

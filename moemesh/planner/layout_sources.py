@@ -14,8 +14,15 @@ from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.stages import cut_layers
 from moemesh.config.trainable import refusals
-from moemesh.planner.layout import DATA, RECOMPUTED, TRAINED, PlannedLayout, Precision, widths
-from moemesh.planner.shapes.load import Model
+from moemesh.planner.planned_layout import (
+    DATA,
+    RECOMPUTED,
+    TRAINED,
+    PlannedLayout,
+    Precision,
+    widths,
+)
+from moemesh.planner.shapes.load_shape import Model
 from moemesh.schedule.plan_schedule import step_problems
 
 #: Keys that a Plan and a layout share, values included.

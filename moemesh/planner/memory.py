@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from moemesh.planner.activations import layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.parameters import (
     Weights,
     embedding_weights,
@@ -42,6 +41,7 @@ from moemesh.planner.parameters import (
     kind_weights,
     mtp_weights,
 )
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.schedule.step import PipelineStep, alive, weight_copies

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from moemesh.planner.activations import Kept, layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import StageContent, held, rank_memory
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, default_cut, pipeline_step, with_values
 from moemesh.schedule.step import PipelineStep, alive, weight_copies

@@ -18,9 +18,9 @@ from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, choices_of, nearest_choice
 from moemesh.config.toml import unreadable
-from moemesh.planner.layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.shapes.load import Model
+from moemesh.planner.planned_layout import ELEMENT_BYTES, RECOMPUTABLE, PlannedLayout, shown
+from moemesh.planner.shapes.load_shape import Model
 
 PLANS = "plans"
 

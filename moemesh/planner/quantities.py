@@ -7,7 +7,7 @@ from math import isfinite
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 _MEMORY_UNITS = {"%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)

@@ -13,7 +13,7 @@ from moemesh.planner.estimate import Estimate, estimate
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import MemoryEstimate, RankMemory
 from moemesh.planner.quantities import with_headroom
-from moemesh.planner.shapes.load import load_both
+from moemesh.planner.shapes.load_shape import load_both
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import ELEMENT_BYTES

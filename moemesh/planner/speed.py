@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moemesh.config.cluster import Cluster
 from moemesh.planner.flops import training_flops
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.hardware import accelerator_of
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from moemesh.config.dispatchers import rows_at_once
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import estimate_memory
-from moemesh.planner.shapes.load import Model
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.traffic.carried_out import resolved, why_not_exact
 from moemesh.planner.traffic.own_activations import predict_activations

@@ -9,7 +9,7 @@ from moemesh.report.boxes import KINDS
 from moemesh.report.svg import clip
 from moemesh.report.traffic import by_axis_and_phase
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
+from moemesh.trace.memory_profile import ACTIVATION_KINDS, PARTS, MemoryProfile, format_bytes
 from moemesh.trace.run import PlannedStep
 from moemesh.trace.timeline import Timeline
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moemesh.report.evidence import GRADIENT_AXES, Evidence, busiest_axis
 from moemesh.trace.duration import flop_rate
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 #: A product of fewer rows, or shorter ones, is bound by reading its weights, or by starting it: a
 #: GPU of today does about 300 operations of bfloat16 in the time in which it reads one byte.

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from moemesh.report import boxes, svg, timeline
+from moemesh.report import boxes, svg, timeline_picture
 from moemesh.report.section import MAX_TABLE_ROWS, Section
 from moemesh.report.sections import SECTIONS
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run, median_of
 from moemesh.trace.state import State, state_of
 
@@ -85,7 +85,7 @@ def from_template(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    colours = {**svg.DARK, **boxes.DARK, **timeline.DARK}
+    colours = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
     values |= {"ground": svg.DARK_GROUND, "colours": colours.items()}
     return environment.get_template(template).render(**values)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.report.files import write_texts
-from moemesh.report.timeline import timeline_rows
+from moemesh.report.timeline_picture import timeline_rows
 from moemesh.trace.pipeline import Steps, activations, backlog, flows
 from moemesh.trace.timeline import MICROSECONDS, Record, Timeline
 

@@ -21,7 +21,7 @@ from moemesh.report.svg import (
     ticks,
 )
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
 
 _MAX_BARS = 24

@@ -15,9 +15,9 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.files import load
 from moemesh.schedule.generators import one_f_one_b
 from moemesh.schedule.request import Request
+from moemesh.schedule.schedule_files import load
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.stage_times import costs_of_run
 from moemesh.schedule.versions import versions

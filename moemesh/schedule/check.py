@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 from moemesh.config.errors import UserError
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.memory import ROUNDING, Amount, PeakMemory, peak_memory
+from moemesh.schedule.held_activations import ROUNDING, Amount, PeakMemory, peak_memory
 from moemesh.schedule.messages import Message, messages
 from moemesh.schedule.program import Deadlock, Program, issue_order, lower
 from moemesh.schedule.versions import StageVersions, versions

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
-from moemesh.schedule.memory import Amount, PeakMemory, peak_memory
+from moemesh.schedule.held_activations import Amount, PeakMemory, peak_memory
 from moemesh.schedule.messages import successor
 from moemesh.schedule.program import Program, lower
 from moemesh.schedule.text import digest

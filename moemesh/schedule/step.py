@@ -18,8 +18,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from moemesh.config.pipeline import MIRRORED_SCHEDULES
 from moemesh.config.rules import V_SCHEDULES
+from moemesh.config.schedule_rules import MIRRORED_SCHEDULES
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
 from moemesh.schedule.closed_forms import FORMS, Numbers, Times

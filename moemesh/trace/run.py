@@ -25,7 +25,7 @@ from moemesh.trace.events import Event
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import LoadBins
 from moemesh.trace.loads import LayerLoads
-from moemesh.trace.memory import MemoryProfiles
+from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import Part, parts_of
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import Timeline

@@ -45,15 +45,15 @@ from moemesh.schedule.stage_times import measured_costs
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
-from moemesh.trace.memory import MemoryProfile, MemoryProfiles
+from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.failure import keep_failure
-from moemesh.train.folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.prediction import planned_step, predicted_for
 from moemesh.train.row_log import Cut, RowLog
+from moemesh.train.run_folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
@@ -174,7 +174,7 @@ _KINDS: dict[type[nn.Module], str] = {
 
 def measure_saved(model: Transformer) -> SavedForBackward:
     """A measurement of what `model` keeps for its backward, by kind
-    (:data:`moemesh.trace.memory.ACTIVATION_KINDS`)."""
+    (:data:`moemesh.trace.memory_profile.ACTIVATION_KINDS`)."""
     kinds = {module: kind for module in model.modules() if (kind := _KINDS.get(type(module)))}
     # Norms of queries, keys and latents are parts of their attention.
     for block in [module for module, kind in kinds.items() if kind == "attention"]:

@@ -33,7 +33,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.transformer import Output, Part
 from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
-from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Schedule

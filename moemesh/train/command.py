@@ -31,14 +31,14 @@ from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import changes_samples, refuse_other_data
 from moemesh.train.disk import refuse_full_disk
 from moemesh.train.esft import keep_table
-from moemesh.train.events import Events
 from moemesh.train.failure import details, go_on, write_failure
-from moemesh.train.folder import DATA_CHANGE, RunFolder, RunFolderError
 from moemesh.train.kept_schedule import readable, settle
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import refuse_too_large
 from moemesh.train.preparation import Preparation, folder_of, prepare
 from moemesh.train.restarts import limits_of, train_supervised
+from moemesh.train.run_events import Events
+from moemesh.train.run_folder import DATA_CHANGE, RunFolder, RunFolderError
 from moemesh.train.trainer import train as train_rank
 from moemesh.train.watcher import watcher_command
 from moemesh.watch import progress_words

@@ -27,10 +27,10 @@ from moemesh.checkpoint.huggingface.delta import (
     write_delta,
 )
 from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
-from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along
 from moemesh.checkpoint.manifest import MANIFEST
@@ -50,7 +50,7 @@ from moemesh.config.load import load_recorded, load_run, resolved_toml
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
-from moemesh.train.folder import RunFolder, checkpoints_of
+from moemesh.train.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weight_sources import ExpertLayout, Target, refused, target_of
 
 #: Dtypes of exported weights.

@@ -11,7 +11,7 @@ from moemesh.checkpoint.remote import Place
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import tuned_tensors
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 #: Bytes of a number of the masters, and of the model itself, by `train.dtype`.
 _MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}

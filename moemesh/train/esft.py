@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
-from moemesh.config.esft import KEPT_TABLE, most_relevant, read_table, relevance
+from moemesh.config.esft_table import KEPT_TABLE, most_relevant, read_table, relevance
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.model.router import Routing
 from moemesh.parallel.parallelize import ParallelModel
-from moemesh.report.esft import relevance_map
+from moemesh.report.esft_scores import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.batches import own_batches
 from moemesh.train.esft_request import Request
 from moemesh.train.evaluation import config_on, in_batches, open_windows
-from moemesh.train.folder import RunFolder, RunFolderError
 from moemesh.train.inference import load, on_ranks
+from moemesh.train.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses
 
 

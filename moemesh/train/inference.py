@@ -17,8 +17,8 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
 from moemesh.train.construction import construct
 from moemesh.train.conversion import open_weights, to_stderr
-from moemesh.train.folder import checkpoints_of
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.run_folder import checkpoints_of
 
 
 def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh], str]) -> int:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moemesh.config.changes import Change
-from moemesh.config.pipeline import is_schedule_file
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
-from moemesh.schedule.files import load
+from moemesh.config.schedule_rules import is_schedule_file
 from moemesh.schedule.plan_schedule import build_step, fitting
+from moemesh.schedule.schedule_files import load
 from moemesh.schedule.text import digest, to_text
-from moemesh.train.folder import RunFolder
+from moemesh.train.run_folder import RunFolder
 
 SCHEDULE = "schedule.txt"
 

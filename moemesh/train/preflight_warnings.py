@@ -13,7 +13,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
-from moemesh.data.files import HEAD, find
+from moemesh.data.input_files import HEAD, find
 from moemesh.data.sources import validation_source
 from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
@@ -21,7 +21,7 @@ from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.simulate import simulate
-from moemesh.trace.memory import MemoryProfile, format_bytes
+from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.watch.devices import num_gpus
 
 #: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.

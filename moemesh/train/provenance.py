@@ -26,7 +26,7 @@ from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.trace.machine import processor, usable_cores
 from moemesh.trace.provenance import FILE, SCHEMA, read_starts
-from moemesh.train.folder import RunFolder
+from moemesh.train.run_folder import RunFolder
 
 #: The first start and the newest ones are kept, so many together.
 MOST_STARTS = 50

@@ -10,7 +10,7 @@ from moemesh.config.run import RunConfig
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.text import from_text, to_text
-from moemesh.train.folder import RunFolder
+from moemesh.train.run_folder import RunFolder
 
 #: A file of the run folder: from which step to which.
 _RECORDED = re.compile(r"schedule-(\d+)-(\d+)\.txt")

@@ -10,7 +10,6 @@ import torch
 
 from moemesh.comm import launch
 from moemesh.config.run import RunConfig
-from moemesh.train.events import Events, tell_slow
 from moemesh.train.failure import (
     advice_on,
     details,
@@ -22,7 +21,8 @@ from moemesh.train.failure import (
     same_failure,
     write_verdict,
 )
-from moemesh.train.folder import LOGS, RunFolder, RunFolderError
+from moemesh.train.run_events import Events, tell_slow
+from moemesh.train.run_folder import LOGS, RunFolder, RunFolderError
 from moemesh.watch.signals import STOPPING
 from moemesh.watch.supervisor import Ended, describe
 from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict

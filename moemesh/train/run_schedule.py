@@ -8,8 +8,8 @@ from moemesh.config.run import RunConfig
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.text import from_text, to_text
-from moemesh.train.folder import RunFolder
 from moemesh.train.kept_schedule import SCHEDULE, has_name
+from moemesh.train.run_folder import RunFolder
 
 
 def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:

@@ -25,8 +25,8 @@ from moemesh.config.layout import Layout
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.placement import Placement
-from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.run_folder import RunFolder
 from moemesh.watch.lease import LeaseLost
 
 

@@ -21,17 +21,17 @@ from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
 from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundles
-from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
 from moemesh.train.construction import construct
 from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.examination import examine, examine_state, first_look
 from moemesh.train.finding import Finding
-from moemesh.train.folder import RunFolder
 from moemesh.train.guard import Guard
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming
+from moemesh.train.run_checkpoints import Checkpoints
+from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import FinishedStep, evaluate
 from moemesh.train.vote import CopiesDiffer, Vote
 from moemesh.watch import progress_words

@@ -7,8 +7,8 @@ from moemesh.train.optimizer import Optimizer
 
 
 def state_bytes(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, int]:
-    """By the classes of :data:`moemesh.trace.memory.PARTS`, between two steps; of gathered weights
-    the most that a step has held."""
+    """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
+    gathered weights the most that a step has held."""
     reducer = parallel.reducer
     return {
         "dense_weights": reducer.weight_bytes(experts=False),

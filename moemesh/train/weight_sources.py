@@ -23,8 +23,8 @@ from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.paths import nearest_path
 from moemesh.config.run import RunConfig
 from moemesh.config.trainable import refusals
-from moemesh.trace.memory import format_bytes
-from moemesh.train.folder import CHECKPOINTS, checkpoints_of, names_in
+from moemesh.trace.memory_profile import format_bytes
+from moemesh.train.run_folder import CHECKPOINTS, checkpoints_of, names_in
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]

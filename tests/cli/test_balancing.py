@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from moemesh.balance.files import load_table
 from moemesh.balance.inputs import BalanceError
+from moemesh.balance.load_files import load_table
 from moemesh.cli.balancing import BalanceSettings, balance, place
 from moemesh.config.errors import UserError
 from moemesh.trace.loads import LayerLoads

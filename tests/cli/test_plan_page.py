@@ -12,7 +12,7 @@ import pytest
 from moemesh import cli
 from moemesh.cli.plan_page import plan_html
 from moemesh.planner.search.command import Planned, plan_named, train_command
-from moemesh.trace.memory import PREDICTED_PEAK
+from moemesh.trace.memory_profile import PREDICTED_PEAK
 from tests.report.test_page import Document
 
 

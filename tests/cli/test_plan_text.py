@@ -23,7 +23,7 @@ from moemesh.planner.search.command import (
     plan_named,
     to_json,
 )
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 
 PLAN = (
     *["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64", "--global-batch"],

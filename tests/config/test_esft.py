@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.esft import TableError, most_relevant, read_table, relevance
+from moemesh.config.esft_table import TableError, most_relevant, read_table, relevance
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan

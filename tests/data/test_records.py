@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from moemesh.data import records as records_module
-from moemesh.data.files import DataFile, find
+from moemesh.data.input_files import DataFile, find
 from moemesh.data.records import BadRecordError, Record, Where, read
 from moemesh.data.tokenizer import DataError
 

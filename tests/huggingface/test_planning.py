@@ -14,7 +14,7 @@ from moemesh.config.load import load_run
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.run_estimate import estimate_run
 from moemesh.planner.search.command import plan_named, to_json
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from tests.huggingface.tiny import save
 from tests.train.runs import moemesh
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.folder import WeightFolder
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import model_values

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface import folder as hf_folder
-from moemesh.checkpoint.huggingface.folder import Place, SliceReader
+from moemesh.checkpoint.huggingface import weight_folder as hf_folder
+from moemesh.checkpoint.huggingface.weight_folder import Place, SliceReader
 
 SHAPES = [(), (7,), (5, 9), (4, 6, 10), (3, 2, 4, 5), (40, 300)]
 

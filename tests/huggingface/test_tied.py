@@ -15,7 +15,7 @@ from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.tensor_file import Deferred
 from moemesh.config.huggingface import folder as config_folder
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.train.conversion import convert
 from tests.huggingface.ours import config_of, load, logits
 from tests.huggingface.tiny import make

@@ -13,7 +13,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import parallelize
-from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.generators import pipedream, pipedream_2bw

@@ -17,7 +17,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import GradientNorm
-from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.check import check

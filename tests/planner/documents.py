@@ -10,11 +10,11 @@ from moemesh.config.plan import Plan
 from moemesh.planner.activations import layer_kept
 from moemesh.planner.flops import count_flops
 from moemesh.planner.kv_cache import kv_bytes_per_token
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.volumes import volumes_ledger
 from tests.planner.test_traffic import MIB, TABLE, table_rows
 

@@ -18,8 +18,8 @@ from moemesh.planner.intensity import (
     product_intensity,
 )
 from moemesh.planner.kv_cache import CacheSize, kv_cache_bytes, read_cache_size
-from moemesh.planner.layout import PlannedLayout
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.by_axis import by_axis
 from moemesh.trace.ledger import Ledger
 

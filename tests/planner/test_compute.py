@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.architectures import from_arch_entry, gpt
 from moemesh.planner.timing import compute
 from moemesh.planner.timing.columns import (

@@ -11,7 +11,7 @@ from moemesh.planner.flops import (
     hardware_flops,
 )
 from moemesh.planner.shapes.architectures import gpt
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from tests.planner.closed_forms import gpt_iteration
 
 #: GFLOP per token of training, as printed.

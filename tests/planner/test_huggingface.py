@@ -10,7 +10,7 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.planner.parameters import count_parameters
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_huggingface
 from tests.planner.published_configs import DENSE, WITH_EXPERTS, Released
 from tests.planner.small_configs import SWITCHES, common, small

@@ -9,10 +9,10 @@ import pytest
 from moemesh.config.plan import Plan
 from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.activations import layer_kept
-from moemesh.planner.layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.layout_sources import from_plan, plan_of
+from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.search.command import plan_keys
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import LayerKind
 
 BATCH: dict[str, Any] = {"seq_len": 512, "global_batch": 8}

@@ -11,10 +11,10 @@ import pytest
 from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.timing.network import group_bandwidth
 from moemesh.planner.timing.price import pricing
 

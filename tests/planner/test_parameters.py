@@ -13,7 +13,7 @@ from moemesh.planner.parameters import (
     mtp_weights,
 )
 from moemesh.planner.shapes.architectures import gpt
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 from tests.planner.closed_forms import gpt_parameters
 

@@ -26,7 +26,7 @@ from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.command import not_trained, plan, train_command
 from moemesh.planner.search.search import Candidate, Found
 from moemesh.planner.search.space import Space
-from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stage_cut import Stages
 
 pytestmark = pytest.mark.usefixtures("large_machine")

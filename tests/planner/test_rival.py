@@ -17,7 +17,7 @@ from moemesh.planner.search.command import Planned, plan_named, to_json
 from moemesh.planner.search.rival import Rival, why_not
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 
 
 @cache

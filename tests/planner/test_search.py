@@ -18,7 +18,7 @@ from moemesh.planner.search.choices import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import Space, families
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 
 
 def cluster(nodes: int, memory_gib: float = 80.0) -> Cluster:

@@ -13,9 +13,9 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.flops import count_flops, training_flops
 from moemesh.planner.kv_cache import read_cache_size
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.quantities import read_tokens
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
 
 

@@ -15,9 +15,9 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.config.stages import cut_layers
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.architectures import from_arch_entry
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.columns import (

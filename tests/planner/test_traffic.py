@@ -9,11 +9,11 @@ import pytest
 
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.plan_text import read_plan
-from moemesh.planner.shapes.load import load_model
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import Volume, ring_all_reduce, step_volumes, volumes_ledger

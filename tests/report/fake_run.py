@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
-from moemesh.trace.memory import MemoryProfile, MemoryProfiles
+from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
 from moemesh.trace.timeline import Record, Timeline
 

@@ -4,7 +4,7 @@ import pytest
 
 from moemesh.report import beside
 from moemesh.trace.ledger import Ledger
-from moemesh.trace.memory import MemoryProfile
+from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import PlannedStep
 from moemesh.trace.timeline import Record, Timeline
 

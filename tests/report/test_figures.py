@@ -6,10 +6,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moemesh.report import boxes, curves, loads, memory, svg, timeline, traffic
+from moemesh.report import boxes, curves, svg, timeline_picture, traffic
+from moemesh.report.sections import loads, memory
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
-from moemesh.trace.memory import MemoryProfile, MemoryProfiles
+from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.timeline import Record, Timeline
 from tests.report import fake_run
 
@@ -49,7 +50,7 @@ def all_figures(name: str = "") -> dict[str, str]:
         "mean map": loads.mean_heat_map(some_loads),
         "traffic": traffic.traffic_bars(ledgers),
         "memory": memory.memory_bars(fake_run.memory(4)),
-        "timeline": timeline.timeline_rows(line),
+        "timeline": timeline_picture.timeline_rows(line),
     }
 
 
@@ -83,25 +84,25 @@ def test_nothing_to_draw_is_no_figure():
     assert memory.memory_bars(MemoryProfiles(ranks=())) == ""
     parse(memory.memory_bars(MemoryProfiles(ranks=(MemoryProfile(rank=0),))))
     empty = Timeline(ranks=(0, 1), records=(), source="measured")
-    assert timeline.timeline_rows(empty) == ""
+    assert timeline_picture.timeline_rows(empty) == ""
     instant = Timeline(
         ranks=(0,), records=(Record(rank=0, start=5, end=5, name="x"),), source="measured"
     )
-    parse(timeline.timeline_rows(instant))
+    parse(timeline_picture.timeline_rows(instant))
 
 
 def test_colours_have_contrast():
     for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
         assert svg.contrast(colour, "#ffffff") >= 4.5, colour
-    for colour in (*timeline.KINDS.values(), *svg.COLOURS):
+    for colour in (*timeline_picture.KINDS.values(), *svg.COLOURS):
         assert svg.contrast(svg.ink_on(colour), colour) >= 4.5, colour
         tinted = svg.tint(colour)
         assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
-    dark = {**svg.DARK, **boxes.DARK, **timeline.DARK}
+    dark = {**svg.DARK, **boxes.DARK, **timeline_picture.DARK}
     for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
         assert svg.contrast(dark[colour], svg.DARK_GROUND) >= 4.5, colour
-    tints = [svg.tint(colour, 0.5) for colour in timeline.KINDS.values()]
-    for colour in (*timeline.KINDS.values(), *svg.COLOURS, *tints):
+    tints = [svg.tint(colour, 0.5) for colour in timeline_picture.KINDS.values()]
+    for colour in (*timeline_picture.KINDS.values(), *svg.COLOURS, *tints):
         ink = svg.ink_on(colour)
         ink, colour = dark.get(ink, ink), dark.get(colour, colour)
         assert svg.contrast(ink, colour) >= 4.5, (ink, colour)
@@ -192,7 +193,7 @@ class TestTimeline:
             for name, start, end in (("outer", 0, 9), ("in", 1, 3), ("in", 3, 5), ("next", 9, 10))
         ]
         line = Timeline(ranks=(0,), records=tuple(records), source="virtual", unit="ticks")
-        boxes = timeline.boxes_of(line.records)
+        boxes = timeline_picture.boxes_of(line.records)
         assert [(box.record.name, box.lane) for box in boxes] == [
             ("outer", 0),
             ("in", 1),
@@ -206,11 +207,13 @@ class TestTimeline:
             for name in ("0F1", "0B0")
         ]
         line = Timeline(ranks=(0,), records=tuple(records), source="simulated", unit="ticks")
-        assert {(box.part, box.parts, box.lane) for box in timeline.boxes_of(line.records)} == {
+        assert {
+            (box.part, box.parts, box.lane) for box in timeline_picture.boxes_of(line.records)
+        } == {
             (0, 2, 0),
             (1, 2, 0),
         }
-        figure = parse(timeline.timeline_rows(line))
+        figure = parse(timeline_picture.timeline_rows(line))
         boxes = [e for e in figure.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None]
         assert [float(box.get("height")) for box in boxes] == [10, 10]
         assert float(boxes[0].get("width")) == 880 - 66 - 12
@@ -219,7 +222,7 @@ class TestTimeline:
         # 600 boxes a rank are about a pixel wide each, 5000 much less.
         for num_ranks, num_records in ((32, 600), (4, 5000)):
             line = fake_run.timeline(num_ranks, 1, records_per_rank=num_records)
-            figure = timeline.timeline_rows(line)
+            figure = timeline_picture.timeline_rows(line)
             assert len(figure) < 600_000
             assert "too narrow to draw" in figure
-        assert "too narrow to draw" not in timeline.timeline_rows(fake_run.timeline(4, 1))
+        assert "too narrow to draw" not in timeline_picture.timeline_rows(fake_run.timeline(4, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.report import boxes, svg, timeline_files, timeline_text
-from moemesh.report.timeline import timeline_rows, timelines_stacked
+from moemesh.report.timeline_picture import timeline_rows, timelines_stacked
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
-from moemesh.report.timeline import timeline_rows
+from moemesh.report.timeline_picture import timeline_rows
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import FORMS

@@ -15,7 +15,7 @@ from moemesh.schedule.action import linear, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.check import Caps, check
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import peak_memory
+from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.search import SearchResult, search
 from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.greedy import greedy, policies

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import peak_memory
+from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.program import Deadlock
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import digest, from_text

@@ -10,7 +10,7 @@ import pytest
 from moemesh.schedule.build import build
 from moemesh.schedule.conditions import ScheduleConditionError
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import peak_memory
+from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.step import PipelineStep, alive, duration, in_flight, weight_copies
 

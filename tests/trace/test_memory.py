@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.trace.memory import PARTS, MemoryProfile, MemoryProfiles, format_bytes
+from moemesh.trace.memory_profile import PARTS, MemoryProfile, MemoryProfiles, format_bytes
 
 
 def profile(rank: int = 0, **parts: Any) -> MemoryProfile:

@@ -9,7 +9,7 @@ import pytest
 
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import peak_memory
+from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations, backlog, flows

@@ -15,10 +15,10 @@ from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import saving
-from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
-from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.run_checkpoints import Checkpoints
+from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Part, Shape, assemble, microbatches, owned
 from tests.ranks import end_meshes, run_on_ranks

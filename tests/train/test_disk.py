@@ -17,9 +17,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
 from moemesh.config.train import TrainConfig
 from moemesh.train import disk
-from moemesh.train.checkpoints import Checkpoints
 from moemesh.train.console import Console
-from moemesh.train.folder import RunFolder
+from moemesh.train.run_checkpoints import Checkpoints
+from moemesh.train.run_folder import RunFolder
 from tests.train import runs
 
 

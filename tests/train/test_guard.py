@@ -27,11 +27,11 @@ from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
 from moemesh.train.construction import construct
-from moemesh.train.events import Events
 from moemesh.train.finding import Finding
-from moemesh.train.folder import RunFolder
 from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.run_events import Events
+from moemesh.train.run_folder import RunFolder
 from moemesh.train.step import StepResult
 from moemesh.train.trainer import train
 from moemesh.train.vote import CopiesDiffer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.balance.files import load_table
+from moemesh.balance.load_files import load_table
 from moemesh.trace.loads import LayerLoads, read_loads
 from moemesh.train import row_log
 from moemesh.train.artifacts import LoadLog

@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE
 MEASURE = """
 import json, resource, sys
 from pathlib import Path
-from moemesh.balance.files import load_table
+from moemesh.balance.load_files import load_table
 from moemesh.report import page
 folder = Path(sys.argv[1])
 written = page.write(folder)

@@ -10,7 +10,7 @@ import pytest
 
 from moemesh.config.load import load_run
 from moemesh.planner.traffic.own_memory import predict_memory
-from moemesh.trace.memory import MemoryProfiles
+from moemesh.trace.memory_profile import MemoryProfiles
 from tests.train.runs import train
 
 STATES = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.schedule.files import load
+from moemesh.schedule.schedule_files import load
 from moemesh.schedule.text import digest
 from moemesh.trace.timeline import Timeline
 from tests.parallel.pipelining import SYNCHRONOUS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.load import load_run
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.train.preflight import untrainable
 from moemesh.train.preflight_warnings import (
     TooLargeError,

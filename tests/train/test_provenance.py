@@ -10,8 +10,8 @@ import pytest
 
 from moemesh.trace.provenance import differences, read_starts
 from moemesh.train import provenance
-from moemesh.train.folder import RunFolder
 from moemesh.train.provenance import git_state, packages, redacted, redacted_arguments, weights
+from moemesh.train.run_folder import RunFolder
 
 
 def git(folder: Path, *words: str) -> None:

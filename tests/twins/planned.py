@@ -19,7 +19,7 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.router import Router, Routing
 from moemesh.parallel.parallelize import ParallelModel, parallelize
-from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram, StreamExecutor
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.slicing import slice_lengths

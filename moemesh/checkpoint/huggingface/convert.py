@@ -14,7 +14,6 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.delta import Delta
-from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
     LogicalTensor,
@@ -22,6 +21,7 @@ from moemesh.checkpoint.huggingface.logical import (
     logical_tensors,
 )
 from moemesh.checkpoint.huggingface.pieces import Piece, slices
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard

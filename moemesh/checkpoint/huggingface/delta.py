@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError, file_size, replace_by
 from moemesh.checkpoint.huggingface.contents import plain_file
-from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.logical import LogicalTensor
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.write import write_json
 from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
 from moemesh.config.huggingface.folder import SINGLE

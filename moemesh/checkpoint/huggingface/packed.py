@@ -8,7 +8,7 @@ Two formats:
             e2m1 numbers a byte, the low half first, times 2 ** (scale - 127) (OCP Microscaling
             Formats 1.0; the layout is that of gpt-oss)
 
-:mod:`moemesh.checkpoint.huggingface.folder` reads their numbers.
+:mod:`moemesh.checkpoint.huggingface.weight_folder` reads their numbers.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.folder import WeightFolder
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
 from moemesh.checkpoint.huggingface.pieces import Piece, assemble_into
+from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.keys import first

@@ -24,7 +24,7 @@ from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import start_receive, start_send
-from moemesh.parallel.pipeline.asynchronous import AsynchronousProgram
+from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
 from moemesh.parallel.pipeline.program import Program

@@ -10,8 +10,8 @@ import numpy as np
 
 from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.calibration import Calibration
 from moemesh.planner.timing.columns import (

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import Found
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 GIB = 2**30
 #: More memory a device that sensitivity is asked for, in GiB.

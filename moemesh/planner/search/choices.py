@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.config.plan import DEGREES
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.search import Found
 
 #: Shares of a step: what is a tie, what a near-copy, and what a simpler layout may cost.

@@ -15,8 +15,8 @@ from typing import Any
 from moemesh.config.cluster import Cluster
 from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError
-from moemesh.planner.layout import RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.peak_memory import peak_memory
+from moemesh.planner.planned_layout import RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.search.advice import difference, what_would_fit
 from moemesh.planner.search.search import Found
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space

@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args
 from moemesh.config.divisors import divisors
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.planner.layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.peak_memory import PeakMemory
 from moemesh.planner.plan_text import plan_table, read_plan
+from moemesh.planner.planned_layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.search.advice import difference
 from moemesh.planner.search.nearest import Nearest, nearest_that_fits
 from moemesh.planner.search.search import Candidate, Found
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space, families
-from moemesh.planner.shapes.load import Model
+from moemesh.planner.shapes.load_shape import Model
 
 Verdict = Literal["illegal", "does not fit", "slower", "faster", "equal", "chosen"]
 

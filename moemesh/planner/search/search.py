@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import PeakMemory, needed_bytes
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.columns import Software, layout_row, precision_of

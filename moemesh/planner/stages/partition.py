@@ -19,15 +19,15 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import LARGEST_DEGREE, Plan
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.convolution import two_branch_network
 from moemesh.planner.operators.graph import FloatArray
 from moemesh.planner.operators.integer_program import Program
 from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.command import not_trained, train_command
-from moemesh.planner.shapes.load import Model, load_model
+from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stages.answer import (
     METHODS,
     ImpliedPlan,
@@ -48,7 +48,7 @@ from moemesh.planner.stages.placement import (
 )
 from moemesh.planner.stages.two_level import StageMesh, TwoLevelSearch, Workload, usable_bytes
 from moemesh.planner.timing.price import pricing
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 
 # The plan that a partition implies: degrees of `moemesh train` nearest to the operator
 # strategies.

@@ -30,8 +30,8 @@ from moemesh.planner.stages.answer import OperatorAssignment, Stage, describe
 from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import build
-from moemesh.schedule.memory import peak_memory
-from moemesh.trace.memory import format_bytes
+from moemesh.schedule.held_activations import peak_memory
+from moemesh.trace.memory_profile import format_bytes
 
 #: Prices of a byte that are tried for one mesh where memory binds.
 MOST_PRICES = 6

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.flops import attention_matmul, mlp_matmul
-from moemesh.planner.layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.hardware import Accelerator

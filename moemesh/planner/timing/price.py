@@ -8,8 +8,8 @@ from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.peak_memory import Allocation, PeakMemory, peak_memory
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.calibration import shipped_calibration

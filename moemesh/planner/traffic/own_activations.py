@@ -24,7 +24,7 @@ from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
 from moemesh.planner.traffic.saved import Layer, Saved
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
-from moemesh.trace.memory import DEFERRED
+from moemesh.trace.memory_profile import DEFERRED
 
 # Saved activations of each part of a model on one rank of `moemesh train`.
 #

@@ -14,7 +14,7 @@ from moemesh.planner.traffic.own_activations import predict_activations
 from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.routing import Routing
 from moemesh.planner.traffic.tensors import StagePlacement
-from moemesh.trace.memory import MemoryProfile
+from moemesh.trace.memory_profile import MemoryProfile
 
 #: Of a number of a weight, by dtype.
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

@@ -34,7 +34,7 @@ _BIAS = 4
 
 
 class States(NamedTuple):
-    """Bytes of one rank, by the classes of :data:`moemesh.trace.memory.PARTS`."""
+    """Bytes of one rank, by the classes of :data:`moemesh.trace.memory_profile.PARTS`."""
 
     dense_weights: int
     expert_weights: int

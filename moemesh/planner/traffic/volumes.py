@@ -38,8 +38,8 @@ from typing import NamedTuple
 from moemesh.config.context import head_share
 from moemesh.config.dispatchers import packed_bytes, rows_moved
 from moemesh.config.layout import AXES
-from moemesh.planner.layout import PlannedLayout
 from moemesh.planner.memory import StageContent, dense_share, expert_share, rank_weights
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from moemesh.report import beside
-from moemesh.report import timeline as pictures
+from moemesh.report import timeline_picture as pictures
 from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
 from moemesh.report.sections.missing import missing

@@ -7,7 +7,7 @@ from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import clip
 from moemesh.report.traffic import traffic_bars, traffic_rows
-from moemesh.trace.memory import format_bytes
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
 
 _IDENTITY, _TITLE = "traffic-section", "Traffic"

@@ -20,7 +20,7 @@ from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import ROUNDING, Amount, peak_memory
+from moemesh.schedule.held_activations import ROUNDING, Amount, peak_memory
 from moemesh.schedule.search.bound import Shortest, lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies

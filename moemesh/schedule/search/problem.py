@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from moemesh.schedule.action import Kind, Op, Schedule, single
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.memory import ROUNDING, Amount, amounts
+from moemesh.schedule.held_activations import ROUNDING, Amount, amounts
 
 Objective = Literal["span", "makespan"]
 

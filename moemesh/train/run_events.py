@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from moemesh.train.folder import RunFolder
+from moemesh.train.run_folder import RunFolder
 from moemesh.watch.slow_rank import SlowRank
 
 FILE = "events.jsonl"

@@ -13,8 +13,8 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.train import saving
 from moemesh.train.console import Console
 from moemesh.train.failure import go_on
-from moemesh.train.folder import RunFolder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.run_folder import RunFolder
 from moemesh.watch.lease import LeaseLost
 
 #: Waiting longer than this for the last checkpoint before the next is worth an event.
