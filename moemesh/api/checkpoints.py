@@ -57,7 +57,7 @@ def save_checkpoint(
     axis = _axis(group)
     leaves, problem = dict[str, Any](), None
     try:
-        leaves = _State(state).leaves()
+        leaves = _ProgramState(state).leaves()
     except CheckpointError as error:
         problem = str(error)
     together.agree(problem, axis)
@@ -96,7 +96,7 @@ def load_checkpoint(
     if state is None:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
         return unflatten(saved | tensors)
-    walk = _State(state)
+    walk = _ProgramState(state)
     leaves = walk.leaves(checkpoint)
     if strict:
         _compare(leaves, saved, checkpoint, axis)
@@ -112,7 +112,7 @@ def _axis(group: ProcessGroup | None) -> Axis:
     return Mesh.single("cpu")["world"] if group is None else Axis.from_group(group)
 
 
-class _State:
+class _ProgramState:
     """The state that a program gave, its modules and optimizers taken apart into leaves."""
 
     def __init__(self, state: Any) -> None:

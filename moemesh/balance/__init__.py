@@ -13,15 +13,15 @@ from moemesh.balance.rebalance import (
     rebalance_experts,
     rebalance_published,
 )
-from moemesh.balance.shares import Split, split_loads
-from moemesh.balance.transfers import Transfer, schedule_transfers
+from moemesh.balance.shares import LoadSplit, split_loads
+from moemesh.balance.transfers import ReplicaTransfer, schedule_transfers
 
 __all__ = [
     "BalanceError",
+    "LoadSplit",
     "QuotaPlan",
     "Replan",
-    "Split",
-    "Transfer",
+    "ReplicaTransfer",
     "assign_tokens",
     "balance_of",
     "gpu_loads",

@@ -22,7 +22,7 @@ TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class LoadSplit:
     """How known loads are split over the replicas of a placement.
 
     `shares` [layers, slots] of its expert's load that each slot takes (an expert's sum to 1),
@@ -34,7 +34,7 @@ class Split:
     balance: tuple[float, ...]
 
 
-def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
+def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> LoadSplit:
     """Split known loads over the replicas of a fixed placement, best possible for every GPU.
 
     `loads` [layers, experts], `placement` [layers, slots] of logical experts. No other split has a
@@ -52,7 +52,9 @@ def split_loads(loads: Any, placement: Any, *, num_gpus: int) -> Split:
     value = shares * np.take_along_axis(given, slots, axis=1)
     per_gpu = value.reshape(len(slots), num_gpus, -1).sum(axis=2)
     kinds = like(loads, shares, per_gpu)
-    return Split(shares=kinds[0], gpu_loads=kinds[1], balance=tuple(balance_of(per_gpu).tolist()))
+    return LoadSplit(
+        shares=kinds[0], gpu_loads=kinds[1], balance=tuple(balance_of(per_gpu).tolist())
+    )
 
 
 def _fair_flow(weight: Floats, slots: Ints, num_gpus: int) -> Floats:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Transfer(NamedTuple):
+class ReplicaTransfer(NamedTuple):
     """The weights of `expert` go from one slot (of the old placement) to another (of the new one).
 
     Slots are numbered over all GPUs. What a GPU receives has to be kept beside its old replicas
@@ -21,7 +21,7 @@ class Transfer(NamedTuple):
     target_slot: int
 
 
-Rounds = tuple[tuple[Transfer, ...], ...]
+Rounds = tuple[tuple[ReplicaTransfer, ...], ...]
 
 
 def schedule_transfers(
@@ -33,7 +33,7 @@ def schedule_transfers(
     a round a GPU has one peer, sends it at most one replica and receives at most one from it.
     """
     waiting = _choose_sources(list(previous), list(slots), num_gpus, num_nodes)
-    rounds: list[tuple[Transfer, ...]] = []
+    rounds: list[tuple[ReplicaTransfer, ...]] = []
     while waiting:
         # Longest queues first, so that few rounds are needed: each GPU's queue is its degree.
         degree: Counter[int] = Counter()
@@ -50,7 +50,7 @@ def schedule_transfers(
             ),
         )
         busy: set[int] = set()
-        chosen: list[Transfer] = []
+        chosen: list[ReplicaTransfer] = []
         for pair in order:
             if busy.isdisjoint(pair):
                 busy.update(pair)
@@ -63,7 +63,7 @@ def schedule_transfers(
 
 def _choose_sources(
     previous: list[int], slots: list[int], num_gpus: int, num_nodes: int
-) -> dict[tuple[int, int], list[Transfer]]:
+) -> dict[tuple[int, int], list[ReplicaTransfer]]:
     """All transfers, by their pair of GPUs (the lower number first)."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
@@ -71,7 +71,7 @@ def _choose_sources(
     for slot, expert in enumerate(previous):
         holders[expert].append(slot)
     sent: Counter[int] = Counter()
-    found: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    found: defaultdict[tuple[int, int], list[ReplicaTransfer]] = defaultdict(list)
     for gpu in range(num_gpus):
         own = range(gpu * per_gpu, (gpu + 1) * per_gpu)
         stays = Counter(previous[slot] for slot in own if previous[slot] == slots[slot])
@@ -95,20 +95,20 @@ def _choose_sources(
             if source == gpu:  # a second copy on the same GPU
                 continue
             sent[source] += 1
-            transfer = Transfer(expert, source, gpu, source_slot, slot)
+            transfer = ReplicaTransfer(expert, source, gpu, source_slot, slot)
             found[min(source, gpu), max(source, gpu)].append(transfer)
     return dict(found)
 
 
-def _exchanges(transfers: list[Transfer]) -> int:
+def _exchanges(transfers: list[ReplicaTransfer]) -> int:
     """Rounds that a pair needs: the longer of its two directions."""
     upwards = sum(transfer.source_gpu < transfer.target_gpu for transfer in transfers)
     return max(upwards, len(transfers) - upwards)
 
 
-def _take(transfers: list[Transfer]) -> list[Transfer]:
+def _take(transfers: list[ReplicaTransfer]) -> list[ReplicaTransfer]:
     """Remove and return one transfer of each direction."""
-    taken: list[Transfer] = []
+    taken: list[ReplicaTransfer] = []
     for upwards in (True, False):
         for transfer in transfers:
             if (transfer.source_gpu < transfer.target_gpu) == upwards:

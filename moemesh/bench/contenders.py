@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.config.model import ModelConfig
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE, PlainExchange, Runner
 from moemesh.model.router import Routing
@@ -155,7 +155,7 @@ def experts_step(layer: MoE) -> Step:
         weights_R = torch.ones(num_rows, requires_grad=True)
         layer.experts.zero_grad()
         layer.experts.max_rows = None
-        rows = Rows(x_RH, identity(num_rows, x_RH.device), weights_R, work.counts_L)
+        rows = DispatchedRows(x_RH, identity(num_rows, x_RH.device), weights_R, work.counts_L)
         y_RH = layer.experts(rows)
         y_RH.backward(torch.ones_like(y_RH))
 

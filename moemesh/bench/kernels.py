@@ -30,7 +30,7 @@ from moemesh.model.moe import MoE
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
-from moemesh.planner.timing.compute import Workload, expert_block
+from moemesh.planner.timing.compute import PricedStep, expert_block
 from moemesh.planner.timing.layer_time import longer
 from moemesh.planner.timing.price import pricing, software_of
 
@@ -81,7 +81,7 @@ def planned_seconds(shape: LayerShape, machine: Cluster) -> PlannedLayer:
     priced = pricing(machine)
     model = from_model_config(shape.config)
     layout = PlannedLayout(seq_len=shape.tokens, global_batch=1)
-    work = Workload(
+    work = PricedStep(
         model=model_row(model),
         layout=layout_row(model, layout, software_of(layout)),
         hardware=hardware_row(priced.device),

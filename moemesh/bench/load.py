@@ -27,7 +27,7 @@ from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.store import Shard
-from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.export import config_json
@@ -160,7 +160,7 @@ def _write(path: Path, model: ModelConfig) -> None:
         return pool.repeat(-(-size // _POOL))[:size].view(shape)
 
     tensors = {
-        piece.source: Deferred(_DTYPE, piece.stored, partial(numbers, piece.stored))
+        piece.source: DeferredTensor(_DTYPE, piece.stored, partial(numbers, piece.stored))
         for one in logical_tensors(model, _KIND).values()
         for piece in one.pieces
     }

@@ -24,7 +24,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.parallel.pipeline.executor import Executor
-from moemesh.parallel.pipeline.program import Context, Forward, Spec
+from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
@@ -41,19 +41,19 @@ class SleepingStages:
         self.schedule, self._seconds = schedule, seconds / pieces
         self._message = torch.zeros(num_numbers)
 
-    def output_specs(self, op: Op) -> list[Spec]:
+    def output_specs(self, op: Op) -> list[TensorSpec]:
         is_last = op.stage == self.schedule.num_stages - 1
-        return [] if is_last else [Spec(tuple(self._message.shape), self._message.dtype)]
+        return [] if is_last else [TensorSpec(tuple(self._message.shape), self._message.dtype)]
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         self._sleep(1)
         return Forward([self._message for _ in self.output_specs(op)], None)
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         self._sleep(2 if op.kind == "B" else 1)
         return [self._message] if op.stage else []
 
-    def weight_gradients(self, op: Op, context: Context) -> None:
+    def weight_gradients(self, op: Op, context: BackwardState) -> None:
         self._sleep(1)
 
     def starting(self, op: Op) -> None: ...

@@ -30,7 +30,7 @@ from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
-from moemesh.model.transformer import Output, Part
+from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.expert.replicas import replicated, take_rank_tokens
 from moemesh.parallel.parallelize import ParallelModel, parallelize
 from moemesh.trace.loads import max_over_mean
@@ -185,7 +185,7 @@ def _batch(parallel: ParallelModel, settings: ReplicasSettings, name: str, step:
     return replace(batch, experts=experts)
 
 
-def _objective(part: Part, output: Output, batch: Batch) -> Tensor:
+def _objective(part: ModelPart, output: Output, batch: Batch) -> Tensor:
     """The losses of this rank's tokens; a factor changes no time."""
     assert output.losses_T is not None
     return output.losses_T.mean()

@@ -20,8 +20,8 @@ from moemesh.bench.options import BenchError
 from moemesh.bench.settings import TokenizeSettings
 from moemesh.data.corpus import Corpus
 from moemesh.data.input_files import find
-from moemesh.data.parts import Settings
-from moemesh.data.tokenizing import Job
+from moemesh.data.parts import TokenSettings
+from moemesh.data.tokenizing import TokenizeJob
 
 #: The base of all ratios.
 BASE = "encode_batch_fast"
@@ -58,7 +58,7 @@ def run(settings: TokenizeSettings) -> dict[str, Any]:
 
         def to_files() -> int:
             out = str(folder / f"out{next(counter)}")
-            job = Job.open(str(text), out, Settings(tokenizer=str(path)))
+            job = TokenizeJob.open(str(text), out, TokenSettings(tokenizer=str(path)))
             return job.run(processes=settings.processes)["num_documents"]
 
         contenders: dict[str, Callable[[], int]] = {

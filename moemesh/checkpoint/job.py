@@ -59,7 +59,7 @@ REPORT_SECONDS = 10.0
 FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
 
 
-class Outcome(NamedTuple):
+class SaveOutcome(NamedTuple):
     """How a save ended: `problem` None where it was committed, `seconds` from its start to there,
     `nonfinite` the tensors with numbers that are not finite, `is_lost` whether the folder is that
     of another run now."""
@@ -79,7 +79,7 @@ class _Lost(Exception):
     """The folder is that of another run now."""
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """That of one rank of `world_size` in the saves below `folder`, of which `keep` stay;
     `note` takes what failed and did not end a save; `lost` says why the folder is no more the
     run's, or None."""
@@ -92,12 +92,12 @@ class Part(NamedTuple):
     lost: Callable[[], str | None] = lambda: None
 
 
-class Job:
+class SaveJob:
     """One save on one rank: :meth:`run` it in another thread than the one that waits for it."""
 
     def __init__(
         self,
-        place: Part,
+        place: RankPart,
         step: int,
         identity: str,
         keyed: Mapping[str, Shard],
@@ -111,7 +111,7 @@ class Job:
         self._ended = threading.Event()
         self._told: dict[int | None, str] = {}
         self._num_failed = 0
-        self.outcome: Outcome | None = None
+        self.outcome: SaveOutcome | None = None
         #: What this rank could not report, and in which attempt (None: in any), because the folder
         #: takes nothing any more.
         self.untold: tuple[int | None, str] | None = None
@@ -153,7 +153,7 @@ class Job:
             problem = f"{type(error).__name__}: {error}"
             self.untold = None, problem
         seconds = time.monotonic() - self._since
-        self.outcome = Outcome(self._step, problem, seconds, nonfinite, is_lost)
+        self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
 
     # --- rank 0 ---
 
@@ -371,7 +371,7 @@ class _Looks:
     """The pauses between looks at a folder, a tenth of the time since something was found. They end
     a save whose process has ended otherwise, when nothing new has come for a while."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SaveJob) -> None:
         self._job, self._since = job, time.monotonic()
 
     @property

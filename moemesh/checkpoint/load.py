@@ -16,8 +16,8 @@ from moemesh.checkpoint.files import CheckpointError, explain
 from moemesh.checkpoint.manifest import Manifest
 from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.retention import nonfinite
-from moemesh.checkpoint.stored import Stored, candidates, open_stored
-from moemesh.checkpoint.tensor_file import Deferred, RemoteTensors
+from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored
+from moemesh.checkpoint.tensor_file import DeferredTensor, RemoteTensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,13 +34,13 @@ class Shard:
     tensor: torch.Tensor
     make: Callable[[], torch.Tensor] | None = None
 
-    def deferred(self) -> Deferred:
+    def deferred(self) -> DeferredTensor:
         """The numbers, for a file."""
         make = self.make or (lambda: self.tensor)
-        return Deferred(self.tensor.dtype, tuple(self.tensor.shape), make)
+        return DeferredTensor(self.tensor.dtype, tuple(self.tensor.shape), make)
 
 
-class Checkpoint(Stored):
+class Checkpoint(StoredCheckpoint):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
     def __init__(self, path: Place, manifest: Manifest) -> None:

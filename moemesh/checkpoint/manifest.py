@@ -76,7 +76,7 @@ class Slice(_Strict):
     chunks: tuple[ChunkDigest, ...] = ()
 
 
-class Entry(_Strict):
+class ManifestEntry(_Strict):
     """One logical tensor."""
 
     shape: tuple[Size, ...]
@@ -112,7 +112,7 @@ class Manifest(_Strict):
     chunk_bytes: Annotated[int, Field(strict=True, ge=1, le=1 << 30)] | None = None
     hash: Literal["blake2b-128", "xxh3-128"] | None = None
     nonfinite: tuple[str, ...] | None = None
-    tensors: dict[str, Entry]
+    tensors: dict[str, ManifestEntry]
     files: dict[FileName, File | WholeFile]
     state: dict[str, Any]
     digest: Annotated[str, Field(exclude=True)] = ""

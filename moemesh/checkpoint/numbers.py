@@ -13,7 +13,7 @@ import numpy as np
 from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, reading
 from moemesh.checkpoint.header import read_places
 from moemesh.checkpoint.manifest import ITEM_BYTES
-from moemesh.checkpoint.stored import Stored
+from moemesh.checkpoint.stored import StoredCheckpoint
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Numbers that are looked at together.
@@ -41,7 +41,7 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
     return sum(int(np.count_nonzero((block & mask) == mask)) for block in blocks)
 
 
-class Difference(NamedTuple):
+class NumberDifference(NamedTuple):
     """How two tensors of one name, shape and dtype differ, over the numbers finite in both.
 
     `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
     num_nonfinite: tuple[int, int]
 
 
-def difference(first: Stored, second: Stored, name: str) -> Difference:
+def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> NumberDifference:
     """Compare the tensor `name` of two checkpoints, in which it has one shape and dtype."""
     entry = first.entry(name)
     a_bits, b_bits = read_bits(first, name), read_bits(second, name)
@@ -65,7 +65,7 @@ def difference(first: Stored, second: Stored, name: str) -> Difference:
     a, b = a[usable], b[usable]
     largest = float(np.max(np.abs(a - b), initial=0.0))
     magnitude = float(np.max(np.abs(a), initial=0.0))
-    return Difference(
+    return NumberDifference(
         num_different=int(np.count_nonzero(a_bits != b_bits)),
         num_elements=prod(entry.shape),
         largest=largest,
@@ -74,7 +74,7 @@ def difference(first: Stored, second: Stored, name: str) -> Difference:
     )
 
 
-def read_bits(stored: Stored, name: str) -> Array:
+def read_bits(stored: StoredCheckpoint, name: str) -> Array:
     """A whole logical tensor, put together of its slices, as unsigned integers of its bits."""
     entry = stored.entry(name)
     result = np.empty(entry.shape, _unsigned(entry.dtype))

@@ -25,7 +25,7 @@ from moemesh.checkpoint.files import (
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.stored import Stored, candidates, open_stored, unfinished
+from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored, unfinished
 
 VERIFIED = "verified.json"
 
@@ -55,7 +55,7 @@ class Pruning(NamedTuple):
     leftovers: list[str]
 
 
-def nonfinite(stored: Stored) -> Sequence[str]:
+def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
     """The names of the tensors that hold numbers that are not finite. A checkpoint of format 1 does
     not say: its tensors are read."""
     if stored.manifest.nonfinite is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.job import FIRST_LOOK, LONGEST_LOOK, Job, Outcome, Part
+from moemesh.checkpoint.job import FIRST_LOOK, LONGEST_LOOK, RankPart, SaveJob, SaveOutcome
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.writing import check_shards, check_step
@@ -146,8 +146,8 @@ class Saver:
         self._gather, self._lost = gather, lost
         self._in_background = in_background
         self._staging = Staging(ranks_on_machine)
-        self._job: Job | None = None
-        jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._job: SaveJob | None = None
+        jobs: SimpleQueue[SaveJob | None] = SimpleQueue()
         self._jobs = jobs
 
         def work() -> None:
@@ -197,15 +197,15 @@ class Saver:
         content = json.dumps(state) if self.rank == 0 else "{}"
         if stages:
             keyed = self._staging.copy(keyed)
-        part = Part(
+        part = RankPart(
             self.folder, self.rank, self.world_size, self.keep, self._news.append, self._lost
         )
-        self._job = Job(part, step, replies[0]["identity"], keyed, content, since)
+        self._job = SaveJob(part, step, replies[0]["identity"], keyed, content, since)
         self._jobs.put(self._job)
         if not stages:
             self._settle(self._job)
 
-    def finish(self, *, hurry: bool = False) -> Outcome | None:
+    def finish(self, *, hurry: bool = False) -> SaveOutcome | None:
         """Wait for the save under way; all ranks call. None where there is none.
 
         `hurry`: an attempt that fails now is not followed by another one. Returns the same on every
@@ -223,14 +223,14 @@ class Saver:
         self._job = None
         return outcome
 
-    def _settle(self, job: Job) -> Outcome:
+    def _settle(self, job: SaveJob) -> SaveOutcome:
         """Wait until the save has ended on all ranks. Every rank asks all others as often."""
         pause = FIRST_LOOK
         while True:
             own = {"outcome": job.outcome and job.outcome._asdict(), "untold": job.untold}
             replies = self._gather(own)
             if all(reply["outcome"] for reply in replies):
-                return Outcome(**replies[0]["outcome"])
+                return SaveOutcome(**replies[0]["outcome"])
             if replies[0]["outcome"]:
                 job.stop()  # rank 0 has decided: nobody needs to wait for files any more
             for rank, reply in enumerate(replies):

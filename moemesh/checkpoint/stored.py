@@ -33,8 +33,8 @@ from moemesh.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
     PART,
-    Entry,
     Manifest,
+    ManifestEntry,
     Slice,
     WholeFile,
     decode,
@@ -62,7 +62,7 @@ class Damage(NamedTuple):
         return f"{self.file}: {where}{self.reason}"
 
 
-class Stored:
+class StoredCheckpoint:
     """A checkpoint whose manifest, files and headers agree."""
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
@@ -86,7 +86,7 @@ class Stored:
         """Logical shape of a tensor."""
         return self.entry(name).shape
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ManifestEntry:
         """Shape, dtype and slices of a tensor; CheckpointError where there is none."""
         try:
             return self.manifest.tensors[name]
@@ -170,7 +170,7 @@ def unfinished(folder: Place) -> list[str]:
     return found + [name for name in steps if not is_committed(folder / name)]
 
 
-def open_stored(folder: Place, step: int) -> Stored:
+def open_stored(folder: Place, step: int) -> StoredCheckpoint:
     """Opens ``folder/step-<step>`` and checks all but the digests of tensors, the part that reads
     every byte. Raises CheckpointError naming the file and what is wrong with it."""
     path = folder / f"step-{step}"
@@ -179,7 +179,7 @@ def open_stored(folder: Place, step: int) -> Stored:
         raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}: a renamed folder?")
     for damage in misfits(path, manifest):
         raise CheckpointError(f"{path}/{damage}")
-    return Stored(path, manifest)
+    return StoredCheckpoint(path, manifest)
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -236,7 +236,7 @@ def examine(folder: Place, step: int) -> list[Damage]:
     found = list(misfits(path, manifest))
     if manifest.step != step:
         found.insert(0, Damage(MANIFEST, f"is of step {manifest.step}: a renamed folder?"))
-    stored = Stored(path, manifest)
+    stored = StoredCheckpoint(path, manifest)
     bad = {damage.file: damage.reason for damage in found}
     for file in sorted(manifest.files):
         if bad.get(file) == "missing":

@@ -21,7 +21,7 @@ from moemesh.checkpoint.remote import RemotePath
 _TORCH_DTYPES = {stored: name for name, stored in DTYPES.items()}
 
 
-class Deferred(NamedTuple):
+class DeferredTensor(NamedTuple):
     """A tensor that is made when it is written: its dtype and shape, and how."""
 
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class Deferred(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def in_order(tensors: Mapping[str, Deferred]) -> list[str]:
+def in_order(tensors: Mapping[str, DeferredTensor]) -> list[str]:
     """The keys as a file has them: wide elements first, so that each tensor starts at a multiple of
     its element size."""
     return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
 
 
 def safetensors_bytes(
-    tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file: its header, then a tensor at a time as :func:`in_order`."""
     ordered = [(key, tensors[key]) for key in in_order(tensors)]

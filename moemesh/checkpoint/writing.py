@@ -24,16 +24,16 @@ from moemesh.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
-    Entry,
     File,
     Manifest,
+    ManifestEntry,
     Slice,
     check_state,
     encode,
 )
 from moemesh.checkpoint.numbers import num_nonfinite
 from moemesh.checkpoint.remote import Place, RemotePath
-from moemesh.checkpoint.stored import Stored, read_manifest
+from moemesh.checkpoint.stored import StoredCheckpoint, read_manifest
 from moemesh.checkpoint.tensor_file import in_order, safetensors_bytes
 
 #: What a rank says of its part: JSON.
@@ -125,7 +125,7 @@ def write_part(
 def read_back(temporary: Place, report: Report) -> None:
     """Reads this rank's part from the disk; CheckpointError where it is not what was written."""
     if report["file"] is not None:
-        Stored(temporary, _manifest(0, [report], {})).verify()
+        StoredCheckpoint(temporary, _manifest(0, [report], {})).verify()
 
 
 def commit(
@@ -197,7 +197,9 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
         hash=names[0],
         nonfinite=tuple(sorted({name for report in reports for name in report["nonfinite"]})),
         tensors={
-            name: Entry(**{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]})
+            name: ManifestEntry(
+                **{**entry, "shape": tuple(entry["shape"]), "slices": entry["slices"]}
+            )
             for name, entry in tensors.items()
         },
         files={report["name"]: File(**report["file"]) for report in reports if report["file"]},

@@ -11,7 +11,7 @@ from moemesh.cli.table import table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.checkpoint.stored import Stored
+    from moemesh.checkpoint.stored import StoredCheckpoint
 
 #: Rows of a table of differences, unless all are asked for.
 _LINES = 20
@@ -65,7 +65,7 @@ def diff(
     raise typer.Exit(int(differs))
 
 
-def _changed(a: "Stored", b: "Stored") -> dict[str, list[Any]]:
+def _changed(a: "StoredCheckpoint", b: "StoredCheckpoint") -> dict[str, list[Any]]:
     """The keys of the state that differ, each with both values."""
     keys = sorted({*a.state, *b.state})
     pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}

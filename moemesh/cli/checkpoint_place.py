@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
 
 
-class Found(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """A folder of checkpoints, and the steps that are meant, newest first."""
 
     folder: "Folder"
@@ -22,7 +22,7 @@ class Found(NamedTuple):
         return self.folder / f"step-{step}"
 
 
-def find(text: str) -> Found:
+def find(text: str) -> CheckpointPlace:
     """What a path or address on the command line means. CheckpointError where there is no
     checkpoint."""
     from moemesh.checkpoint.files import COMMITTED, CheckpointError
@@ -33,11 +33,11 @@ def find(text: str) -> Found:
     if match := COMMITTED.fullmatch(place.name):
         for folder in _folders(place.parent):
             if (folder / place.name).is_dir():
-                return Found(folder, [int(match[1])])
+                return CheckpointPlace(folder, [int(match[1])])
         raise CheckpointError(f"{place}: there is no such checkpoint{_others(place.parent)}")
     for folder in _folders(place):
         if steps := candidates(folder):
-            return Found(folder, steps)
+            return CheckpointPlace(folder, steps)
     raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
 
 

@@ -67,22 +67,22 @@ def tokenize(
         moemesh tokenize corpus/ tokens/corpus --tokenizer ./Qwen3-30B-A3B
         moemesh train --set data.path=tokens/corpus.idx --set model.path=./Qwen3-30B-A3B
     """
-    from moemesh.data.parts import EOS, Settings
-    from moemesh.data.tokenizing import Job
+    from moemesh.data.parts import EOS, TokenSettings
+    from moemesh.data.tokenizing import TokenizeJob
 
     def note(text: str) -> None:
         typer.echo(text, err=True)
 
     # The first line comes before anything is read.
     note(f"tokenizing {source} with {tokenizer}")
-    settings = Settings(
+    settings = TokenSettings(
         tokenizer=tokenizer,
         text_key=text_key,
         end_of_document=eod_token or (EOS if append_eod else None),
         bad_records=bad_records,
         bad_record_share=bad_record_share,
     )
-    job = Job.open(source, out, settings, data_format)
+    job = TokenizeJob.open(source, out, settings, data_format)
     note(f"{len(job.parts):,} file(s), {job.num_bytes / 1e6:,.1f} MB, into {job.prefix}")
     with _progress(job.num_bytes, len(job.parts)) as advance:
         facts = job.run(processes=processes, on_note=note, advance=advance)

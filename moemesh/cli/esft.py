@@ -63,10 +63,10 @@ def scores(
 
         moemesh train sft.toml --set train.esft=law.json
     """
-    from moemesh.train.esft_request import Request
+    from moemesh.train.esft_request import EsftRequest
     from moemesh.train.weight_sources import check_weights, config_of
 
-    request = Request(
+    request = EsftRequest(
         data=data,
         out=out,
         threshold=threshold,

@@ -48,7 +48,7 @@ def launch(
         moemesh launch --set plan.dp=16 --set plan.ep=16 --out /shared/runs/first --slurm
     """
     from moemesh.config.errors import ConfigError
-    from moemesh.config.jobs import FILES, Job
+    from moemesh.config.jobs import FILES, ClusterJob
     from moemesh.config.trainable import refusals
 
     asked: list[Launcher] = [
@@ -70,7 +70,7 @@ def launch(
     for override in overrides or []:
         arguments += ["--set", override]
     arguments += ["--out", str(folder)]
-    job = Job.of(
+    job = ClusterJob.of(
         run,
         arguments,
         folder,

@@ -13,11 +13,11 @@ from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
 from moemesh.cli.progress import progress
 from moemesh.cli.table import table
-from moemesh.schedule.request import Request
+from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from moemesh.schedule.answer import Answer
+    from moemesh.schedule.answer import ScheduleAnswer
     from moemesh.schedule.closed_forms import ClosedForm
 
 #: Characters of a line of text.
@@ -31,9 +31,9 @@ microbatches long."""
 
 
 @app.command("schedule", short_help="Simulate, draw and check a pipeline.")
-@options_from(Request, name=completion.schedules)
+@options_from(ScheduleRequest, name=completion.schedules)
 def show_schedule(
-    request: Request,
+    request: ScheduleRequest,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Trace for Perfetto.")] = None,
     save: Annotated[
@@ -83,7 +83,7 @@ def show_schedule(
             typer.echo(saved(found.schedule, save))
 
 
-def _compare_all(request: Request, as_json: bool) -> None:
+def _compare_all(request: ScheduleRequest, as_json: bool) -> None:
     from moemesh.schedule.comparison import compare, comparison_rows
 
     with progress("comparing schedules", quiet=as_json):
@@ -101,7 +101,7 @@ def _compare_all(request: Request, as_json: bool) -> None:
             typer.echo("\n".join(_wrapped([f"{one.name}: {one.refused}"])))
 
 
-def schedule_text(found: "Answer", picture: str = "", *, width: int = 160) -> str:
+def schedule_text(found: "ScheduleAnswer", picture: str = "", *, width: int = 160) -> str:
     """The answer for a person: the picture if no line is longer than `width`, else how to see it;
     totals beside their formulas, then a row a rank."""
     from moemesh.schedule.answer import short
@@ -158,7 +158,7 @@ def _formula(closed: "ClosedForm | None", metric: str) -> str:
     return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
 
 
-def _rank_rows(found: "Answer") -> list[str]:
+def _rank_rows(found: "ScheduleAnswer") -> list[str]:
     from moemesh.schedule.answer import short
 
     simulation, closed = found.simulation, found.closed

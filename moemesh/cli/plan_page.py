@@ -25,7 +25,7 @@ from moemesh.cli.plan_text import (
 )
 from moemesh.planner.estimate import estimate
 from moemesh.planner.layout_sources import plan_of, untrained
-from moemesh.planner.search.command import Planned
+from moemesh.planner.search.command import PlannedAnswer
 from moemesh.planner.search.rival import MEMORY_PARTS
 from moemesh.planner.search.search import Candidate
 from moemesh.planner.traffic.by_axis import by_axis
@@ -38,7 +38,7 @@ from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 _Bar = tuple[str, str, list[tuple[str, float, str]]]
 
 
-def plan_html(planned: Planned, asked: str) -> str:
+def plan_html(planned: PlannedAnswer, asked: str) -> str:
     """The page of a plan, the same bytes for the same plan; `asked` are options that `moemesh
     estimate` takes, too."""
     best = planned.candidates[0]
@@ -106,7 +106,7 @@ def _chart(title: str, note: str, bars: Sequence[_Bar], limit: float = 0, text: 
     }
 
 
-def _time_bars(planned: Planned) -> Any:
+def _time_bars(planned: PlannedAnswer) -> Any:
     """Seconds of each layout by part; parts beyond the colours there are count as other."""
     shares = [step_parts(one.breakdown) for one in planned.candidates]
     largest: defaultdict[str, float] = defaultdict(float)
@@ -131,7 +131,7 @@ def _time_bars(planned: Planned) -> Any:
     return _chart("Seconds of a step, by part", note, bars)
 
 
-def _memory_bars(planned: Planned, capacity: float) -> Any:
+def _memory_bars(planned: PlannedAnswer, capacity: float) -> Any:
     bars: list[_Bar] = []
     for number, one in enumerate(planned.candidates, start=1):
         parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
@@ -149,7 +149,7 @@ def _memory_bars(planned: Planned, capacity: float) -> Any:
     )
 
 
-def _traffic(planned: Planned, best: Candidate) -> Table | None:
+def _traffic(planned: PlannedAnswer, best: Candidate) -> Table | None:
     # Of weights that do not train the closed forms know, a plan says nothing.
     is_exact = planned.model.run is None and not untrained(best.layout, planned.model)
     plan = plan_of(best.layout) if is_exact else None

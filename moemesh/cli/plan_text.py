@@ -14,7 +14,7 @@ from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import untrained
 from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
-    Planned,
+    PlannedAnswer,
     not_trained,
     plan_keys,
     still_to_choose,
@@ -49,7 +49,7 @@ PARTS = {
 }
 
 
-def plan_text(planned: Planned, asked: str, file: str = "", *, explain: bool = False) -> str:
+def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bool = False) -> str:
     """The answer in about twenty lines; `asked` are options that `moemesh estimate` takes, too,
     `file` the configuration that was written, `explain` adds what the answer rests on."""
     best, cluster = planned.candidates[0], planned.cluster
@@ -102,7 +102,7 @@ def plan_text(planned: Planned, asked: str, file: str = "", *, explain: bool = F
     return "\n".join(lines)
 
 
-def heading(planned: Planned) -> str:
+def heading(planned: PlannedAnswer) -> str:
     """The model and the machine."""
     cluster = planned.cluster
     devices = f"{cluster.num_devices:,} {'device' if cluster.num_devices == 1 else 'devices'}"
@@ -116,7 +116,7 @@ def batch_words(best: Candidate) -> str:
     return f"{layout.global_batch:,} x {layout.seq_len:,} tokens a step"
 
 
-def figures(planned: Planned) -> list[tuple[str, ...]]:
+def figures(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
     _, unit = memory_unit(planned)
     rows: list[tuple[str, ...]] = []
@@ -136,7 +136,7 @@ def figures(planned: Planned) -> list[tuple[str, ...]]:
     return rows
 
 
-def _rows(planned: Planned) -> list[str]:
+def _rows(planned: PlannedAnswer) -> list[str]:
     """Figures of every layout, each above its roles and keys: the first's, and where others differ
     from these."""
     first, texts = plan_keys(planned.candidates[0].layout), list[str]()
@@ -173,13 +173,13 @@ def cells(layout: PlannedLayout) -> dict[str, str]:
     return found
 
 
-def memory_unit(planned: Planned) -> tuple[str, float]:
+def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
     """Name and bytes of the unit in which the memory of all layouts is shown."""
     is_small = max(found.memory.needed for found in planned.candidates) < 2**30
     return ("MiB", 2.0**20) if is_small else ("GiB", 2.0**30)
 
 
-def mfu_words(planned: Planned) -> str:
+def mfu_words(planned: PlannedAnswer) -> str:
     """What MFU is, with the numbers of the cluster."""
     peak = planned.speed(planned.candidates[0]).peak_flops / 1e12
     devices = planned.cluster.num_devices
@@ -237,7 +237,7 @@ def _memory(best: Candidate, capacity: float) -> list[str]:
     )
 
 
-def risk_of_memory(planned: Planned) -> str:
+def risk_of_memory(planned: PlannedAnswer) -> str:
     """Whether the first layout may run out of memory on another software, and what would not."""
     first, *others = planned.candidates
     device = format_bytes(planned.cluster.memory_bytes)
@@ -254,7 +254,7 @@ def risk_of_memory(planned: Planned) -> str:
     return f"{told}, and no layout's fits: more --nodes leave more room"
 
 
-def published(planned: Planned) -> list[str]:
+def published(planned: PlannedAnswer) -> list[str]:
     """Runs of others beside the predictions of their layouts."""
     lines: list[str] = []
     for run in planned.published:
@@ -271,7 +271,7 @@ def published(planned: Planned) -> list[str]:
     return lines
 
 
-def certified(planned: Planned) -> str:
+def certified(planned: PlannedAnswer) -> str:
     """The certificate in a sentence."""
     proof, best = planned.certificate, planned.candidates[0]
     gap = best.seconds / proof.lower_bound_seconds - 1
@@ -326,7 +326,7 @@ def _too_large(rival: Rival, found: Candidate, capacity: float) -> list[str]:
     return told
 
 
-def _handoff(planned: Planned, best: Candidate, file: str) -> list[str]:
+def _handoff(planned: PlannedAnswer, best: Candidate, file: str) -> list[str]:
     """The two calls that run the answer, or why there are none."""
     if refused := not_trained(best.layout, planned.model):
         lines = wrapped(f"this version plans {', '.join(refused)} and does not train it")
@@ -338,7 +338,7 @@ def _handoff(planned: Planned, best: Candidate, file: str) -> list[str]:
     return [told, f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
 
 
-def command_lines(planned: Planned, best: Candidate, asked: str) -> list[str]:
+def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:
     """The call that trains the layout; of what is not trained, the one that prices it."""
     if not not_trained(best.layout, planned.model):
         return folded(train_command(best.layout, planned.model))

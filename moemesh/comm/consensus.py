@@ -25,7 +25,7 @@ _ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """The outcome of one rank: `problem` is None for success.
 
     `raised`: the work did not run to its end there; `followed`: only because another rank's did
@@ -39,7 +39,7 @@ class Outcome:
 
 def run_with_consensus(
     work: Callable[[], str | None], mesh: Mesh, *, name: str, timeout_seconds: float
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     """``work()`` on every rank of `mesh`; the outcome of each, in rank order, on each.
 
     `work` may use collectives and returns what is wrong, or None. All ranks call this at the same
@@ -71,9 +71,9 @@ def _watched(
     store: dist.Store,
     deadline: float,
     timeout_seconds: float,
-) -> Outcome:
+) -> RankOutcome:
     """This rank's outcome: of the work, of the clock, or of a peer's failure, what comes first."""
-    done: list[Outcome] = []
+    done: list[RankOutcome] = []
 
     def run() -> None:
         if mesh.device.type == "cuda":
@@ -85,26 +85,26 @@ def _watched(
     while not done:
         thread.join(_POLL_SECONDS)
         if not done and store.check(["raised"]):
-            return Outcome(
+            return RankOutcome(
                 problem="stopped because another rank failed", raised=True, followed=True
             )
         if not done and time.monotonic() > deadline:
-            done.append(Outcome(problem=f"no end after {timeout_seconds:g} s", raised=True))
+            done.append(RankOutcome(problem=f"no end after {timeout_seconds:g} s", raised=True))
     if done[0].raised:
         store.set("raised", "yes")
     return done[0]
 
 
-def _outcome(work: Callable[[], str | None]) -> Outcome:
+def _outcome(work: Callable[[], str | None]) -> RankOutcome:
     try:
-        return Outcome(problem=work())
+        return RankOutcome(problem=work())
     except Exception as error:
-        return Outcome(problem=f"{type(error).__name__}: {error}", raised=True)
+        return RankOutcome(problem=f"{type(error).__name__}: {error}", raised=True)
 
 
-def _answers(store: dist.Store, num_ranks: int, limit: float) -> list[Outcome]:
+def _answers(store: dist.Store, num_ranks: int, limit: float) -> list[RankOutcome]:
     keys = [str(rank) for rank in range(num_ranks)]
     while not store.check(keys) and time.monotonic() < limit:
         time.sleep(_POLL_SECONDS)
-    silent = Outcome(problem="no answer", raised=True)
-    return [Outcome(**json.loads(store.get(k))) if store.check([k]) else silent for k in keys]
+    silent = RankOutcome(problem="no answer", raised=True)
+    return [RankOutcome(**json.loads(store.get(k))) if store.check([k]) else silent for k in keys]

@@ -35,7 +35,7 @@ class Codec(Protocol):
     def decode(self, packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor: ...
 
 
-class Exchange(Protocol):
+class RowExchange(Protocol):
     """One direction of a linear exchange: it starts, and ends with the rows. May be repeated."""
 
     def start(self, x: Tensor, phase: str) -> None: ...
@@ -45,7 +45,7 @@ class Exchange(Protocol):
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: RowExchange, back: RowExchange) -> Tensor:
         ctx.back = back
         there.start(x, "forward")
         return x.new_empty(0)  # the rows are with `there`
@@ -58,7 +58,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, place: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Any, place: Tensor, there: RowExchange, back: RowExchange) -> Tensor:
         # A leaf where the graph was cut (moemesh.ops.pending): no one reads its gradient.
         ctx.back, ctx.is_cut = back, place.is_leaf
         return there.finish()
@@ -70,7 +70,7 @@ class _Finish(torch.autograd.Function):
         return None if ctx.is_cut else gradient.new_zeros(0), None, None
 
 
-def exchange_start(x: Tensor, there: Exchange, back: Exchange) -> Pending[Tensor]:
+def exchange_start(x: Tensor, there: RowExchange, back: RowExchange) -> Pending[Tensor]:
     """Start `there`; `wait()` returns the rows. Backward: `back`, its transpose, also asynchronous.
 
     The value must be waited for exactly once, and all ranks must start and wait in the same order.

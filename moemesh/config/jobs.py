@@ -41,7 +41,7 @@ _SHARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ClusterJob:
     """A run on `nodes` equal nodes: the arguments of `moemesh train`, and what schedulers ask."""
 
     name: str
@@ -66,7 +66,7 @@ class Job:
         out: Path,
         ranks_per_node: int | None,
         **more: Any,
-    ) -> Job:
+    ) -> ClusterJob:
         """`ranks_per_node` None: as the plan says, else 8, or all ranks where there are fewer.
 
         Raises ConfigError where the ranks do not fill their nodes, and for words (of `more`) that
@@ -90,7 +90,7 @@ class Job:
                     )
                 ]
             )
-        return Job(
+        return ClusterJob(
             name=_plain(out.name),
             arguments=tuple(arguments),
             out=str(out),

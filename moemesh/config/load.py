@@ -25,8 +25,8 @@ from moemesh.config.run import DEFAULT_PRESET, RunConfig
 from moemesh.config.schema import PATH_KEY, PRESET_KEY, SECTIONS, all_keys
 from moemesh.config.section import Section
 from moemesh.config.sources import (
+    ConfigSource,
     Leaf,
-    Source,
     merge,
     preset_names,
     read_environment,
@@ -125,7 +125,7 @@ def load_run(
     return Resolved(config=config, origins=origins, notes=notes)
 
 
-def _overruled_end(given: Sequence[Source]) -> str | None:
+def _overruled_end(given: Sequence[ConfigSource]) -> str | None:
     """Of ``train.steps`` and ``train.epochs`` the one that a stronger source overrules by giving
     the other, so that --set can end a run whose file says it in the other way."""
     last = {
@@ -233,7 +233,7 @@ def _run_config(sections: Mapping[str, Section], preset: str, path: str | None) 
     )
 
 
-def _unknown_keys(sources: Sequence[Source]) -> list[Problem]:
+def _unknown_keys(sources: Sequence[ConfigSource]) -> list[Problem]:
     """One problem for every leaf of any source that is no key."""
     known = set(all_keys())
     problems: list[Problem] = []
@@ -396,7 +396,7 @@ def _at(leaf: Leaf, code: str, key: str, message: str, fix: str) -> Problem:
     )
 
 
-def _as_the_model(problem: Problem, base: Source) -> Problem:
+def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:
     """With the preset's or the folder's own size as the fix of one that no model could have: the
     end of its range, such as one channel, would be legal and of no use."""
     leaf = base.leaves.get(problem.key)

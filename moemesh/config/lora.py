@@ -78,7 +78,7 @@ class LoraConfig(Section):
 NO_ADAPTERS = LoraConfig()
 
 
-class Part(NamedTuple):
+class TargetPart(NamedTuple):
     """The part of a parameter that is the projection `target`: `size` places of `dim` from `start`
     on (of a stack of experts, `dim` is that of one expert); `dim` None: the whole parameter."""
 
@@ -106,7 +106,7 @@ class Factor(NamedTuple):
 
 
 #: Parts of parameters, by the end of the parameter's name; a part without dim is all of it.
-_GATE_UP = (Part("gate_proj", 0, 0, 1), Part("up_proj", 0, 1, 1))
+_GATE_UP = (TargetPart("gate_proj", 0, 0, 1), TargetPart("up_proj", 0, 1, 1))
 _WHOLE = {
     "down": "down_proj",
     "output": "o_proj",
@@ -120,18 +120,18 @@ _WHOLE = {
 _WIDER = {("dp_cp", "tp"): "stage", ("edp", "etp"): "edp_etp"}
 
 
-def parts_of(leaf: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def parts_of(leaf: str, shape: tuple[int, ...]) -> tuple[TargetPart, ...]:
     """The projections that the parameter `leaf` of this shape holds; of others none."""
     if leaf == "qkv":
         groups = shape[1] - 2
         return (
-            Part("q_proj", 1, 0, groups),
-            Part("k_proj", 1, groups, 1),
-            Part("v_proj", 1, groups + 1, 1),
+            TargetPart("q_proj", 1, 0, groups),
+            TargetPart("k_proj", 1, groups, 1),
+            TargetPart("v_proj", 1, groups + 1, 1),
         )
     if leaf == "gate_up":
         return _GATE_UP
-    return (Part(_WHOLE[leaf]),) if leaf in _WHOLE else ()
+    return (TargetPart(_WHOLE[leaf]),) if leaf in _WHOLE else ()
 
 
 def factors_of(

@@ -11,7 +11,7 @@ from moemesh.config.attention_keys import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
 from moemesh.config.lora import LoraConfig
-from moemesh.config.rules import Sizes
+from moemesh.config.rules import CutSizes
 from moemesh.config.section import (
     LARGEST_SIZE,
     POSITIVE,
@@ -65,10 +65,10 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         return adapted
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> CutSizes:
         """Sizes that the degrees of a plan divide."""
         has_experts = self.num_moe_layers > 0
-        return Sizes(
+        return CutSizes(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads if self.attention == "gqa" else 0,

@@ -2,7 +2,7 @@
 
 One function a rule group, for anything that has the degrees: a :class:`moemesh.config.plan.Plan`,
 which `moemesh train` runs, and a layout of the planner, which other trainers run, too. They read a
-model through its :class:`Sizes`. The predicates among them also enumerate the planner's search.
+model through its :class:`CutSizes`. The predicates among them also enumerate the planner's search.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ V_SCHEDULES = ("zb_v", "dualpipe_v")
 _SHARED_KEYS = ("num_shared_experts", "shared_intermediate_size", "expert_intermediate_size")
 
 
-class Sizes(NamedTuple):
+class CutSizes(NamedTuple):
     """The sizes of a model that degrees cut; 0 for what it does not have.
 
     `num_kv_heads` is 0 with latent attention, `intermediate_size` the width of dense MLPs,
@@ -68,7 +68,7 @@ class Degrees(Protocol):
 
 
 def degree_problems(
-    plan: Degrees, sizes: Sizes | None, *, copied_kv_heads: bool = False
+    plan: Degrees, sizes: CutSizes | None, *, copied_kv_heads: bool = False
 ) -> list[Problem]:
     """Every rule between the degrees and, with `sizes`, between them and a model.
 
@@ -83,7 +83,7 @@ def degree_problems(
     return problems + _expert_problems(plan, sizes)
 
 
-def uncut_by_tensor(sizes: Sizes, tp: int, *, copied_kv_heads: bool = False) -> dict[str, int]:
+def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) -> dict[str, int]:
     """The sizes that `tp` ranks cannot share evenly: name -> its number. Empty where all are."""
     cut = {
         "num_heads": sizes.num_heads,
@@ -96,7 +96,7 @@ def uncut_by_tensor(sizes: Sizes, tp: int, *, copied_kv_heads: bool = False) -> 
     return {name: size for name, size in cut.items() if size % tp}
 
 
-def experts_fit(sizes: Sizes, ranks: int, ep: int, etp: int) -> bool:
+def experts_fit(sizes: CutSizes, ranks: int, ep: int, etp: int) -> bool:
     """Whether `ranks` of a stage hold the experts cut ep ways, each cut etp ways."""
     if not sizes.num_moe_layers:
         return ep * etp == 1
@@ -162,7 +162,7 @@ def _mesh_fix(plan: Degrees, num_experts: int) -> str:
     return fix
 
 
-def _tensor_problems(plan: Degrees, sizes: Sizes, copied_kv_heads: bool) -> list[Problem]:
+def _tensor_problems(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> list[Problem]:
     """Tensor parallelism cuts heads, dense widths, shared experts; context may cut heads, too."""
     tp, heads = plan.tp, sizes.num_heads
     problems: list[Problem] = []
@@ -191,7 +191,7 @@ def _tensor_problems(plan: Degrees, sizes: Sizes, copied_kv_heads: bool) -> list
     return problems
 
 
-def _tensor_degrees(sizes: Sizes, copied_kv_heads: bool) -> list[int]:
+def _tensor_degrees(sizes: CutSizes, copied_kv_heads: bool) -> list[int]:
     """Every legal degree of tensor parallelism."""
     common = abs(gcd(sizes.num_heads, sizes.intermediate_size, sizes.shared_width))
     return [
@@ -201,7 +201,7 @@ def _tensor_degrees(sizes: Sizes, copied_kv_heads: bool) -> list[int]:
     ]
 
 
-def _expert_problems(plan: Degrees, sizes: Sizes) -> list[Problem]:
+def _expert_problems(plan: Degrees, sizes: CutSizes) -> list[Problem]:
     """Expert parallelism cuts experts over ep, the width of each over etp."""
     problems: list[Problem] = []
     if sizes.num_moe_layers <= 0:

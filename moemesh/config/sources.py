@@ -29,7 +29,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ConfigSource:
     """The contents of one source: dotted key -> leaf, what could not be read, and what to tell the
     user about the rest."""
 
@@ -38,7 +38,7 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def read_file(path: Path) -> Source:
+def read_file(path: Path) -> ConfigSource:
     """A TOML file of sections, or that of the run in a folder. Unreadable or malformed files give
     one problem each."""
     path = path / "config.toml" if path.is_dir() else path
@@ -46,7 +46,7 @@ def read_file(path: Path) -> Source:
     try:
         text = read_text(path)
     except ConfigError as error:
-        return Source(problems=error.problems)
+        return ConfigSource(problems=error.problems)
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def read_file(path: Path) -> Source:
                 leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
         else:
             problems.append(_not_a_section(section, content, origin(section)))
-    return Source(leaves=leaves, problems=tuple(problems))
+    return ConfigSource(leaves=leaves, problems=tuple(problems))
 
 
 def read_text(path: Path) -> str:
@@ -90,7 +90,7 @@ def read_text(path: Path) -> str:
     raise ConfigError([problem])
 
 
-def read_environment(environ: Mapping[str, str]) -> Source:
+def read_environment(environ: Mapping[str, str]) -> ConfigSource:
     """Variables such as ``MOEMESH__plan__ep=8``; parts are joined by dots, case counts."""
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
@@ -107,7 +107,7 @@ def read_environment(environ: Mapping[str, str]) -> Source:
             problems.append(value)
         else:
             leaves[key] = Leaf(value=value, origin=origin)
-    return Source(leaves=leaves, problems=tuple(problems))
+    return ConfigSource(leaves=leaves, problems=tuple(problems))
 
 
 def _nearly_ours(variable: str, value: str) -> Problem | None:
@@ -127,7 +127,7 @@ def _nearly_ours(variable: str, value: str) -> Problem | None:
     )
 
 
-def read_overrides(overrides: Sequence[str]) -> Source:
+def read_overrides(overrides: Sequence[str]) -> ConfigSource:
     """The ``a.b=value`` of every --set. Of the same key twice the last one counts, as scripts that
     add to a command line expect, and a note says so."""
     leaves: dict[str, Leaf] = {}
@@ -151,7 +151,7 @@ def read_overrides(overrides: Sequence[str]) -> Source:
             if key in leaves and leaves[key].value != value:
                 notes.append(f"{key} is set twice: {origin} counts, not {leaves[key].origin}")
             leaves[key] = Leaf(value=value, origin=origin)
-    return Source(leaves=leaves, problems=tuple(problems), notes=tuple(notes))
+    return ConfigSource(leaves=leaves, problems=tuple(problems), notes=tuple(notes))
 
 
 def parse_value(text: str, key: str, origin: str) -> object:
@@ -194,16 +194,16 @@ def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
     return tomllib.loads((home / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def read_preset(name: str) -> Source:
+def read_preset(name: str) -> ConfigSource:
     """The fields of [model] that a packaged preset sets."""
     table = read_preset_table(name)
     origin = f"preset {name}"
-    return Source(
+    return ConfigSource(
         leaves={f"model.{key}": Leaf(value=value, origin=origin) for key, value in table.items()}
     )
 
 
-def merge(sources: Iterable[Source]) -> dict[str, Leaf]:
+def merge(sources: Iterable[ConfigSource]) -> dict[str, Leaf]:
     """All leaves; later sources win."""
     merged: dict[str, Leaf] = {}
     for source in sources:
@@ -236,7 +236,7 @@ def _existing(path: Path) -> str:
     return "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
 
 
-def _malformed(name: str, text: str, error: Exception) -> Source:
+def _malformed(name: str, text: str, error: Exception) -> ConfigSource:
     """A syntax error with its line, and the line itself."""
     found = re.search(r"\(at line (\d+)", str(error))
     lines = text.splitlines() or [""]
@@ -250,7 +250,7 @@ def _malformed(name: str, text: str, error: Exception) -> Source:
         message=unreadable(error),
         fix="give each key once, as key = value, with text in quotes",
     )
-    return Source(problems=(problem,))
+    return ConfigSource(problems=(problem,))
 
 
 def _not_a_section(section: str, value: object, origin: str) -> Problem:

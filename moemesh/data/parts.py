@@ -40,7 +40,7 @@ Advance: TypeAlias = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TokenSettings:
     """How text becomes tokens.
 
     Behind each text but the last document stands a newline, as in a corpus that a run reads; with
@@ -63,7 +63,7 @@ class Settings:
         return np.array([tokenizer.id_of(self.end_of_document)])
 
 
-class Part(NamedTuple):
+class TokenPart(NamedTuple):
     """An input file, with its size in bytes and its time of change, and the prefix of its tokens
     in the folder of parts."""
 
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     prefix: Path
 
     @staticmethod
-    def of(file: DataFile, folder: Path) -> Part:
+    def of(file: DataFile, folder: Path) -> TokenPart:
         """The part of `file`. Raises DataError for a file that cannot be read."""
         name = "\0".join((str(file.path), file.format, file.compression))
         digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
@@ -83,7 +83,7 @@ class Part(NamedTuple):
         except OSError as error:
             raise DataError(f"{file.path}: cannot be read ({error.strerror})") from error
         size, changed = sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
-        return Part(file, size, changed, folder / digest)
+        return TokenPart(file, size, changed, folder / digest)
 
     @property
     def facts_path(self) -> Path:
@@ -102,7 +102,9 @@ class Part(NamedTuple):
             return None
         return found
 
-    def make(self, settings: Settings, tokenizer: Tokenizer, advance: Advance) -> dict[str, Any]:
+    def make(
+        self, settings: TokenSettings, tokenizer: Tokenizer, advance: Advance
+    ) -> dict[str, Any]:
         """Writes the tokens and returns the facts. Raises DataError."""
         for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
             path.unlink()
@@ -148,7 +150,7 @@ class _Meter:
     """Reports how much of a file is done: by the places of its records where those are places in
     the file itself."""
 
-    def __init__(self, part: Part, advance: Advance) -> None:
+    def __init__(self, part: TokenPart, advance: Advance) -> None:
         self._part, self._advance = part, advance
         self.tokens = self._told_bytes = self._told_tokens = 0
 
@@ -184,8 +186,8 @@ def _safe_path() -> Iterator[None]:
 
 @_safe_path()
 def make_all(
-    parts: Sequence[Part],
-    settings: Settings,
+    parts: Sequence[TokenPart],
+    settings: TokenSettings,
     tokenizer: Tokenizer,
     advance: Advance,
     *,
@@ -222,10 +224,10 @@ def make_all(
 
 
 #: Of a process that makes parts for another.
-_here: tuple[Settings, Tokenizer, Advance] | None = None
+_here: tuple[TokenSettings, Tokenizer, Advance] | None = None
 
 
-def _start(told: Any, ends: Any, settings: Settings, threads: int) -> None:
+def _start(told: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
     """First in such a process: it ends when the other end of `ends` does, and leaves Ctrl-C to the
     one that started it."""
     global _here
@@ -245,7 +247,7 @@ def _start(told: Any, ends: Any, settings: Settings, threads: int) -> None:
     _here = (settings, Tokenizer.open(settings.tokenizer), advance)
 
 
-def _make_here(part: Part) -> dict[str, Any]:
+def _make_here(part: TokenPart) -> dict[str, Any]:
     assert _here is not None
     try:
         return part.make(*_here)

@@ -14,7 +14,7 @@ from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
+class TokenRun(NamedTuple):
     """Neighbouring tokens of one document: their text, and whether they carry loss as targets."""
 
     document: int
@@ -44,7 +44,7 @@ class Preview:
     learned: np.ndarray
     documents: np.ndarray
     positions: np.ndarray
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRun, ...]
 
 
 def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) -> list[Preview]:
@@ -86,7 +86,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
 
 def _pieces(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
-) -> tuple[Piece, ...]:
+) -> tuple[TokenRun, ...]:
     """The first token of a sample is no target, and goes with the piece of the second."""
     if not len(tokens):
         return ()
@@ -95,7 +95,7 @@ def _pieces(
     borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
     texts = _texts(tokenizer, tokens, borders)
     return tuple(
-        Piece(int(documents[start]), text, bool(marks[start]))
+        TokenRun(int(documents[start]), text, bool(marks[start]))
         for start, text in zip(borders[:-1], texts, strict=True)
     )
 

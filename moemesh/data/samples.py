@@ -184,7 +184,7 @@ class Windows:
         return found
 
 
-class Source(NamedTuple):
+class SampleSource(NamedTuple):
     """Streams of one source: several for several files of tokens. Sources are drawn from in
     proportion to their weights."""
 
@@ -193,11 +193,11 @@ class Source(NamedTuple):
     weight: float = 1.0
 
 
-class Split(NamedTuple):
+class WindowSplit(NamedTuple):
     """The windows of one source: those of `training` by epoch, and `held_out`. `num_learned` of its
     tokens carry loss (None: all), and `without_loss` conversations have none and are left out."""
 
-    source: Source
+    source: SampleSource
     training: Epochs
     held_out: IdRanges
     num_learned: int | None
@@ -217,7 +217,7 @@ class Samples(Windows):
 
     def __init__(
         self,
-        sources: Corpus | Sequence[Source],
+        sources: Corpus | Sequence[SampleSource],
         *,
         seq_len: int,
         seed: int,
@@ -239,7 +239,7 @@ class Samples(Windows):
         if not 0 <= held_out < 1:
             raise DataError(f"data.held_out is {held_out}; it must be a share in [0, 1)")
         if isinstance(sources, Corpus):
-            sources = [Source(sources.source, (sources,))]
+            sources = [SampleSource(sources.source, (sources,))]
         streams = [corpus for source in sources for corpus in source.corpora]
         super().__init__(
             [*streams, *validation],
@@ -250,7 +250,7 @@ class Samples(Windows):
         )
         self.seed, self.held_out = seed, held_out
         self.interleaving = Interleaving([source.weight for source in sources])
-        self.splits: list[Split] = []
+        self.splits: list[WindowSplit] = []
         first = 0
         for source in sources:
             last = first + len(source.corpora)
@@ -305,7 +305,9 @@ class Samples(Windows):
         """The validation samples of all sources, int64, ascending."""
         return self._held_out.all()
 
-    def _split(self, source: Source, first: int, last: int, held_out: float | None) -> Split:
+    def _split(
+        self, source: SampleSource, first: int, last: int, held_out: float | None
+    ) -> WindowSplit:
         """Of streams first..last-1; `held_out` None keeps nothing from training."""
         usable = IdRanges(self.firsts[first : first + 1], self.firsts[last : last + 1])
         number = len(self.splits)
@@ -315,7 +317,7 @@ class Samples(Windows):
         chats = [one for one in self.packed[first:last] if one is not None]
         texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
         plain = sum(len(corpus.tokens) for corpus, one in texts if one is None)
-        return Split(
+        return WindowSplit(
             source=source,
             training=Epochs(training, self.seed, number),
             held_out=held,
@@ -433,13 +435,13 @@ class Samples(Windows):
         )
 
 
-def _besides(split: Split) -> str:
+def _besides(split: WindowSplit) -> str:
     if not split.without_loss:
         return ""
     return f" ({split.without_loss} conversations have no target that carries loss)"
 
 
-def _other_length(split: Split) -> str:
+def _other_length(split: WindowSplit) -> str:
     return f"{'raise' if split.without_loss else 'lower'} data.seq_len"
 
 

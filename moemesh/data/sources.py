@@ -15,7 +15,7 @@ from moemesh.data.corpus import Corpus, is_whole_file
 from moemesh.data.index_file import BIN, IDX, MASK, SUFFIXES, beside, prefix_of
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find
-from moemesh.data.samples import Samples, Source
+from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.token_cache import Say, cached_tokens
 from moemesh.data.tokenizer import DataError, Tokenizer
 
@@ -56,7 +56,7 @@ def open_samples(
     validation = opened.pop() if data.validation is not None else ()
     samples = Samples(
         [
-            Source(name_of(one), corpora, one.weight)
+            SampleSource(name_of(one), corpora, one.weight)
             for one, corpora in zip(data.all_sources, opened, strict=True)
         ],
         seq_len=data.seq_len,

@@ -24,7 +24,7 @@ from moemesh.data.chat import TEMPLATE
 from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.input_files import CHECKED_FILES, check_head, find
-from moemesh.data.parts import Advance, Part, Settings, make_all
+from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.
@@ -41,17 +41,17 @@ def output_prefix(source: str, out: str) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TokenizeJob:
     """Files that become the dataset `prefix`."""
 
     source: str
     prefix: Path
-    parts: tuple[Part, ...]
-    settings: Settings
+    parts: tuple[TokenPart, ...]
+    settings: TokenSettings
     tokenizer: Tokenizer
 
     @staticmethod
-    def open(source: str, out: str, settings: Settings, format: str = "auto") -> Job:
+    def open(source: str, out: str, settings: TokenSettings, format: str = "auto") -> TokenizeJob:
         """Finds the files of `source` (file, folder or glob; `format` as ``data.format``) and opens
         the tokenizer; `out` is a prefix or a folder. Reads no text. Raises DataError."""
         prefix = output_prefix(source, out)
@@ -66,8 +66,8 @@ class Job:
         files = find(source, format)
         for file in files[:CHECKED_FILES]:  # before anything is written
             check_head(file)
-        parts = tuple(Part.of(file, folder) for file in files)
-        return Job(
+        parts = tuple(TokenPart.of(file, folder) for file in files)
+        return TokenizeJob(
             source=source, prefix=prefix, parts=parts, settings=settings, tokenizer=tokenizer
         )
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moemesh.ops.expert_mlp import Deferred, expert_mlp
+from moemesh.ops.expert_mlp import DeferredProducts, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, group_by_expert, unpermute
@@ -49,7 +49,7 @@ class ExpertRows(Protocol):
     def compute(
         self,
         experts: ExpertWeights,
-        deferred: Deferred | None,
+        deferred: DeferredProducts | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:
@@ -57,7 +57,7 @@ class ExpertRows(Protocol):
         ...
 
 
-class Rows(NamedTuple):
+class DispatchedRows(NamedTuple):
     """The :class:`ExpertRows` of most dispatchers."""
 
     source_NH: Tensor
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
     def compute(
         self,
         experts: ExpertWeights,
-        deferred: Deferred | None,
+        deferred: DeferredProducts | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:
@@ -145,9 +145,11 @@ class LocalDispatcher(Dispatcher):
         tokens, slot_R = found.rows(experts_TK.numel())
         return LocalPlan(tokens=tokens, slot_R=slot_R, counts_L=found.counts_E)
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
+    ) -> Pending[DispatchedRows]:
         weights_R = pick_own_weights(weights_TK, plan.tokens, plan.slot_R, plan.none_TK)
-        return Pending.ready(Rows(x_TH, plan.tokens, weights_R, plan.counts_L))
+        return Pending.ready(DispatchedRows(x_TH, plan.tokens, weights_R, plan.counts_L))
 
     def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
         return Pending.ready(unpermute(y_RH, plan.tokens))

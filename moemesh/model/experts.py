@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.model.dispatcher import ExpertRows
 from moemesh.model.lora import AdaptedModule
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 
@@ -55,7 +55,7 @@ class Experts(AdaptedModule):
         self.num_bounded = 0
         self.recomputes = False
 
-    def forward(self, rows: ExpertRows, deferred: Deferred | None = None) -> Tensor:
+    def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
         their weight gradients together, at its end."""
         # Rows with a rest are few: whoever sends them has bounded them.

@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moemesh.config.lora import NO_ADAPTERS, LoraConfig, Part, factor_name, factors_of, parts_of
+from moemesh.config.lora import (
+    NO_ADAPTERS,
+    LoraConfig,
+    TargetPart,
+    factor_name,
+    factors_of,
+    parts_of,
+)
 from moemesh.ops.linear import Adapted, Adapter, Weight
 
 
@@ -18,7 +25,7 @@ class AdaptedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lora, self.scaling = NO_ADAPTERS, 1.0
-        self._adapted: dict[str, list[Part]] = {}
+        self._adapted: dict[str, list[TargetPart]] = {}
 
     def add_adapters(self, lora: LoraConfig, *leaves: str, is_stack: bool = False) -> None:
         """Make the adapter parameters of the weights `leaves`; `is_stack`: those of experts."""

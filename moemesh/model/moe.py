@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums
 from moemesh.model.batch import Context
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, Rows
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
@@ -66,12 +66,12 @@ class PlainExchange:
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> Rows:
+    ) -> DispatchedRows:
         plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
         self.plan = self.flow.once(plan, experts_TK)
         return self.dispatcher.dispatch(x_TH, weights_TK, self.plan).wait()
 
-    def compute(self, experts: Experts, rows: Rows) -> Tensor:
+    def compute(self, experts: Experts, rows: DispatchedRows) -> Tensor:
         return experts(rows)
 
     def combine(self, results: Tensor) -> Tensor:

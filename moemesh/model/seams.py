@@ -8,7 +8,7 @@
 | :class:`KeyValues` | how queries reach the keys and values of other positions |
 | :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
 | :class:`Memory` | which activations are kept for the backward |
-| :class:`Weights` | when the weights of a unit are here |
+| :class:`WeightGate` | when the weights of a unit are here |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
@@ -157,7 +157,7 @@ class Memory(Protocol):
         ...
 
 
-class Weights(Protocol):
+class WeightGate(Protocol):
     """When the weights of a unit are here; units are those of :mod:`moemesh.config.buckets`
     ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
 

@@ -29,7 +29,7 @@ from moemesh.model.seams import (
     ResidentWeights,
     Tokens,
     Vocabulary,
-    Weights,
+    WeightGate,
 )
 from moemesh.ops.linear import linear
 from moemesh.watch.progress_words import at_layer
@@ -65,7 +65,7 @@ class PredictionLayer(Layer):
         return linear(torch.cat(both, dim=1), self.projection)
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """The part of the model that runs at once: these layers, after the embedding if `first`, before
     the head and the extra prediction layers if `last`. A pipeline stage is a part; on one device
     the whole model is one."""
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
     (alone, or through `parallelize`) gives them memory and values.
     """
 
-    def __init__(self, config: ModelConfig, parts: Sequence[Part] | None = None) -> None:
+    def __init__(self, config: ModelConfig, parts: Sequence[ModelPart] | None = None) -> None:
         super().__init__()
         self.config = config
         parts = [whole(config)] if parts is None else parts
@@ -142,14 +142,14 @@ class Transformer(nn.Module):
         self.vocabulary: Vocabulary = LocalVocabulary()
         self.tokens: Tokens = LocalTokens()
         self.memory: Memory = KeepAll()
-        self.weights: Weights = ResidentWeights()
+        self.weights: WeightGate = ResidentWeights()
         #: The units ("embedding", "layers.3", "head") that no backward reaches.
         self.without_backward: Collection[str] = ()
 
     def forward(
         self,
         batch: Batch,
-        part: Part | None = None,
+        part: ModelPart | None = None,
         x_TH: Tensor | None = None,
         sums_QX: Tensor | None = None,
         *,
@@ -325,6 +325,6 @@ class Loads:
         return torch.stack(counts), dropped_L, fault_L
 
 
-def whole(config: ModelConfig) -> Part:
+def whole(config: ModelConfig) -> ModelPart:
     """The whole model as one part."""
-    return Part(range(config.num_layers))
+    return ModelPart(range(config.num_layers))

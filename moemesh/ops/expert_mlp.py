@@ -87,7 +87,7 @@ def expert_mlp_loop(
     return torch.cat(outputs)
 
 
-class Deferred(NamedTuple):
+class DeferredProducts(NamedTuple):
     """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
     which autograd reaches behind all nodes that were made after it."""
 
@@ -95,7 +95,7 @@ class Deferred(NamedTuple):
     calls: list[list[WeightGradient]]
 
 
-def defer(experts: ExpertWeights) -> Deferred:
+def defer(experts: ExpertWeights) -> DeferredProducts:
     """Defer the weight gradients of all calls that are given the result.
 
     Made behind the start of a dispatch and before its end, they are computed while the gradients
@@ -103,7 +103,7 @@ def defer(experts: ExpertWeights) -> Deferred:
     cost no more than all rows at once.
     """
     calls: list[list[WeightGradient]] = []
-    return Deferred(_Anchor.apply(calls, *experts.tensors), calls)
+    return DeferredProducts(_Anchor.apply(calls, *experts.tensors), calls)
 
 
 class _Anchor(torch.autograd.Function):
@@ -295,7 +295,7 @@ def expert_mlp(
     weights_R: Tensor,
     counts_E: Tensor,
     experts: ExpertWeights,
-    deferred: Deferred | None = None,
+    deferred: DeferredProducts | None = None,
     max_rows: int | None = None,
     recomputes: bool = False,
 ) -> Tensor:

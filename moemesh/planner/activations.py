@@ -32,7 +32,7 @@ from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import with_values
 
 
-class Kept(NamedTuple):
+class ActivationBytes(NamedTuple):
     """Bytes per token by what divides them: `tokens` by tp with sequence parallelism alone,
     `width` by tp, `routed` by tp with sequence parallelism and multiplied by the load imbalance.
     """
@@ -41,8 +41,8 @@ class Kept(NamedTuple):
     width: float = 0.0
     routed: float = 0.0
 
-    def plus(self, other: Kept) -> Kept:
-        return Kept(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: ActivationBytes) -> ActivationBytes:
+        return ActivationBytes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def on_rank(self, layout: PlannedLayout) -> float:
         """Bytes of one microbatch on one rank."""
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
         return layout.tokens * (per_token + routed)
 
 
-def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> Kept:
+def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> ActivationBytes:
     """Saved bytes of one attention block, its norm included."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
     recompute = layout.recompute
@@ -75,7 +75,7 @@ def attention_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> Kep
     if shape.attention_gate:
         width += 2 * w * shape.query_width
     width += w * shape.output_width
-    return Kept(tokens=tokens, width=width + core_kept(shape, window, layout) * heads)
+    return ActivationBytes(tokens=tokens, width=width + core_kept(shape, window, layout) * heads)
 
 
 def core_kept(shape: ModelShape, window: int, layout: PlannedLayout) -> float:
@@ -101,7 +101,7 @@ def mlp_kept(shape: ModelShape, width: int, layout: PlannedLayout) -> float:
     return kept
 
 
-def feed_forward_kept(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Kept:
+def feed_forward_kept(shape: ModelShape, moe: bool, layout: PlannedLayout) -> ActivationBytes:
     """Saved bytes of one feed-forward block, its norm included."""
     w, hidden = layout.element_bytes, shape.hidden_size
     tokens = w * hidden + (0.0 if "norm" in layout.recompute else w * hidden)
@@ -110,19 +110,21 @@ def feed_forward_kept(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Ke
     if has_dropout(shape, layout):
         tokens += hidden
     if not moe:
-        return Kept(tokens=tokens, width=mlp_kept(shape, shape.intermediate_size, layout))
+        return ActivationBytes(
+            tokens=tokens, width=mlp_kept(shape, shape.intermediate_size, layout)
+        )
     shared = 0.0
     if shape.shared_intermediate_size and "shared_expert" not in layout.recompute:
         shared = mlp_kept(shape, shape.shared_intermediate_size, layout)
     if "moe" in layout.recompute:
-        return Kept(tokens=tokens)
+        return ActivationBytes(tokens=tokens)
     copies = routed_copies(shape, layout)
     inner = mlp_kept(shape, shape.expert_intermediate_size, layout)
     if "experts" in layout.recompute:
         inner = 0.0
     routed = copies * (2 * w * hidden * layout.etp + inner)
     tokens += 4 * shape.num_experts
-    return Kept(tokens=tokens, width=shared, routed=routed)
+    return ActivationBytes(tokens=tokens, width=shared, routed=routed)
 
 
 def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
@@ -131,10 +133,10 @@ def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
     return min(k, k * layout.capacity_factor) if layout.capacity_factor else k
 
 
-def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
+def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> ActivationBytes:
     """Saved bytes of one layer under the layout's recomputation."""
     if "full" in layout.recompute:
-        return Kept(tokens=layout.element_bytes * shape.hidden_size)
+        return ActivationBytes(tokens=layout.element_bytes * shape.hidden_size)
     if "operators" in layout.recompute:
         return _every_second_operator(shape, kind, layout)
     return attention_kept(shape, kind.window, layout).plus(
@@ -142,7 +144,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kep
     )
 
 
-def layer_kept_whole(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
+def layer_kept_whole(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> ActivationBytes:
     """Bytes that one layer holds while its backward runs, after its recomputation."""
     bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
     return layer_kept(shape, kind, bare)
@@ -157,15 +159,17 @@ def _value_width(shape: ModelShape) -> int:
     return heads * shape.value_head_dim
 
 
-def _every_second_operator(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Kept:
+def _every_second_operator(
+    shape: ModelShape, kind: LayerKind, layout: PlannedLayout
+) -> ActivationBytes:
     """The layer's input, every second matrix product and the attention output (torchtitan's
     selective operator checkpointing: of q, k, v, o, gate, up, down the 1st, 3rd, ...)."""
     w, hidden = layout.element_bytes, shape.hidden_size
     width = w * (shape.query_width + _value_width(shape) + shape.output_width)
     width += 4 * shape.num_heads
     if not kind.moe:
-        return Kept(tokens=2 * w * hidden, width=width + w * shape.intermediate_size)
+        return ActivationBytes(tokens=2 * w * hidden, width=width + w * shape.intermediate_size)
     copies = routed_copies(shape, layout)
     routed = copies * w * (shape.expert_intermediate_size + hidden)
     shared = w * shape.shared_intermediate_size
-    return Kept(tokens=2 * w * hidden, width=width + shared, routed=routed)
+    return ActivationBytes(tokens=2 * w * hidden, width=width + shared, routed=routed)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from moemesh.planner.activations import layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.parameters import (
-    Weights,
+    WeightCounts,
     embedding_weights,
     head_weights,
     kind_weights,
@@ -100,13 +100,15 @@ class StageContent:
         )
 
 
-def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> Weights:
+def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = StageContent.of(shape, layout, rank)
     return _content_weights(shape, layout, content)
 
 
-def _content_weights(shape: ModelShape, layout: PlannedLayout, content: StageContent) -> Weights:
+def _content_weights(
+    shape: ModelShape, layout: PlannedLayout, content: StageContent
+) -> WeightCounts:
     whole = layout.attention_exit == "all_to_all"
     found = kind_weights(shape, content.kinds, whole_output=whole)
     if content.has_embedding:
@@ -117,16 +119,16 @@ def _content_weights(shape: ModelShape, layout: PlannedLayout, content: StageCon
             found = found.plus(mtp_weights(shape).times(shape.num_mtp_layers))
         if not content.has_embedding and (shape.tied_embeddings or shape.num_mtp_layers):
             # A copy of the table: tied with the first stage, or read by the extra layers.
-            found = found.plus(Weights(sharded=shape.vocab_size * shape.hidden_size))
+            found = found.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
     return found
 
 
-def expert_share(weights: Weights, layout: PlannedLayout) -> float:
+def expert_share(weights: WeightCounts, layout: PlannedLayout) -> float:
     """Expert weights on one rank."""
     return weights.expert / (layout.ep * layout.etp)
 
 
-def dense_share(weights: Weights, layout: PlannedLayout) -> float:
+def dense_share(weights: WeightCounts, layout: PlannedLayout) -> float:
     """All other weights on one rank."""
     return weights.sharded / layout.tp + weights.replicated
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from moemesh.planner.shapes.shape import NORM_WEIGHTS, LayerKind, ModelShape
 
 
-class Weights(NamedTuple):
+class WeightCounts(NamedTuple):
     """Numbers of parameters by the axes that divide them.
 
     `sharded` is divided by tp, `replicated` by nothing, `expert` by ep x etp.
@@ -33,18 +33,18 @@ class Weights(NamedTuple):
     replicated: int = 0
     expert: int = 0
 
-    def plus(self, other: Weights) -> Weights:
-        return Weights(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: WeightCounts) -> WeightCounts:
+        return WeightCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def times(self, factor: int) -> Weights:
-        return Weights(*(factor * mine for mine in self))
+    def times(self, factor: int) -> WeightCounts:
+        return WeightCounts(*(factor * mine for mine in self))
 
     @property
     def total(self) -> int:
         return sum(self)
 
 
-def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weights:
+def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> WeightCounts:
     """Parameters of one attention block without the norm in front of it.
 
     `whole_output`: the output projection is kept whole on every tp rank (attention exit
@@ -54,14 +54,16 @@ def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weigh
     if shape.attention == "mla":
         up = shape.query_width + 0
         if shape.q_lora_rank:
-            query = Weights(sharded=shape.q_lora_rank * up)
-            query = query.plus(Weights(replicated=hidden * shape.q_lora_rank + shape.q_lora_rank))
+            query = WeightCounts(sharded=shape.q_lora_rank * up)
+            query = query.plus(
+                WeightCounts(replicated=hidden * shape.q_lora_rank + shape.q_lora_rank)
+            )
         else:
-            query = Weights(sharded=hidden * up)
+            query = WeightCounts(sharded=hidden * up)
         latent = shape.kv_lora_rank
         heads_out = shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
         found = query.plus(
-            Weights(
+            WeightCounts(
                 sharded=latent * heads_out,
                 replicated=hidden * (latent + shape.qk_rotary_head_dim) + latent,
             )
@@ -69,63 +71,65 @@ def attention_weights(shape: ModelShape, *, whole_output: bool = False) -> Weigh
         if shape.qkv_bias:
             # As in the released code: on the two projections down to the low ranks.
             down = shape.q_lora_rank + latent + shape.qk_rotary_head_dim
-            found = found.plus(Weights(replicated=down))
+            found = found.plus(WeightCounts(replicated=down))
     else:
         widths = shape.query_width * (2 if shape.attention_gate else 1) + 2 * shape.kv_width
-        found = Weights(sharded=hidden * widths + (widths if shape.qkv_bias else 0))
+        found = WeightCounts(sharded=hidden * widths + (widths if shape.qkv_bias else 0))
     output = hidden * shape.output_width
-    found = found.plus(Weights(replicated=output) if whole_output else Weights(sharded=output))
+    found = found.plus(
+        WeightCounts(replicated=output) if whole_output else WeightCounts(sharded=output)
+    )
     if shape.output_bias:
-        found = found.plus(Weights(replicated=hidden))
+        found = found.plus(WeightCounts(replicated=hidden))
     if shape.qk_norm == "head":
-        found = found.plus(Weights(replicated=2 * shape.head_dim))
+        found = found.plus(WeightCounts(replicated=2 * shape.head_dim))
     elif shape.qk_norm == "full":
-        found = found.plus(Weights(sharded=shape.query_width + shape.kv_width))
+        found = found.plus(WeightCounts(sharded=shape.query_width + shape.kv_width))
     if shape.attention_sinks:
-        found = found.plus(Weights(sharded=shape.num_heads))
+        found = found.plus(WeightCounts(sharded=shape.num_heads))
     return found
 
 
-def mlp_weights(shape: ModelShape, width: int, *, bias: bool) -> Weights:
+def mlp_weights(shape: ModelShape, width: int, *, bias: bool) -> WeightCounts:
     """Parameters of one dense MLP of `width`."""
     inputs = 2 if shape.gated else 1
-    found = Weights(sharded=(inputs + 1) * shape.hidden_size * width)
+    found = WeightCounts(sharded=(inputs + 1) * shape.hidden_size * width)
     if bias:
-        found = found.plus(Weights(sharded=inputs * width, replicated=shape.hidden_size))
+        found = found.plus(WeightCounts(sharded=inputs * width, replicated=shape.hidden_size))
     return found
 
 
-def expert_weights(shape: ModelShape) -> Weights:
+def expert_weights(shape: ModelShape) -> WeightCounts:
     """Parameters of one expert."""
     inputs = 2 if shape.gated else 1
     width = shape.expert_intermediate_size
     matrices = (inputs + 1) * shape.hidden_size * width
     biases = inputs * width + shape.hidden_size if shape.expert_bias else 0
-    return Weights(expert=matrices + biases)
+    return WeightCounts(expert=matrices + biases)
 
 
-def router_weights(shape: ModelShape) -> Weights:
+def router_weights(shape: ModelShape) -> WeightCounts:
     """Parameters that decide and weigh: the router and, where there is one, the shared gate."""
     found = shape.hidden_size * shape.num_experts
     found += shape.num_experts if shape.router_logit_bias else 0
     found += shape.hidden_size if shape.shared_gate else 0
-    return Weights(replicated=found)
+    return WeightCounts(replicated=found)
 
 
-def shared_weights(shape: ModelShape) -> Weights:
+def shared_weights(shape: ModelShape) -> WeightCounts:
     """Parameters of all shared experts of a layer."""
     if not shape.shared_intermediate_size:
-        return Weights()
+        return WeightCounts()
     return mlp_weights(shape, shape.shared_intermediate_size, bias=shape.mlp_bias)
 
 
-def norm_weights(shape: ModelShape) -> Weights:
+def norm_weights(shape: ModelShape) -> WeightCounts:
     """Parameters of one norm over the hidden channels."""
-    return Weights(replicated=NORM_WEIGHTS[shape.norm] * shape.hidden_size)
+    return WeightCounts(replicated=NORM_WEIGHTS[shape.norm] * shape.hidden_size)
 
 
 @lru_cache(maxsize=4096)
-def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> Weights:
+def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> WeightCounts:
     """Parameters of one whole layer with its norms."""
     found = attention_weights(shape, whole_output=whole_output)
     found = found.plus(norm_weights(shape).times(shape.norms_per_layer))
@@ -135,30 +139,30 @@ def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> W
     return found.plus(shared_weights(shape)).plus(router_weights(shape))
 
 
-def embedding_weights(shape: ModelShape) -> Weights:
+def embedding_weights(shape: ModelShape) -> WeightCounts:
     """The embedding in front of the first layer, with learned positions and its norm."""
     replicated = shape.learned_positions * shape.hidden_size
     if shape.embedding_norm:
         replicated += norm_weights(shape).total
-    return Weights(sharded=shape.vocab_size * shape.hidden_size, replicated=replicated)
+    return WeightCounts(sharded=shape.vocab_size * shape.hidden_size, replicated=replicated)
 
 
-def head_weights(shape: ModelShape) -> Weights:
+def head_weights(shape: ModelShape) -> WeightCounts:
     """Parameters behind the last layer: the final norm, and the head unless it is tied."""
-    found = norm_weights(shape) if shape.final_norm else Weights()
+    found = norm_weights(shape) if shape.final_norm else WeightCounts()
     if not shape.tied_embeddings:
-        found = found.plus(Weights(sharded=shape.vocab_size * shape.hidden_size))
+        found = found.plus(WeightCounts(sharded=shape.vocab_size * shape.hidden_size))
     if shape.head_bias:
-        found = found.plus(Weights(sharded=shape.vocab_size))
+        found = found.plus(WeightCounts(sharded=shape.vocab_size))
     return found
 
 
-def mtp_weights(shape: ModelShape) -> Weights:
+def mtp_weights(shape: ModelShape) -> WeightCounts:
     """One extra prediction layer (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h
     , a layer and a final norm; embedding and head are those of the model."""
     found = layer_weights(shape, shape.mtp_kind.moe)
     found = found.plus(norm_weights(shape).times(3))
-    return found.plus(Weights(replicated=2 * shape.hidden_size**2))
+    return found.plus(WeightCounts(replicated=2 * shape.hidden_size**2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +227,9 @@ def count_parameters(shape: ModelShape) -> Parameters:
 
 def kind_weights(
     shape: ModelShape, kinds: dict[LayerKind, int], *, whole_output: bool = False
-) -> Weights:
+) -> WeightCounts:
     """Parameters of so many layers of each kind."""
-    found = Weights()
+    found = WeightCounts()
     for kind, number in kinds.items():
         found = found.plus(layer_weights(shape, kind.moe, whole_output).times(number))
     return found

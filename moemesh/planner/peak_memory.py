@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moemesh.planner.activations import Kept, layer_kept, layer_kept_whole
+from moemesh.planner.activations import ActivationBytes, layer_kept, layer_kept_whole
 from moemesh.planner.arithmetic import Number, maximum, where
 from moemesh.planner.memory import StageContent, held, rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
@@ -198,13 +198,15 @@ def _layer_bytes(
     return _on_rank(kept, shape, layout, allocation), full
 
 
-def _on_rank(kept: Kept, shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> float:
+def _on_rank(
+    kept: ActivationBytes, shape: ModelShape, layout: PlannedLayout, allocation: Allocation
+) -> float:
     hidden, heads = shape.hidden_size, shape.num_heads
     extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
     shards = layout.tp if layout.sequence_parallel else 1
     normed = 2 * layout.element_bytes * hidden * allocation.gathered_norms
     gathered = normed * (1 - 1 / shards)
-    found = kept.plus(Kept(tokens=extra)).on_rank(layout) + layout.tokens * gathered
+    found = kept.plus(ActivationBytes(tokens=extra)).on_rank(layout) + layout.tokens * gathered
     if layout.attention_kernel != "flash":
         bytes_each = (
             allocation.eager_score_bytes

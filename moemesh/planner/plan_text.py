@@ -35,7 +35,7 @@ _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 _TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
 
 
-class Planned(NamedTuple):
+class ReadLayout(NamedTuple):
     """A layout, and the Plan that says the same to `moemesh train` (None: no plan can). `unread`
     are keys of [plan] that were given and that no formula of the planner reads."""
 
@@ -56,7 +56,7 @@ def read_plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     model: Model | None = None,
-) -> Planned:
+) -> ReadLayout:
     """The layout that `source` names, for a sequence length and a batch: key=value pairs, a
     packaged plan, a TOML file, or a table of keys such as `plan --json` prints.
 
@@ -109,17 +109,17 @@ def _legal_batch(given: int | None, table: Mapping[str, Any]) -> int:
 
 def _planned(
     table: Mapping[str, Any], seq_len: int, global_batch: int, config: ModelConfig | None
-) -> Planned:
+) -> ReadLayout:
     beyond = set(table) - set(Plan.model_fields) - {"dtype", "microbatch"}
     if beyond or _recomputed(table) is not None:
         layout = _layout(table, seq_len, global_batch)
-        return Planned(layout, None, _unread(_plan(_without_parts(table), global_batch)))
+        return ReadLayout(layout, None, _unread(_plan(_without_parts(table), global_batch)))
     plan = _plan(table, global_batch, seq_len)
     if config is not None and plan.num_stages > config.num_layers:
         config = None
     dtype = table.get("dtype", "bfloat16")
     layout = from_plan(plan, config, seq_len=seq_len, global_batch=global_batch, dtype=dtype)
-    return Planned(layout, plan, _unread(plan))
+    return ReadLayout(layout, plan, _unread(plan))
 
 
 def _unread(plan: Plan) -> dict[str, object]:

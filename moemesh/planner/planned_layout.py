@@ -11,7 +11,13 @@ from typing import Any, Literal
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
 from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, ScheduleName
-from moemesh.config.rules import V_SCHEDULES, Sizes, degree_problems, plan_problem, server_problems
+from moemesh.config.rules import (
+    V_SCHEDULES,
+    CutSizes,
+    degree_problems,
+    plan_problem,
+    server_problems,
+)
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
@@ -158,7 +164,7 @@ class PlannedLayout(Shown):
         if problems := self.check():
             raise ConfigError(problems)
 
-    def check(self, sizes: Sizes | None = None) -> list[Problem]:
+    def check(self, sizes: CutSizes | None = None) -> list[Problem]:
         """Every broken rule: those of a Plan between the degrees and (with its `sizes`) the model,
         and those of what only planners vary. Key/value heads may be copied over tp, as other
         trainers do; ``plan_of`` and `Plan.check` say what `moemesh train` does not do.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moemesh.report.svg import COLOURS, tint
 from moemesh.trace.pipeline import places
-from moemesh.trace.timeline import Record
+from moemesh.trace.timeline import WorkRecord
 
 #: Colours of well-known kinds, apart in hue and in lightness.
 KINDS: dict[str, str] = {"F": "#1d4f91", "B": "#f0a030", "I": "#b84f16", "W": "#a3d495"}
@@ -34,14 +34,14 @@ _MAX_LANES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class Rectangle:
     """A record's place in its rank's row: `lane` downwards, and which `part` of `parts` of it.
 
     `place` counts the rank's chunks and pipes from 0; every other one is tinted. `sliced` says that
     its microbatch runs in slices.
     """
 
-    record: Record
+    record: WorkRecord
     lane: int
     part: int = 0
     parts: int = 1
@@ -66,18 +66,18 @@ class Box:
         return tint(colour, _TINT) if self.tinted else colour
 
 
-def boxes_of(records: Sequence[Record]) -> list[Box]:
+def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
     """Lay out one rank's records: overlapping ones in lanes, equal intervals as one block.
 
     `records` in the timeline's order (start, longest first).
     """
-    blocks: defaultdict[tuple[float, float], list[Record]] = defaultdict(list)
+    blocks: defaultdict[tuple[float, float], list[WorkRecord]] = defaultdict(list)
     for record in records:
         blocks[record.start, record.end].append(record)
     place_of = places(records)
     sliced = any(record.slice for record in records)
     ends: list[float] = []
-    placed: list[Box] = []
+    placed: list[Rectangle] = []
     for (start, end), block in blocks.items():
         free = (lane for lane, busy_until in enumerate(ends) if busy_until <= start)
         lane = next(free, len(ends))
@@ -91,17 +91,17 @@ def boxes_of(records: Sequence[Record]) -> list[Box]:
             if record.stage is not None:
                 place = place_of[record.pipe, record.stage]
             share = {"lane": lane, "part": part, "parts": len(block)}
-            placed.append(Box(record=record, place=place, sliced=sliced, **share))
+            placed.append(Rectangle(record=record, place=place, sliced=sliced, **share))
     return placed
 
 
-def key_of(record: Record) -> str:
+def key_of(record: WorkRecord) -> str:
     """The key of a record's colour: its kind, or its name when it has none."""
     word = record.kind or record.name
     return SAME.get(word, word)
 
 
-def colours_of(boxes: Sequence[Box]) -> dict[str, str]:
+def colours_of(boxes: Sequence[Rectangle]) -> dict[str, str]:
     """Key -> colour, the pipeline kinds first, then the others by their busy time."""
     keys = sorted({key_of(box.record) for box in boxes} - KINDS.keys())
     # The most busy time first, so that the eleventh kind of helper does not take a colour away.
@@ -114,7 +114,7 @@ def colours_of(boxes: Sequence[Box]) -> dict[str, str]:
     return KINDS | others
 
 
-def legend_entries(boxes: Sequence[Box], colours: dict[str, str]) -> list[tuple[str, str]]:
+def legend_entries(boxes: Sequence[Rectangle], colours: dict[str, str]) -> list[tuple[str, str]]:
     """(name, colour) of every kind present, then of the tinted ones."""
     present = {key_of(box.record) for box in boxes}
     entries = [(LONG_NAMES.get(key, key), colours[key]) for key in colours if key in present]

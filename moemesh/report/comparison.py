@@ -11,7 +11,7 @@ from moemesh.config.toml import format_value
 from moemesh.report import curves, svg
 from moemesh.report.configuration import between, with_defaults
 from moemesh.report.page import from_template, links_to, write_page
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.report.traffic import by_axis_and_phase, sent_in_training
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import MetricsRow, Run, median_of
@@ -68,14 +68,14 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [svg.clip(name, 40) for name in names]
 
 
-def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     identity, title = "configuration", "Configuration"
     if not all(run.config for run in runs):
         text = "A run has no config.toml, so nothing can be compared."
-        return Section(identity=identity, title=title, missing=text)
+        return Chapter(identity=identity, title=title, missing=text)
     found = between(*(with_defaults(run.config) for run in runs))
     if not found:
-        return Section(identity=identity, title=title, note="Every key has the same value.")
+        return Chapter(identity=identity, title=title, note="Every key has the same value.")
     table = Table(
         caption="Keys whose values differ",
         header=("Key", *names),
@@ -86,7 +86,7 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Section:
         num_names=3,
     )
     note = left_out(len(found), "keys")
-    return Section(identity=identity, title=title, tables=[table], note=note)
+    return Chapter(identity=identity, title=title, tables=[table], note=note)
 
 
 def _value(value: object) -> str:
@@ -137,7 +137,7 @@ _LINES: tuple[_Line, ...] = (
 )
 
 
-def _results(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     rows: list[tuple[str, ...]] = [("State", *(state_of(run) for run in runs), "")]
     for label, find, form in _LINES:
         values = [find(run) for run in runs]
@@ -157,7 +157,7 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Section:
     table = Table(
         caption="Results, speed, memory and traffic", header=("", *names, "Change"), rows=rows
     )
-    return Section(identity="results", title="Results", tables=[table], note=note)
+    return Chapter(identity="results", title="Results", tables=[table], note=note)
 
 
 def _change(first: float | None, second: float | None) -> str:
@@ -169,10 +169,10 @@ def _change(first: float | None, second: float | None) -> str:
     return f"{second / first - 1:+.1%}".replace("%", " %") if first else ""
 
 
-def _training(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not any(run.metrics for run in runs):
         text = "Neither run has finished a step."
-        return Section(identity="training", title="Training", missing=text)
+        return Chapter(identity="training", title="Training", missing=text)
     unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
     charts: list[tuple[str, Callable[[MetricsRow], float | None], str]] = [
         ("Loss", lambda row: row.loss, unit),
@@ -183,7 +183,7 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Section:
     ]
     drawn = [(name, *_chart(name, runs, names, value, label)) for name, value, label in charts]
     drawn.insert(1, ("Loss over the time in steps", *_loss_over_time(runs, names, unit)))
-    return Section(identity="training", title="Training", figures=figures(*drawn))
+    return Chapter(identity="training", title="Training", figures=figures(*drawn))
 
 
 def _chart(
@@ -239,11 +239,11 @@ def _over_each_other(
     )
 
 
-def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
     keys = sorted(found[0].keys() | found[1].keys())
     if not keys:
-        return Section(
+        return Chapter(
             identity="traffic", title="Traffic", missing="Neither run has a ledger.json."
         )
     rows = [
@@ -260,13 +260,13 @@ def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Section:
         rows=rows,
         num_names=2,
     )
-    return Section(identity="traffic", title="Traffic", tables=[table])
+    return Chapter(identity="traffic", title="Traffic", tables=[table])
 
 
-def _memory(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     profiles = [run.memory.ranks if run.memory else () for run in runs]
     if not any(profiles):
-        return Section(identity="memory", title="Memory", missing="Neither run has a memory.json.")
+        return Chapter(identity="memory", title="Memory", missing="Neither run has a memory.json.")
     highest = [
         {name: max((p.parts()[name] for p in ranks), default=0) for name in PARTS}
         | {"peak": max((p.peak for p in ranks), default=0)}
@@ -286,4 +286,4 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Section:
         header=("Class", *names, "Change"),
         rows=rows,
     )
-    return Section(identity="memory", title="Memory", tables=[table])
+    return Chapter(identity="memory", title="Memory", tables=[table])

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moemesh.report import boxes, svg, timeline_picture
-from moemesh.report.section import MAX_TABLE_ROWS, Section
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter
 from moemesh.report.sections import SECTIONS
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run, median_of
@@ -71,7 +71,7 @@ def render(run: Run) -> str:
     )
 
 
-def links_to(sections: Sequence[Section]) -> list[tuple[str, str]]:
+def links_to(sections: Sequence[Chapter]) -> list[tuple[str, str]]:
     """(identity, title) of each section, for the contents of a page."""
     return [(section.identity, section.title) for section in sections]
 

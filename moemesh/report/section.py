@@ -33,7 +33,7 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class Chapter:
     """A chapter of the page; `missing` says why it is empty."""
 
     identity: str

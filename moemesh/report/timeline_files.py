@@ -9,7 +9,7 @@ from typing import Any
 from moemesh.report.files import write_texts
 from moemesh.report.timeline_picture import timeline_rows
 from moemesh.trace.pipeline import Steps, activations, backlog, flows
-from moemesh.trace.timeline import MICROSECONDS, Record, Timeline
+from moemesh.trace.timeline import MICROSECONDS, Timeline, WorkRecord
 
 # Timelines as a trace for Perfetto and chrome://tracing.
 #
@@ -66,7 +66,7 @@ class _Clock:
     def at(self, time: float) -> float:
         return (time - self.origin) * self.scale
 
-    def complete(self, record: Record) -> Event:
+    def complete(self, record: WorkRecord) -> Event:
         details = record.to_json()
         for name in ("rank", "start", "end", "name", "kind"):
             details.pop(name, None)
@@ -83,7 +83,7 @@ class _Clock:
             "args": details,
         }
 
-    def flow(self, number: int, producer: Record, consumer: Record) -> list[Event]:
+    def flow(self, number: int, producer: WorkRecord, consumer: WorkRecord) -> list[Event]:
         """An arrow from the end of one record to the start of another."""
         common = {"name": "message", "cat": "message", "id": number, "pid": self.process}
         # A flow belongs to the record that encloses its time, and an interval excludes its end.

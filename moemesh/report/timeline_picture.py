@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moemesh.report.boxes import KINDS as KINDS
-from moemesh.report.boxes import Box, colours_of, legend_entries
+from moemesh.report.boxes import Rectangle, colours_of, legend_entries
 from moemesh.report.boxes import boxes_of as boxes_of
 from moemesh.report.svg import (
     GRID,
@@ -122,7 +122,7 @@ def _factors(panels: Sequence[_Panel]) -> list[float]:
     return factors
 
 
-def _keys(boxes: Sequence[Box], colours: dict[str, str], drawn: str) -> list[tuple[str, str]]:
+def _keys(boxes: Sequence[Rectangle], colours: dict[str, str], drawn: str) -> list[tuple[str, str]]:
     rest = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
@@ -191,7 +191,7 @@ class _Row:
     lane_height: float
     scale: _Scale
 
-    def draw(self, boxes: Sequence[Box], colours: dict[str, str], limit: int) -> list[str]:
+    def draw(self, boxes: Sequence[Rectangle], colours: dict[str, str], limit: int) -> list[str]:
         waits = [
             rectangle(
                 self.scale.x(record.start - record.wait),
@@ -211,7 +211,9 @@ class _Row:
             drawn = self._joined(boxes, colours, narrow)
         return waits + drawn
 
-    def _joined(self, boxes: Sequence[Box], colours: dict[str, str], narrow: float) -> list[str]:
+    def _joined(
+        self, boxes: Sequence[Rectangle], colours: dict[str, str], narrow: float
+    ) -> list[str]:
         """Boxes wider than `narrow` pixels as they are, a run of narrower ones as one box."""
         drawn: list[str] = []
         # Per lane: colour, left and right edge of the boxes being joined.
@@ -242,7 +244,7 @@ class _Row:
             finish(lane)
         return drawn
 
-    def _box(self, box: Box, left: float, width: float, colour: str) -> str:
+    def _box(self, box: Rectangle, left: float, width: float, colour: str) -> str:
         height = self.lane_height / box.parts
         top = self.top + box.lane * self.lane_height + box.part * height
         edge = f' stroke="{INK}" stroke-width="0.5"' if width > 3 else ""

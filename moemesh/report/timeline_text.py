@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from moemesh.report.boxes import Box, boxes_of
+from moemesh.report.boxes import Rectangle, boxes_of
 from moemesh.trace.timeline import Timeline
 
 #: A tick that would need more columns than this is no common measure, only an accident.
@@ -70,7 +70,7 @@ def common_measure(times: set[float]) -> float | None:
     return float(measure) or None
 
 
-def _cells(boxes: Sequence[Box], origin: float, step: float) -> list[tuple[int, int, str]]:
+def _cells(boxes: Sequence[Rectangle], origin: float, step: float) -> list[tuple[int, int, str]]:
     """(first column, column after the last, label) of each operation or block."""
     found: dict[tuple[int, int], list[str]] = {}
     for box in boxes:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from moemesh.report.boxes import KINDS, LONG_NAMES
 from moemesh.report.section import plural
 from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
-from moemesh.trace.timeline import Record
+from moemesh.trace.timeline import WorkRecord
 
 #: Prefix of the names of marks that say which collective begins.
 MARK = "collective: "
@@ -61,7 +61,7 @@ def verdict(profile: Profile) -> list[str]:
     return [*lines, _clocks(profile)]
 
 
-def _span(phases: Sequence[Record]) -> float:
+def _span(phases: Sequence[WorkRecord]) -> float:
     """Microseconds from the first phase to the end of the last one."""
     if not phases:
         return 0.0
@@ -69,7 +69,7 @@ def _span(phases: Sequence[Record]) -> float:
     return (max(record.end for record in phases) - start) * 1e6
 
 
-def _phases(ranks: Sequence[Sequence[Record]]) -> dict[str, float]:
+def _phases(ranks: Sequence[Sequence[WorkRecord]]) -> dict[str, float]:
     """Microseconds of the mean rank by phase; operations of a block share its time."""
     found: defaultdict[str, float] = defaultdict(float)
     for phases in ranks:

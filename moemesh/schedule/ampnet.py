@@ -17,7 +17,7 @@ from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least
 CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 
 
-class Policy:
+class OldestFirst:
     """What one rank does next: the oldest waiting backward, else the oldest waiting forward.
 
     Rank 0 admits a new microbatch when nothing waits and fewer than `max_in_flight` are under way;
@@ -109,7 +109,7 @@ def ampnet(
         window=window,
     )
     policies = [
-        Policy(rank, num_ranks, num_microbatches, max_in_flight=in_flight)
+        OldestFirst(rank, num_ranks, num_microbatches, max_in_flight=in_flight)
         for rank in range(num_ranks)
     ]
     _run(policies, cost or (lambda op: 1 if op.kind == "F" else 2), latency)
@@ -125,7 +125,7 @@ def ampnet(
     )
 
 
-def _run(policies: list[Policy], cost: Callable[[Op], float], latency: float) -> None:
+def _run(policies: list[OldestFirst], cost: Callable[[Op], float], latency: float) -> None:
     """Carry the policies out in event time: all that happens at one time, then the free ranks."""
     if not (0 <= latency < math.inf):
         raise ScheduleConditionError(f"ampnet needs 0 <= latency < infinity, got {latency}")

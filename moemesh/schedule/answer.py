@@ -16,7 +16,7 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.closed_forms import ClosedForm
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import one_f_one_b
-from moemesh.schedule.request import Request
+from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.schedule_files import load
 from moemesh.schedule.simulate import Simulation, simulate
 from moemesh.schedule.stage_times import costs_of_run
@@ -27,7 +27,7 @@ Cost = float | tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ScheduleAnswer:
     """A simulated schedule. `closed` is None without formulas, `copies` counts weights per rank;
     `held` is M_w / M_a; `notes` are sentences for a person."""
 
@@ -80,7 +80,7 @@ class Answer:
         return found
 
 
-def answer(request: Request) -> Answer:
+def answer(request: ScheduleRequest) -> ScheduleAnswer:
     """Build or read, simulate, compare. Raises UserError with every problem of the request."""
     problems: list[str] = []
     costs, held = _costs(request, problems)
@@ -102,7 +102,7 @@ def answer(request: Request) -> Answer:
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
-    return Answer(
+    return ScheduleAnswer(
         schedule=schedule,
         simulation=simulation,
         closed=_closed(request, schedule, costs, held) if request.name in RECIPES else None,
@@ -150,7 +150,7 @@ class _Found(NamedTuple):
     bound: float | None = None
 
 
-def _schedule(request: Request, costs: Costs, held: float, problems: list[str]) -> _Found:
+def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Found:
     """From a file, by search or by name; what is wrong besides is added to `problems`."""
     path = Path(request.name)
     known = request.name in RECIPES or request.name == "search"
@@ -187,7 +187,7 @@ def _schedule(request: Request, costs: Costs, held: float, problems: list[str]) 
 
 
 def _searched(
-    request: Request,
+    request: ScheduleRequest,
     ranks: int,
     microbatches: int,
     costs: Costs,
@@ -227,7 +227,7 @@ def _searched(
     return _Found(found.schedule, notes, found.lower_bound)
 
 
-def read(path: Path, request: Request) -> Schedule:
+def read(path: Path, request: ScheduleRequest) -> Schedule:
     """A schedule of a text or CSV file, proved. Raises UserError for one that cannot be read, is
     wrong, or differs from what the request says of it."""
     from moemesh.schedule.check import check
@@ -254,7 +254,7 @@ def read(path: Path, request: Request) -> Schedule:
     return schedule
 
 
-def _costs(request: Request, problems: list[str]) -> tuple[Costs, float]:
+def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]:
     """The costs and M_w / M_a; what cannot be read is noted and stands as the default."""
     block = None
     if request.block is not None:
@@ -316,7 +316,9 @@ def _joined(problems: Sequence[str]) -> str:
     return "\n".join(problems)
 
 
-def _closed(request: Request, schedule: Schedule, costs: Costs, held: float) -> ClosedForm | None:
+def _closed(
+    request: ScheduleRequest, schedule: Schedule, costs: Costs, held: float
+) -> ClosedForm | None:
     """The formulas, where they speak of these costs: equal stages, no latency, nothing relaxed."""
     parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
     numbers = [part for part in parts if isinstance(part, (int, float))]
@@ -324,11 +326,13 @@ def _closed(request: Request, schedule: Schedule, costs: Costs, held: float) -> 
         return None
     block = costs.overlapped
     assert block is None or isinstance(block, (int, float))
-    times = closed_forms.Times(forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block)
+    times = closed_forms.MicrobatchTimes(
+        forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block
+    )
     return closed_forms.closed_form(schedule, times, held=held)
 
 
-def _costs_text(request: Request) -> str:
+def _costs_text(request: ScheduleRequest) -> str:
     if request.run is not None:
         return f"seconds of each stage measured by {request.run}, message {request.comm}"
     block = "" if request.block is None else f", block {request.block}"

@@ -16,7 +16,7 @@ LARGEST_NUM_OPERATIONS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Generator:
     """How a schedule is made: its generator, its conditions, what else it can be told.
 
     `stages_per_rank` are the legal numbers of chunks, empty where any will do; 1 stands for "not
@@ -29,33 +29,33 @@ class Recipe:
     stages_per_rank: tuple[int, ...] = (1,)
 
 
-RECIPES: dict[str, Recipe] = {
-    "1f1b": Recipe(make=generators.one_f_one_b),
-    "gpipe": Recipe(make=generators.gpipe),
-    "interleaved_1f1b": Recipe(
+RECIPES: dict[str, Generator] = {
+    "1f1b": Generator(make=generators.one_f_one_b),
+    "gpipe": Generator(make=generators.gpipe),
+    "interleaved_1f1b": Generator(
         make=generators.interleaved_1f1b,
         conditions=generators.INTERLEAVED,
         options=("stages_per_rank",),
         stages_per_rank=(),
     ),
-    "terapipe": Recipe(
+    "terapipe": Generator(
         make=terapipe.terapipe, conditions=terapipe.CONDITIONS, options=("num_slices",)
     ),
-    "chimera": Recipe(make=generators.chimera, conditions=generators.CHIMERA),
-    "zb_h1": Recipe(make=generators.zb_h1),
-    "zb_h2": Recipe(make=generators.zb_h2),
-    "zb_v": Recipe(make=generators.zb_v, stages_per_rank=(1, 2)),
-    "dualpipe": Recipe(make=dualpipe.dualpipe, conditions=dualpipe.DUALPIPE),
-    "dualpipe_v": Recipe(
+    "chimera": Generator(make=generators.chimera, conditions=generators.CHIMERA),
+    "zb_h1": Generator(make=generators.zb_h1),
+    "zb_h2": Generator(make=generators.zb_h2),
+    "zb_v": Generator(make=generators.zb_v, stages_per_rank=(1, 2)),
+    "dualpipe": Generator(make=dualpipe.dualpipe, conditions=dualpipe.DUALPIPE),
+    "dualpipe_v": Generator(
         make=dualpipe.dualpipe_v, conditions=dualpipe.DUALPIPE_V, stages_per_rank=(1, 2)
     ),
-    "pipedream": Recipe(make=generators.pipedream),
-    "pipedream_2bw": Recipe(
+    "pipedream": Generator(make=generators.pipedream),
+    "pipedream_2bw": Generator(
         make=generators.pipedream_2bw,
         conditions=generators.PIPEDREAM_2BW,
         options=("window",),
     ),
-    "ampnet": Recipe(
+    "ampnet": Generator(
         make=ampnet.ampnet,
         conditions=ampnet.CONDITIONS,
         options=("max_in_flight", "window", "cost", "latency"),
@@ -110,7 +110,7 @@ def build(
     return recipe.make(num_ranks, num_microbatches, **options)
 
 
-def _rules(recipe: Recipe, numbers: Numbers) -> list[Condition]:
+def _rules(recipe: Generator, numbers: Numbers) -> list[Condition]:
     """The conditions that these numbers decide."""
     rules = [rule for rule in recipe.conditions if numbers.keys() >= set(rule.names)]
     if recipe.stages_per_rank:
@@ -134,7 +134,7 @@ def require_defined(name: str, **numbers: int) -> None:
         )
 
 
-def _num_operations(recipe: Recipe, numbers: Numbers) -> int:
+def _num_operations(recipe: Generator, numbers: Numbers) -> int:
     """At most so many operations has the schedule."""
     chunks = max(recipe.stages_per_rank, default=numbers["stages_per_rank"])
     stages = numbers["ranks"] * chunks
@@ -149,7 +149,7 @@ def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 
     return holds and _num_operations(recipe, numbers) <= LARGEST_NUM_OPERATIONS
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> Generator:
     """The recipe of a name. Raises ValueError with the nearest name for an unknown one."""
     if name not in RECIPES:
         # Only for the message: it reads the whole schema of the configuration.

@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple, get_args
 from moemesh.config.errors import UserError
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.held_activations import ROUNDING, Amount, PeakMemory, peak_memory
+from moemesh.schedule.held_activations import ROUNDING, Amount, HeldActivations, peak_memory
 from moemesh.schedule.messages import Message, messages
-from moemesh.schedule.program import Deadlock, Program, issue_order, lower
+from moemesh.schedule.program import Deadlock, LoweredProgram, issue_order, lower
 from moemesh.schedule.versions import StageVersions, versions
 
 # A check for deadlocks where a send waits for its receiver, as NCCL's does.
@@ -157,7 +157,7 @@ class _Machine:
 SHOWN = 50
 
 
-class Finding(NamedTuple):
+class ScheduleFault(NamedTuple):
     """One thing that is wrong. `rank`, `entry` (its index in the rank's list) and `op` are None
     where no single place is to blame."""
 
@@ -180,7 +180,7 @@ class Finding(NamedTuple):
 class ScheduleError(UserError):
     """A schedule that cannot run; `findings` holds everything that is wrong with it."""
 
-    def __init__(self, name: str, findings: Iterable[Finding]) -> None:
+    def __init__(self, name: str, findings: Iterable[ScheduleFault]) -> None:
         self.findings = tuple(findings)
         count = len(self.findings)
         lines = [f"schedule {name}: {count} {'finding' if count == 1 else 'findings'}"]
@@ -206,7 +206,7 @@ class CheckReport(Shown):
     but unused, however late the rank is. `channels` are the ways to share rendezvous channels that
     do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""
 
-    peaks: tuple[PeakMemory, ...]
+    peaks: tuple[HeldActivations, ...]
     unread_messages: tuple[int, ...]
     channels: tuple[ChannelKind, ...]
     versions: dict[tuple[int, int], StageVersions] = field(
@@ -252,30 +252,34 @@ def check(
     return report
 
 
-def _shape(schedule: Schedule) -> Iterable[Finding]:
+def _shape(schedule: Schedule) -> Iterable[ScheduleFault]:
     """Whether the parts of the schedule fit each other."""
     ranks, stages = schedule.num_ranks, schedule.num_stages
     if min(ranks, stages, schedule.num_slices) < 1:
-        yield Finding(f"{ranks} ranks, {stages} stages, {schedule.num_slices} slices: need 1 each")
+        yield ScheduleFault(
+            f"{ranks} ranks, {stages} stages, {schedule.num_slices} slices: need 1 each"
+        )
     if len(schedule.orders) != ranks:
-        yield Finding(f"{len(schedule.orders)} lists for {ranks} ranks")
+        yield ScheduleFault(f"{len(schedule.orders)} lists for {ranks} ranks")
     if len(schedule.num_microbatches) != schedule.num_pipes:
         counts = len(schedule.num_microbatches)
-        yield Finding(f"{counts} microbatch counts for {schedule.num_pipes} pipes")
+        yield ScheduleFault(f"{counts} microbatch counts for {schedule.num_pipes} pipes")
     if min(schedule.num_microbatches, default=0) < 0:
-        yield Finding(f"microbatches {schedule.num_microbatches} below 0")
+        yield ScheduleFault(f"microbatches {schedule.num_microbatches} below 0")
     for pipe, place in enumerate(schedule.placement):
         if len(place) != stages:
-            yield Finding(f"pipe {pipe} places {len(place)} of {stages} stages")
+            yield ScheduleFault(f"pipe {pipe} places {len(place)} of {stages} stages")
         for stage, rank in enumerate(place):
             if not 0 <= rank < ranks:
-                yield Finding(f"pipe {pipe} has stage {stage} on rank {rank} of {ranks}")
+                yield ScheduleFault(f"pipe {pipe} has stage {stage} on rank {rank} of {ranks}")
     if schedule.update is not None and schedule.update.window < 1:
-        yield Finding(f"the update rule's window is {schedule.update.window}, must be at least 1")
+        yield ScheduleFault(
+            f"the update rule's window is {schedule.update.window}, must be at least 1"
+        )
 
 
-def _completeness(schedule: Schedule) -> list[Finding]:
-    findings: list[Finding] = []
+def _completeness(schedule: Schedule) -> list[ScheduleFault]:
+    findings: list[ScheduleFault] = []
     seen: dict[Op, tuple[int, int]] = {}
     legal = {
         (stage, microbatch, pipe, part)
@@ -287,37 +291,43 @@ def _completeness(schedule: Schedule) -> list[Finding]:
     for rank, entries in enumerate(schedule.orders):
         for index, entry in enumerate(entries):
             if not entry:
-                findings.append(Finding("an entry without operations", rank, index))
+                findings.append(ScheduleFault("an entry without operations", rank, index))
             for op in entry:
                 if op[1:] not in legal or op.kind not in ("F", "B", "I", "W"):
-                    findings.append(Finding("is no operation of this schedule", rank, index, op))
+                    findings.append(
+                        ScheduleFault("is no operation of this schedule", rank, index, op)
+                    )
                     continue
                 if op in seen:
                     other = "rank {}, entry {}".format(*seen[op])
-                    findings.append(Finding(f"stands at {other} already", rank, index, op))
+                    findings.append(ScheduleFault(f"stands at {other} already", rank, index, op))
                     continue
                 seen[op] = rank, index
                 if (owner := schedule.rank_of(op)) != rank:
-                    findings.append(Finding(f"its stage is on rank {owner}", rank, index, op))
+                    findings.append(ScheduleFault(f"its stage is on rank {owner}", rank, index, op))
     for key in sorted(legal, key=lambda key: (schedule.placement[key[2]][key[0]], key)):
         rank = schedule.placement[key[2]][key[0]]
         forward, full, inner, weight = (Op(kind, *key) for kind in ("F", "B", "I", "W"))
         if forward not in seen:
-            findings.append(Finding("is missing", rank, None, forward))
+            findings.append(ScheduleFault("is missing", rank, None, forward))
         if full in seen:
             for half in (inner, weight):
                 if half in seen:
-                    findings.append(Finding(f"{full} does its work already", *seen[half], half))
+                    findings.append(
+                        ScheduleFault(f"{full} does its work already", *seen[half], half)
+                    )
         elif inner not in seen and weight not in seen:
-            findings.append(Finding(f"is missing, as is {inner} with its W", rank, None, full))
+            findings.append(
+                ScheduleFault(f"is missing, as is {inner} with its W", rank, None, full)
+            )
         elif inner not in seen or weight not in seen:
             findings.append(
-                Finding("is missing", rank, None, inner if inner not in seen else weight)
+                ScheduleFault("is missing", rank, None, inner if inner not in seen else weight)
             )
     return findings
 
 
-def _order(schedule: Schedule) -> Iterable[Finding]:
+def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
     """Order on each rank, between the operations of one stage and microbatch."""
     for rank, entries in enumerate(schedule.orders):
         first: dict[Op, int] = {}
@@ -328,9 +338,11 @@ def _order(schedule: Schedule) -> Iterable[Finding]:
             for needed, why in _needed_before(schedule, op):
                 at = first.get(needed)
                 if at is not None and at > index:
-                    yield Finding(f"{why} {needed}, which comes later, at {at}", rank, index, op)
+                    yield ScheduleFault(
+                        f"{why} {needed}, which comes later, at {at}", rank, index, op
+                    )
                 elif at == index:
-                    yield Finding(f"needs {needed} of the same block", rank, index, op)
+                    yield ScheduleFault(f"needs {needed} of the same block", rank, index, op)
 
 
 def _needed_before(schedule: Schedule, op: Op) -> Iterable[tuple[Op, str]]:
@@ -353,29 +365,33 @@ def _needed_before(schedule: Schedule, op: Op) -> Iterable[tuple[Op, str]]:
         yield schedule.backward(stage + 1, microbatch, pipe, part), "needs"
 
 
-def _deadlock(deadlock: Deadlock) -> Iterable[Finding]:
+def _deadlock(deadlock: Deadlock) -> Iterable[ScheduleFault]:
     # Without a ring it is a missing producer, found as such.
     if deadlock.cycle:
-        yield Finding(f"deadlock: {deadlock.ring}")
+        yield ScheduleFault(f"deadlock: {deadlock.ring}")
 
 
 def _bounds(
-    program: Program, order: Sequence[int], caps: Caps | None, activation: Amount, weight: Amount
-) -> tuple[CheckReport, list[Finding]]:
+    program: LoweredProgram,
+    order: Sequence[int],
+    caps: Caps | None,
+    activation: Amount,
+    weight: Amount,
+) -> tuple[CheckReport, list[ScheduleFault]]:
     """Points 4 to 6, for a schedule in which everything else is right."""
     schedule = program.schedule
-    findings: list[Finding] = []
+    findings: list[ScheduleFault] = []
     channels: list[ChannelKind] = []
     for kind in get_args(ChannelKind):
         blocked = rendezvous_deadlock(schedule, kind)
         if not blocked:
             channels.append(kind)
         elif kind == "ordered_pair":
-            findings.append(Finding(f"deadlock with rendezvous sends: {blocked}"))
+            findings.append(ScheduleFault(f"deadlock with rendezvous sends: {blocked}"))
     stages: dict[tuple[int, int], StageVersions] = {}
     if schedule.update is not None:
         stages, breaches = versions(schedule)
-        findings += [Finding(b.message, b.rank, b.entry, b.op) for b in breaches]
+        findings += [ScheduleFault(b.message, b.rank, b.entry, b.op) for b in breaches]
     peaks = peak_memory(schedule, activation=activation, weight_memory=weight)
     unread = unread_messages(program, order)
     for rank, peak in enumerate(peaks):
@@ -384,14 +400,14 @@ def _bounds(
         for name, value in zip(names, held, strict=True):
             cap: float | None = getattr(caps, name, None)
             if cap is not None and value > cap * (1 + ROUNDING):
-                findings.append(Finding(f"{name} reaches {value}, the cap is {cap}", rank))
+                findings.append(ScheduleFault(f"{name} reaches {value}, the cap is {cap}", rank))
     report = CheckReport(
         peaks=peaks, unread_messages=unread, channels=tuple(channels), versions=stages
     )
     return report, findings
 
 
-def unread_messages(program: Program, order: Sequence[int]) -> tuple[int, ...]:
+def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int, ...]:
     """Per rank, the most messages that can have arrived without being used yet.
 
     A message can be there before its receiver has run n entries if its producer does not depend,
@@ -434,7 +450,7 @@ def _receiver(schedule: Schedule, op: Op) -> int:
     return schedule.placement[op.pipe][op.stage + (1 if op.kind == "F" else -1)]
 
 
-def _validation(program: Program, order: Sequence[int]) -> Iterable[Finding]:
+def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[ScheduleFault]:
     """Warm-up entries that depend on what another rank does from its validation point on."""
     late: dict[int, str] = {}
     started = [False] * len(program.schedule.orders)
@@ -447,7 +463,7 @@ def _validation(program: Program, order: Sequence[int]) -> Iterable[Finding]:
         elif behind:
             op = program.entries[entry][0]
             message = f"warm-up depends on {behind}, at or behind that rank's first backward"
-            yield Finding(message, rank, program.index(entry), op)
+            yield ScheduleFault(message, rank, program.index(entry), op)
         if behind:
             late.update((slot, behind) for made in program.makes[entry] for slot in made)
             late.pop(-1, None)

@@ -21,7 +21,7 @@ Metric = Literal["span", "rank_idle"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class MicrobatchTimes:
     """Times of one microbatch on one rank's share; `block` None means the sum of its parts."""
 
     forward: float = 1.0
@@ -46,7 +46,7 @@ class Numbers:
     ranks: int
     microbatches: int
     chunks: int
-    times: Times
+    times: MicrobatchTimes
     held: float = 1.0
     slice_share: float = 1.0
 
@@ -276,7 +276,11 @@ FORMS: Mapping[str, Form] = {
 
 
 def closed_form(
-    schedule: Schedule, times: Times, *, held: float = 1.0, slice_share: float | None = None
+    schedule: Schedule,
+    times: MicrobatchTimes,
+    *,
+    held: float = 1.0,
+    slice_share: float | None = None,
 ) -> ClosedForm | None:
     """The formulas of a generated schedule for equal stages and no latency; None without any.
 

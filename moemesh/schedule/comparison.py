@@ -9,10 +9,10 @@ from typing import Any
 
 from moemesh.config.errors import UserError
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.answer import Answer, answer, short
+from moemesh.schedule.answer import ScheduleAnswer, answer, short
 from moemesh.schedule.build import RECIPES
 from moemesh.schedule.messages import messages
-from moemesh.schedule.request import Request
+from moemesh.schedule.request import ScheduleRequest
 
 #: Chunks of a rank where a schedule is made for several and the request says nothing.
 CHUNKS = 2
@@ -23,7 +23,7 @@ class Compared:
     """One schedule of the comparison: its `answer`, or in `refused` why it has none."""
 
     name: str
-    answer: Answer | None
+    answer: ScheduleAnswer | None
     refused: str = ""
 
     @property
@@ -60,7 +60,7 @@ class Compared:
         }
 
 
-def compare(request: Request) -> list[Compared]:
+def compare(request: ScheduleRequest) -> list[Compared]:
     """Every schedule that has a name, as `request` asks for them (its own name is not read). Raises
     UserError when no schedule can be made of the request."""
     found: list[Compared] = []
@@ -74,7 +74,7 @@ def compare(request: Request) -> list[Compared]:
     return found
 
 
-def _asked(request: Request, name: str) -> Request:
+def _asked(request: ScheduleRequest, name: str) -> ScheduleRequest:
     """`request` for one schedule, without the options that it does not have."""
     options = RECIPES[name].options
     chunks = request.stages_per_rank

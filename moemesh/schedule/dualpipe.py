@@ -42,7 +42,7 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         ends = [(0, rank), (1, num_ranks - 1 - rank)]
         near, far = ends if rank < half else reversed(ends)
         depth = min(rank, num_ranks - 1 - rank)
-        orders.append(_Order(near, far).phases(half, depth, num_microbatches // 2))
+        orders.append(_RankEntries(near, far).phases(half, depth, num_microbatches // 2))
     return Schedule(
         name="dualpipe",
         num_ranks=num_ranks,
@@ -72,7 +72,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         num_stages=2 * num_ranks,
         placement=(v_shape(num_ranks),),
         orders=tuple(
-            _Order((0, rank), (0, 2 * num_ranks - 1 - rank)).phases(
+            _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank)).phases(
                 num_ranks, rank, num_microbatches
             )
             for rank in range(num_ranks)
@@ -81,7 +81,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-class _Order:
+class _RankEntries:
     """One rank's entries. A direction is the (pipe, stage) its microbatches pass on this rank."""
 
     def __init__(self, near: tuple[int, int], far: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ Amount = float | Sequence[float]
 ROUNDING = 1e-9
 
 
-class PeakMemory(NamedTuple):
+class HeldActivations(NamedTuple):
     """The most that one rank holds at any time: contexts between ``F`` and ``B`` or ``I``,
     activation in the unit of M_a, and weight gradients between ``I`` and ``W``."""
 
@@ -32,7 +32,7 @@ class PeakMemory(NamedTuple):
 
 def peak_memory(
     schedule: Schedule, *, activation: Amount = 1, weight_memory: Amount = 1
-) -> tuple[PeakMemory, ...]:
+) -> tuple[HeldActivations, ...]:
     """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`.
 
     The default M_w = M_a never underestimates: nothing is given back before the weight gradient.
@@ -72,7 +72,7 @@ def _per_stage(schedule: Schedule, name: str, amount: Amount) -> list[float]:
 
 def _peak(
     schedule: Schedule, rank: int, whole: list[float], kept: list[float], parts: float
-) -> PeakMemory:
+) -> HeldActivations:
     contexts = backlog = most_contexts = most_backlog = 0
     held = most_held = 0.0
     for entry in schedule.orders[rank]:
@@ -100,7 +100,7 @@ def _peak(
             else:
                 backlog -= 1
                 held -= kept[stage]
-    return PeakMemory(most_contexts, most_held / parts, most_backlog)
+    return HeldActivations(most_contexts, most_held / parts, most_backlog)
 
 
 def _forward_first(op: Op) -> bool:

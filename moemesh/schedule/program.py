@@ -16,7 +16,7 @@ from moemesh.schedule.action import Entry, Op, Schedule, looped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class LoweredProgram:
     """The integers of one schedule.
 
     ``entries[i]`` stands on ``rank[i]``, ranks occupy ``range(first[r], first[r + 1])``.
@@ -48,7 +48,7 @@ class Program:
         return f"{name} (rank {self.rank[entry]}, entry {self.index(entry)})"
 
 
-def lower(schedule: Schedule, *, relax_wrap: bool = False) -> Program:
+def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
     """Number the slots of `schedule` and find what each entry waits for.
 
     `relax_wrap` leaves out, in the looped placement, the edges from a rank's last stage of a chunk
@@ -76,7 +76,7 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> Program:
             both = [lowering.op(op) for op in entry]
             waits.append(tuple(slot for needed, _ in both for slot in needed))
             makes.append(tuple(made for _, made in both))
-    return Program(
+    return LoweredProgram(
         schedule=schedule,
         entries=entries,
         rank=rank,
@@ -144,7 +144,7 @@ class Deadlock(ValueError):
     """No rank can go on. `cycle` are entries that wait for each other, in a ring (empty when a
     producer is missing instead); `heads` the entry at which each unfinished rank stands."""
 
-    def __init__(self, program: Program, heads: Sequence[int], cycle: Sequence[int]) -> None:
+    def __init__(self, program: LoweredProgram, heads: Sequence[int], cycle: Sequence[int]) -> None:
         self.heads = tuple(heads)
         self.cycle = tuple(cycle)
         self.ring = _ring(program, cycle) if cycle else ""
@@ -156,7 +156,7 @@ class Deadlock(ValueError):
         super().__init__("\n".join(lines))
 
 
-def issue_order(program: Program) -> list[int]:
+def issue_order(program: LoweredProgram) -> list[int]:
     """Entries in an order in which all can be issued: program order and every wait hold.
 
     Raises :class:`Deadlock` when there is none. Each rank goes on as far as it can.
@@ -193,7 +193,9 @@ def issue_order(program: Program) -> list[int]:
     return order
 
 
-def _blockers(program: Program, heads: Sequence[int], done: bytearray) -> dict[int, list[int]]:
+def _blockers(
+    program: LoweredProgram, heads: Sequence[int], done: bytearray
+) -> dict[int, list[int]]:
     """Head -> the heads behind which (or at which) stands what it waits for."""
     at_rank = {program.rank[entry]: entry for entry in heads}
     wanted = {slot for entry in heads for slot in program.waits[entry] if not done[slot]}
@@ -214,7 +216,7 @@ def _blockers(program: Program, heads: Sequence[int], done: bytearray) -> dict[i
     }
 
 
-def _cycle(program: Program, heads: Sequence[int], done: bytearray) -> list[int]:
+def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
     """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
     blockers = _blockers(program, heads, done)
     best: list[int] = []
@@ -240,7 +242,7 @@ def _cycle(program: Program, heads: Sequence[int], done: bytearray) -> list[int]
     return best
 
 
-def _ring(program: Program, cycle: Sequence[int]) -> str:
+def _ring(program: LoweredProgram, cycle: Sequence[int]) -> str:
     """The ring in words: who waits for what, and where that stands."""
     made_by = {
         slot: (entry, program.entries[entry][place])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ScheduleRequest:
     """Which schedule to simulate. Costs are texts: a number, or one per stage with commas."""
 
     name: Annotated[

@@ -23,11 +23,11 @@ from typing import Literal, get_args
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.costs import BoundCosts, Costs
-from moemesh.schedule.held_activations import Amount, PeakMemory, peak_memory
+from moemesh.schedule.held_activations import Amount, HeldActivations, peak_memory
 from moemesh.schedule.messages import successor
-from moemesh.schedule.program import Program, lower
+from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.text import digest
-from moemesh.trace.timeline import Record, Timeline, Unit
+from moemesh.trace.timeline import Timeline, Unit, WorkRecord
 
 #: ``latency`` delays the edge and occupies nobody. ``blocking`` also keeps the sender from its
 #: next entry for that time. ``link`` lets the messages of an ordered pair of ranks go one after
@@ -49,7 +49,7 @@ class Simulation(Shown):
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     busy: tuple[float, ...]
-    peaks: tuple[PeakMemory, ...]
+    peaks: tuple[HeldActivations, ...]
     transport: Transport
     relaxed: bool
     unit: Unit
@@ -94,7 +94,7 @@ class Simulation(Shown):
     @cached_property
     def timeline(self) -> Timeline:
         """Every operation as a record; a block's operations share start and end."""
-        records: list[Record] = []
+        records: list[WorkRecord] = []
         for rank, order in enumerate(self.schedule.orders):
             free = 0.0
             times = zip(order, self.starts[rank], self.ends[rank], strict=True)
@@ -102,7 +102,7 @@ class Simulation(Shown):
                 wait = max(start - free, 0)
                 for op in entry:
                     records.append(
-                        Record(
+                        WorkRecord(
                             rank=rank,
                             start=float(start),
                             end=float(end),
@@ -163,7 +163,7 @@ def simulate(
 
 
 def entry_times(
-    program: Program, bound: BoundCosts, transport: Transport
+    program: LoweredProgram, bound: BoundCosts, transport: Transport
 ) -> tuple[list[float], list[float], tuple[float, ...]]:
     """Starts and ends of all entries, busy time of all ranks."""
     waits, makes, rank_of = program.waits, program.makes, program.rank
@@ -208,7 +208,7 @@ def entry_times(
 class _Carrier:
     """Messages between ranks: when each arrives, and when its sender is free again."""
 
-    def __init__(self, program: Program, bound: BoundCosts, transport: Transport) -> None:
+    def __init__(self, program: LoweredProgram, bound: BoundCosts, transport: Transport) -> None:
         self.schedule = program.schedule
         self.bound = bound
         self.transport = transport
@@ -238,7 +238,7 @@ class _Carrier:
         return self.link_free[pair] + delay, free
 
 
-def _entry_costs(program: Program, bound: BoundCosts) -> list[float]:
+def _entry_costs(program: LoweredProgram, bound: BoundCosts) -> list[float]:
     """Cost of every entry, without a call for each where costs are per stage."""
     tables = bound.by_kind
     flat = {kind: table for kind, table in tables.items() if not callable(table)}

@@ -15,7 +15,7 @@ from moemesh.config.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.schedule.action import Entry, Kind, Op
 from moemesh.schedule.costs import Cost, Costs
 from moemesh.schedule.slicing import stage_costs
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -53,14 +53,14 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     return Costs(forward=forward, input_gradient=inputs, weight_gradient=weights)
 
 
-def measured_costs(records: Sequence[Record]) -> Costs:
+def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     """Median time by kind and stage; of an overlapped block by its two stages.
 
     A kind that a stage has only run inside blocks is taken as half of them; where a backward was
     only run whole each of its halves is half of it, where it was only run in halves it is their
     sum. Operations of stages that are not in `records` take no time.
     """
-    moments: dict[tuple[int, float, float], list[Record]] = {}
+    moments: dict[tuple[int, float, float], list[WorkRecord]] = {}
     for record in records:
         moments.setdefault((record.rank, record.start, record.end), []).append(record)
     alone: dict[tuple[str, int], list[float]] = {}

@@ -22,9 +22,9 @@ from moemesh.config.rules import V_SCHEDULES
 from moemesh.config.schedule_rules import MIRRORED_SCHEDULES
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
-from moemesh.schedule.closed_forms import FORMS, Numbers, Times
+from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.program import Program, lower
+from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.simulate import entry_times
 
 #: Schedules that never wait for a step to end: their time is that of an endless stream.
@@ -187,7 +187,7 @@ def _laid_out(step: PipelineStep, costs: Costs) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=512)
-def _program(step: PipelineStep) -> Program:
+def _program(step: PipelineStep) -> LoweredProgram:
     return lower(_schedule(step))
 
 
@@ -245,7 +245,9 @@ def weight_copies(step: PipelineStep, rank: int) -> int:
     if not step.is_stream:
         return 1
     count = max(step.microbatches, 4 * step.ranks)
-    numbers = Numbers(ranks=step.ranks, microbatches=count, chunks=step.chunks, times=Times())
+    numbers = Numbers(
+        ranks=step.ranks, microbatches=count, chunks=step.chunks, times=MicrobatchTimes()
+    )
     return FORMS[step.schedule].copies(numbers, rank)
 
 

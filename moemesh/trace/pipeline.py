@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 #: (time, value): the value holds from that time on.
 Steps = Sequence[tuple[float, float]]
 
 
-class Flow(NamedTuple):
+class Message(NamedTuple):
     """A message: made by one record, taken by one of another rank."""
 
-    producer: Record
-    consumer: Record
+    producer: WorkRecord
+    consumer: WorkRecord
 
 
 class _Key(NamedTuple):
@@ -33,26 +33,26 @@ class _Key(NamedTuple):
     slice: int
 
 
-def flows(timeline: Timeline) -> tuple[Flow, ...]:
+def flows(timeline: Timeline) -> tuple[Message, ...]:
     """The messages between ranks, ordered by their producers.
 
     The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the stage
     before. Where several ranks run one operation (data or tensor parallel peers), the first feeds
     the first and so on; operations that are missing on one side are left out.
     """
-    found: defaultdict[_Key, list[Record]] = defaultdict(list)
+    found: defaultdict[_Key, list[WorkRecord]] = defaultdict(list)
     for record in timeline.records:
         if (key := _key(record)) is not None:
             found[key].append(record)
-    pairs: list[Flow] = []
+    pairs: list[Message] = []
     for key, producers in found.items():
         consumers = found.get(key._replace(stage=key.stage + (1 if key.forward else -1)), [])
         if len(consumers) == len(producers):
-            pairs += map(Flow, producers, consumers)
+            pairs += map(Message, producers, consumers)
     return tuple(flow for flow in pairs if flow.producer.rank != flow.consumer.rank)
 
 
-def _key(record: Record) -> _Key | None:
+def _key(record: WorkRecord) -> _Key | None:
     if record.stage is None or record.kind not in ("F", "B", "I"):
         return None
     forward = record.kind == "F"
@@ -60,7 +60,7 @@ def _key(record: Record) -> _Key | None:
     return _Key(record.step, forward, record.stage, *rest)
 
 
-def places(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+def places(records: Iterable[WorkRecord]) -> dict[tuple[int, int], int]:
     """(pipe, stage) of one rank's records -> which of the rank's places it is, from 0.
 
     Chunks of a pipe count up with their stages, a second pipe comes after the first.
@@ -69,7 +69,7 @@ def places(records: Iterable[Record]) -> dict[tuple[int, int], int]:
     return {place: index for index, place in enumerate(sorted(found))}
 
 
-def blocks(records: Sequence[Record]) -> list[list[Record]]:
+def blocks(records: Sequence[WorkRecord]) -> list[list[WorkRecord]]:
     """Records of one rank with equal start and end together, in the timeline's order."""
     return [list(group) for _, group in groupby(records, key=lambda r: (r.start, r.end))]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from moemesh.trace.timeline import Record
+from moemesh.trace.timeline import WorkRecord
 
 # Clocks of several machines, aligned by exchanges that no rank leaves before all have begun.
 
@@ -60,8 +60,8 @@ class RankProfile:
     rank: int
     host: str
     events: Sequence[Event]
-    phases: Sequence[Record]
-    plain: Sequence[Record] = ()
+    phases: Sequence[WorkRecord]
+    plain: Sequence[WorkRecord] = ()
     waited: float | None = None
     offset: Offset | None = None
 
@@ -130,9 +130,9 @@ def _rank(folder: Path, note: Mapping[str, Any], offset: Offset | None) -> RankP
         if event.get("ph") == "X" and isinstance(event.get("pid"), int):
             events.append({**event, "ts": float(event["ts"]) + shift})
     shift_seconds = float(note["epoch_minus_monotonic"]) - ahead
-    phases = [Record.from_json(record) for record in note["phases"]]
+    phases = [WorkRecord.from_json(record) for record in note["phases"]]
     moved = [
-        Record.from_json(
+        WorkRecord.from_json(
             {
                 **record.to_json(),
                 "start": record.start + shift_seconds,
@@ -146,7 +146,7 @@ def _rank(folder: Path, note: Mapping[str, Any], offset: Offset | None) -> RankP
         host=str(note["host"]),
         events=events,
         phases=moved,
-        plain=[Record.from_json(record) for record in note.get("plain", ())],
+        plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
         waited=note.get("waited"),
         offset=offset,
     )

@@ -48,7 +48,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
-class Part(NamedTuple):
+class ProvenancePart(NamedTuple):
     """Steps `first` to `last` of a run, and what they have run under: the record of a start, or a
     plan."""
 
@@ -63,16 +63,16 @@ class Part(NamedTuple):
         return f"steps {self.first:,} {ended}"
 
 
-def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
+def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
     """Which start has taken which of the steps 1 to `last`: the newest one that has taken it.
 
     Raises KeyError, TypeError or ValueError for a record that does not tell its first step.
     """
-    parts: list[Part] = []
+    parts: list[ProvenancePart] = []
     for start in starts:
         first = int(start["first_step"])
         parts = [one._replace(last=min(one.last, first - 1)) for one in parts if one.first < first]
-        parts.append(Part(start, first, last))
+        parts.append(ProvenancePart(start, first, last))
     return parts
 
 

@@ -26,7 +26,7 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import LoadBins
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory_profile import MemoryProfiles
-from moemesh.trace.provenance import Part, parts_of
+from moemesh.trace.provenance import ProvenancePart, parts_of
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import Timeline
 
@@ -261,11 +261,11 @@ class Run(Shown):
         return cast(dict[str, Any], part) if isinstance(part, dict) else {}
 
     @cached_property
-    def plans(self) -> tuple[Part, ...]:
+    def plans(self) -> tuple[ProvenancePart, ...]:
         """The plans that the run has had, the current one last: each the section of the
         configuration, with the steps that were taken under it one after the other, on the same
         devices and with batches of one size, by the records of the starts."""
-        found: list[tuple[Part, object]] = []
+        found: list[tuple[ProvenancePart, object]] = []
         last = self.metrics[-1].step if self.metrics else 0
         try:
             for start in parts_of(self.starts, last):
@@ -278,7 +278,9 @@ class Run(Shown):
                 found.append((steps, kind))
         except _MALFORMED:
             found = []
-        return tuple(steps for steps, _ in found) or (Part(self.section("plan"), 1, last),)
+        return tuple(steps for steps, _ in found) or (
+            ProvenancePart(self.section("plan"), 1, last),
+        )
 
     @cached_property
     def current(self) -> tuple[MetricsRow, ...]:

@@ -34,7 +34,7 @@ MICROSECONDS: dict[Unit, float] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class WorkRecord:
     """One piece of work of one rank, from `start` to `end` in the timeline's unit.
 
     `name` is what is shown ("forward", "0F3"). `kind` groups and colours: the pipeline kinds "F",
@@ -77,7 +77,7 @@ class Record:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Record:
+    def from_json(cls, data: Mapping[str, Any]) -> WorkRecord:
         """The inverse of :meth:`to_json`; unknown keys are left out."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         for name in ("start", "end", "wait"):
@@ -114,7 +114,7 @@ class Timeline(Shown):
     """
 
     ranks: tuple[int, ...]
-    records: tuple[Record, ...]
+    records: tuple[WorkRecord, ...]
     source: Source
     unit: Unit = "seconds"
     digest: str = ""
@@ -160,9 +160,9 @@ class Timeline(Shown):
         of_rank = self.by_rank()
         return tuple(_rank_statistics(rank, of_rank[rank]) for rank in self.ranks)
 
-    def by_rank(self) -> dict[int, list[Record]]:
+    def by_rank(self) -> dict[int, list[WorkRecord]]:
         """Records of every rank in their order, an empty list for a rank without any."""
-        found: dict[int, list[Record]] = {rank: [] for rank in self.ranks}
+        found: dict[int, list[WorkRecord]] = {rank: [] for rank in self.ranks}
         for record in self.records:
             found[record.rank].append(record)
         return found
@@ -208,14 +208,14 @@ class Timeline(Shown):
         """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
         return cls(
             ranks=tuple(int(rank) for rank in data["ranks"]),
-            records=tuple(Record.from_json(record) for record in data["records"]),
+            records=tuple(WorkRecord.from_json(record) for record in data["records"]),
             source=cast(Source, data["source"]),
             unit=cast(Unit, data["unit"]),
             digest=str(data.get("digest", "")),
         )
 
 
-def busy_time(records: Iterable[Record]) -> float:
+def busy_time(records: Iterable[WorkRecord]) -> float:
     """Length of the union of the records' intervals."""
     busy, reached = 0.0, float("-inf")
     for record in sorted(records, key=lambda record: record.start):
@@ -225,7 +225,7 @@ def busy_time(records: Iterable[Record]) -> float:
     return busy
 
 
-def _order(record: Record) -> tuple[Any, ...]:
+def _order(record: WorkRecord) -> tuple[Any, ...]:
     operation = tuple(
         -1 if n is None else n for n in (record.step, record.stage, record.microbatch)
     )
@@ -233,7 +233,7 @@ def _order(record: Record) -> tuple[Any, ...]:
     return (record.rank, record.start, -record.end, *operation, *rest)
 
 
-def _rank_statistics(rank: int, records: list[Record]) -> RankStatistics:
+def _rank_statistics(rank: int, records: list[WorkRecord]) -> RankStatistics:
     start = min((record.start for record in records), default=0.0)
     end = max((record.end for record in records), default=0.0)
     busy = busy_time(records)
@@ -298,7 +298,7 @@ class TimelineRecorder:
         self.source: Source = source
         self.unit: Unit = unit
         self.step: int | None = None
-        self._records: list[Record] = []
+        self._records: list[WorkRecord] = []
 
     def span(
         self,
@@ -316,7 +316,9 @@ class TimelineRecorder:
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Write down work that was timed elsewhere (CUDA events, say)."""
-        record = Record(rank=self.rank, step=self.step, name=name, start=start, end=end, **details)
+        record = WorkRecord(
+            rank=self.rank, step=self.step, name=name, start=start, end=end, **details
+        )
         self._records.append(record)
 
     def seconds(self, name: str, step: int) -> float:

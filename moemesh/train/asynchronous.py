@@ -30,7 +30,7 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.model.transformer import Output, Part
+from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
@@ -40,7 +40,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.generators import pipedream, pipedream_2bw
 from moemesh.schedule.text import digest
-from moemesh.trace.timeline import Record, TimelineRecorder
+from moemesh.trace.timeline import TimelineRecorder, WorkRecord
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.recorded_orders import check_recorded, recorded_segment, write_recorded
 from moemesh.train.session import Report, Session
@@ -86,7 +86,7 @@ class _Window:
 
 
 @dataclass
-class _Step:
+class _OwnStep:
     """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
 
     counts: StepCounts = NOTHING
@@ -102,7 +102,7 @@ class _Report:
 
     total: Tensor
     work: dist.Work | None
-    step: _Step
+    step: _OwnStep
     done_at: float
 
 
@@ -141,7 +141,7 @@ class TrainingStream:
         self._batches: dict[int, Sequence[Batch]] = {}
         self._held: dict[int, Batch] = {}
         self._windows: dict[int, _Window] = {}
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _OwnStep] = {}
         self._reports: dict[int, _Report] = {}
         self._num_read = self._num_finished = 0
         self._read_at = time.perf_counter()
@@ -168,7 +168,7 @@ class TrainingStream:
             self._batches[step] = self._batches_of(self.first + step)
         return self._batches[step][place]
 
-    def objective(self, sample: int, part: Part, output: Output, *, again: bool) -> Tensor:
+    def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
         window = self._window(sample // self.window)
         return (window.again if again else window.sums).objective(part, output, self.batch(sample))
 
@@ -237,7 +237,7 @@ class TrainingStream:
     # The report of a step.
 
     def _add(self, index: int, window: _Window, norm: float, *, is_finite: bool) -> None:
-        step = self._steps.setdefault(index, _Step())
+        step = self._steps.setdefault(index, _OwnStep())
         step.counts = step.counts.plus(window.counts)
         step.num_skipped += not is_finite
         step.squares += norm * norm
@@ -315,7 +315,7 @@ class StreamRecorder(TimelineRecorder):
         self.step = max(self.step or newest, newest)
 
 
-def _step(record: Record) -> int:
+def _step(record: WorkRecord) -> int:
     return record.step or 0
 
 

@@ -11,7 +11,7 @@ from moemesh.config.schema import all_keys
 from moemesh.train.run_folder import CONFIG
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """One key with its values (None: not set), where each is from, and what the difference means
     for a run that goes on: free, layout, training or model."""
 
@@ -23,14 +23,14 @@ class Difference(NamedTuple):
     kind: str
 
 
-def compared(first: Path, second: Path) -> list[Difference]:
+def compared(first: Path, second: Path) -> list[KeyDifference]:
     """The keys in which two files, or folders of runs, differ when they are resolved, sorted.
 
     Raises ConfigError for a configuration with problems.
     """
     (text_a, origins_a), (text_b, origins_b) = _resolved(first), _resolved(second)
     return [
-        Difference(
+        KeyDifference(
             change.key,
             change.old,
             change.new,

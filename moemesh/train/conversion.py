@@ -12,8 +12,8 @@ import torch
 from moemesh.checkpoint.huggingface.adapters import AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import (
     CheckpointWeights,
+    LogicalWeights,
     NamedWeights,
-    Weights,
     newest,
     stored_tensors,
     write_checkpoint,
@@ -207,7 +207,7 @@ def _to_huggingface(
     weights: WeightFolder | None = None
     if origin is not None and has_weights(origin):
         weights = WeightFolder(origin, quantization_of(read_config(origin)))
-    own: Weights = CheckpointWeights(checkpoint)
+    own: LogicalWeights = CheckpointWeights(checkpoint)
     if config.lora.rank:
         own = MergedWeights(own, config.model)
     if origin is None:
@@ -255,7 +255,7 @@ def _to_another(
 
 
 def _write(
-    weights: Weights,
+    weights: LogicalWeights,
     model: ModelConfig,
     out: Path,
     *,

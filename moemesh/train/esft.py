@@ -25,14 +25,14 @@ from moemesh.parallel.parallelize import ParallelModel
 from moemesh.report.esft_scores import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.batches import own_batches
-from moemesh.train.esft_request import Request
+from moemesh.train.esft_request import EsftRequest
 from moemesh.train.evaluation import config_on, in_batches, open_windows
 from moemesh.train.inference import load, on_ranks
 from moemesh.train.run_folder import RunFolder, RunFolderError
 from moemesh.train.step import sum_losses
 
 
-def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> int:
+def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -> int:
     """Score the experts of `source` on the ranks of the plan, write table and picture, print;
     returns the exit code. `request` has been checked, which gives it its defaults."""
     # All experts take part, whatever an earlier run of the source has trained.
@@ -56,7 +56,7 @@ def write_scores(source: Path, request: Request, overrides: Sequence[str]) -> in
 
 
 def score_table(
-    parallel: ParallelModel, config: RunConfig, windows: Windows, request: Request
+    parallel: ParallelModel, config: RunConfig, windows: Windows, request: EsftRequest
 ) -> dict[str, Any]:
     """The table of a model on these ranks; all ranks call, and all get it."""
     model = config.model

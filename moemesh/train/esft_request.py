@@ -16,7 +16,7 @@ DEFAULT_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EsftRequest:
     """The options of the verb."""
 
     data: str
@@ -29,7 +29,7 @@ class Request:
     svg: Path | None = None
     as_json: bool = False
 
-    def checked(self, config: RunConfig) -> Request:
+    def checked(self, config: RunConfig) -> EsftRequest:
         """With its defaults. Raises ConfigError for what cannot be done."""
         wrong: list[Problem] = []
 

@@ -28,7 +28,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.router import Routing
-from moemesh.model.transformer import Output, Part
+from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.parallelize import ParallelModel
 from moemesh.parallel.pipeline.pipeline import Pipeline
@@ -376,7 +376,7 @@ def examine(
             sums = StepSums(parallel, counts)
             _forget_tokens(parallel)
 
-            def objective(part: Part, output: Output, batch: Batch) -> Tensor:
+            def objective(part: ModelPart, output: Output, batch: Batch) -> Tensor:
                 share = sums.objective(part, output, batch)
                 look.at_losses(output, batch)
                 return share

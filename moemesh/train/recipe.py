@@ -8,7 +8,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.suggest import nearest_choice
 
 
-class Recipe(NamedTuple):
+class UpcycleRecipe(NamedTuple):
     """What ``--upcycle`` says: `experts` in every `every`-th layer, of which a token takes `k`, and
     the numbers of :class:`moemesh.checkpoint.huggingface.upcycled.Upcycling`."""
 
@@ -20,17 +20,17 @@ class Recipe(NamedTuple):
     seed: int = 0
 
 
-def read_recipe(text: str) -> Recipe:
+def read_recipe(text: str) -> UpcycleRecipe:
     """From ``experts=8,k=2,noise=0.01``. Raises ConfigError for anything else."""
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in Recipe._fields:
-            fix = nearest_choice(key, Recipe._fields)
+        if key not in UpcycleRecipe._fields:
+            fix = nearest_choice(key, UpcycleRecipe._fields)
             raise refused(text, f"there is no {key} in a recipe", fix)
         if key in values:
             raise refused(text, f"{key} is given twice", f"{key}={values[key]}")
-        usual = Recipe._field_defaults[key]
+        usual = UpcycleRecipe._field_defaults[key]
         kind = type(usual)
         try:
             values[key] = kind(value)
@@ -39,7 +39,7 @@ def read_recipe(text: str) -> Recipe:
             raise refused(
                 text, f"{key} must be {wanted}, not {value!r}", f"{key}={usual}"
             ) from None
-    recipe = Recipe(**values)
+    recipe = UpcycleRecipe(**values)
     for key, low, high in (
         ("experts", 2, None),
         ("k", 1, recipe.experts),

@@ -14,7 +14,7 @@ from typing import Any
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
-from moemesh.trace.provenance import Part, differences, parts_of, read_starts
+from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.run_folder import MARKS
 from moemesh.watch.supervisor import python_command
@@ -43,7 +43,7 @@ class Comparison:
     largest: float = 0.0
 
 
-def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[Part]:
+def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
     """:func:`parts_of` the steps 1 to `last`. Raises ReproError where the records do not cover
     them."""
     parts = [one for one in parts_of(starts, last) if one.first <= last]

@@ -6,7 +6,7 @@ import sys
 import time
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import ParallelModel
@@ -73,7 +73,7 @@ class Checkpoints:
         outcome = self.finish(raises=True)
         assert outcome is not None
 
-    def finish(self, *, hurry: bool = False, raises: bool = False) -> Outcome | None:
+    def finish(self, *, hurry: bool = False, raises: bool = False) -> SaveOutcome | None:
         """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
         `raises` CheckpointError. `hurry`: nothing that fails now is tried again. Raises LeaseLost
         on every rank where the checkpoints are another run's now."""

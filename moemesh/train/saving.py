@@ -101,7 +101,7 @@ def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) 
     optimizer.load_state(moments, int(checkpoint.state["updates"]))
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Where the weights of a model can be read from: a checkpoint, or a folder of transformers."""
 
     def load_into(self, shards: Sequence[Shard]) -> None:
@@ -109,7 +109,7 @@ class Weights(Protocol):
         ...
 
 
-def load_weights(weights: Weights, parallel: ParallelModel, optimizer: Optimizer) -> None:
+def load_weights(weights: WeightSource, parallel: ParallelModel, optimizer: Optimizer) -> None:
     """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
     each reads only what it holds."""
     weights.load_into(

@@ -25,7 +25,7 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.config.shown import Shown
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT
-from moemesh.model.transformer import Output, Part
+from moemesh.model.transformer import ModelPart, Output
 from moemesh.ops.host_copy import HostCopy, constant, upload
 from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.norm import GradientNorm, clip_gradients, norm_of, summed_squares
@@ -195,7 +195,7 @@ class StepSums:
         found = [self.counts_LE, self.dropped_L]
         return found if self.rank_LP is None else [*found, self.rank_LP]
 
-    def objective(self, part: Part, output: Output, batch: Batch) -> Tensor:
+    def objective(self, part: ModelPart, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; what it reports is added to the sums."""
         if output.moe_layers:
             places = [self._places[layer] for layer in output.moe_layers]
@@ -310,7 +310,7 @@ def sum_losses(parallel: ParallelModel, batches: Sequence[Batch]) -> tuple[float
     number, over all ranks; all ranks call."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
 
-    def add(part: Part, output: Output, batch: Batch) -> Tensor:
+    def add(part: ModelPart, output: Output, batch: Batch) -> Tensor:
         if output.losses_T is not None:
             sums[0] += token_losses(output.losses_T, batch)
             sums[1] += batch.num_loss_tokens()

@@ -17,13 +17,13 @@ from moemesh.config.huggingface.folder import CONFIG, read_config
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig
 from moemesh.train.conversion import Target, open_weights, write_run
-from moemesh.train.recipe import Recipe, refused
+from moemesh.train.recipe import UpcycleRecipe, refused
 
 
 def upcycle(
     source: Path,
     out: Path,
-    recipe: Recipe,
+    recipe: UpcycleRecipe,
     to: Target = "huggingface",
     *,
     dtype: str | None = None,
@@ -58,7 +58,7 @@ def upcycle(
     carry_along(source, out)
 
 
-def upcycled_model(dense: ModelConfig, recipe: Recipe) -> ModelConfig:
+def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
     """The mixture of experts; weights of the experts that a token takes sum to one. Raises
     ConfigError with every rule that it would break."""
     layers = range(recipe.every - 1, dense.num_layers, recipe.every)

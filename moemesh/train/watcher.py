@@ -55,7 +55,7 @@ _STARTS_AGAIN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class WatcherSpec:
     """What a watcher is told: where ranks meet, where the run is, and the words of the command."""
 
     node: Node
@@ -69,17 +69,17 @@ class Spec:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def of(text: str) -> Spec:
+    def of(text: str) -> WatcherSpec:
         """The inverse of :meth:`text`."""
         found: dict[str, Any] = json.loads(text)
         found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
-        return Spec(**found)
+        return WatcherSpec(**found)
 
 
 def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> list[str]:
     """The command of the watcher of `node`, whose ranks meet in `folder`; `path`: of the run."""
     command = [*_COMMANDS.get(node.launcher, ["moemesh"]), *sys.argv[1:]]
-    spec = Spec(
+    spec = WatcherSpec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
     )
     return python_command("moemesh.train.watcher", spec.text())
@@ -88,7 +88,7 @@ def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> 
 class Watcher:
     """Watches the ranks of one node until they are gone; see :meth:`run`."""
 
-    def __init__(self, spec: Spec, listener: socket.socket | None = None) -> None:
+    def __init__(self, spec: WatcherSpec, listener: socket.socket | None = None) -> None:
         """`listener`: for the watchers of other nodes."""
         self._spec, self._path = spec, Path(spec.path)
         self._guests, self._judge, self._slow = Guests(), Judge(spec.limits), SlowRanks()
@@ -217,7 +217,7 @@ def main() -> None:
     _allow_connections()
     for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    spec = Spec.of(sys.argv[1])
+    spec = WatcherSpec.of(sys.argv[1])
     Watcher(spec, inherited(sys.stdin.fileno()) if spec.node.has_others else None).run()
 
 

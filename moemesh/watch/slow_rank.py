@@ -54,7 +54,7 @@ class SlowRanks:
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}
-        self._stages: dict[int, _Stage] = {}
+        self._stages: dict[int, _StageRanks] = {}
         self._named: set[int] = set()
 
     def look(self, words: Sequence[Word]) -> list[SlowRank]:
@@ -68,14 +68,14 @@ class SlowRanks:
                 del self._first[word.rank]
         found: list[SlowRank] = []
         for stage, among in by_stage.items():
-            slow = self._stages.setdefault(stage, _Stage()).look(among)
+            slow = self._stages.setdefault(stage, _StageRanks()).look(among)
             if slow is not None and slow.rank not in self._named:
                 self._named.add(slow.rank)
                 found.append(slow)
         return found
 
 
-class _Stage:
+class _StageRanks:
     """The ranks of one stage."""
 
     def __init__(self) -> None:

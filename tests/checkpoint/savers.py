@@ -12,7 +12,7 @@ import torch
 
 from moemesh.checkpoint import files
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Shard
 from tests.checkpoint.simulate import Ranks, cut, on_threads, save_as_ranks
 from tests.checkpoint.test_faults import FaultyOs, Killed
@@ -71,7 +71,7 @@ def count(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Path], 
         return faulty.count
 
 
-def save_third(folder: Path) -> Outcome | None:
+def save_third(folder: Path) -> SaveOutcome | None:
     """A save with retention, over two older checkpoints."""
     own = one_rank(folder, keep=1)
     own.start(3, shards(3), {})

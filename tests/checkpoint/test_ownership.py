@@ -19,7 +19,7 @@ from moemesh.checkpoint.files import list_names, read_start
 from moemesh.checkpoint.ownership import Claim, OwnedError, Ownership
 from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
-from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import candidates, latest
 from moemesh.checkpoint.stored import examine
 from tests.checkpoint.savers import TENSOR, one_rank, shards
@@ -62,7 +62,7 @@ def saver(folder: Place, claim: Claim, keep: int = 1) -> Saver:
     return own
 
 
-def save(own: Saver, step: int) -> Outcome:
+def save(own: Saver, step: int) -> SaveOutcome:
     own.start(step, shards(step), {"step": step})
     outcome = own.finish()
     assert outcome is not None

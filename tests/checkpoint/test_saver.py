@@ -15,7 +15,7 @@ import torch
 
 from moemesh.bench.simulated_device import SimulatedDevice
 from moemesh.checkpoint import files, job, saver, writing
-from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint
 from tests import commands
 from tests.checkpoint.savers import on_ranks, one_rank, shards, tree
@@ -36,8 +36,8 @@ def test_the_same_bytes_as_a_save_of_all_ranks_at_once(tmp_path: Path, size: int
         save_as_ranks(tmp_path / "together", step, per_rank, state)
     for folder, in_background in (("background", True), ("waiting", False)):
 
-        def work(rank: int, own: Saver) -> list[Outcome | None]:
-            found: list[Outcome | None] = []
+        def work(rank: int, own: Saver) -> list[SaveOutcome | None]:
+            found: list[SaveOutcome | None] = []
             for step in (1, 2):
                 mine = [
                     Shard(name=s.name, shape=s.shape, offset=s.offset, tensor=s.tensor.clone())
@@ -137,7 +137,7 @@ def test_mistakes_are_told_on_all_ranks_at_once(tmp_path: Path) -> None:
         assert isinstance(error, CheckpointError) and "rank 0: " in str(error)
         assert "step-1 exists; a checkpoint is never overwritten" in str(error)
 
-    def hole(rank: int, own: Saver) -> Outcome | None:
+    def hole(rank: int, own: Saver) -> SaveOutcome | None:
         own.start(2, shards()[rank : 2 * rank + 1], {})
         return own.finish()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moemesh.checkpoint import files, job, writing
-from moemesh.checkpoint.saver import Outcome, Saver
+from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import latest, open_checkpoint
 from tests.checkpoint.savers import (
     TENSOR,
@@ -46,7 +46,7 @@ def test_a_full_disk_is_tried_again(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, parts, *look)
 
-    def work(rank: int, own: Saver) -> tuple[Outcome | None, list[str]]:
+    def work(rank: int, own: Saver) -> tuple[SaveOutcome | None, list[str]]:
         own.start(1, shards()[rank::3], {})
         return own.finish(), own.news()
 
@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(writing, "write_file", write)
     monkeypatch.setattr(job, "replace_file", report)
 
-    def work(rank: int, own: Saver) -> tuple[Outcome | None, list[str]]:
+    def work(rank: int, own: Saver) -> tuple[SaveOutcome | None, list[str]]:
         own.start(1, shards()[rank::2], {})
         return own.finish(), own.news()
 
@@ -107,7 +107,7 @@ def test_a_rank_that_has_no_memory_is_named(
 
     monkeypatch.setattr(writing, "write_file", write)
 
-    def work(rank: int, own: Saver) -> Outcome | None:
+    def work(rank: int, own: Saver) -> SaveOutcome | None:
         own.start(1, shards()[rank::2], {})
         return own.finish()
 
@@ -137,7 +137,7 @@ def test_what_there_is_no_room_for_is_named(
 def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "FOLDER_SECONDS", 0.2)
 
-    def work(rank: int, own: Saver) -> Outcome | None:
+    def work(rank: int, own: Saver) -> SaveOutcome | None:
         own.folder = tmp_path / str(rank)
         own.folder.mkdir()
         own.start(1, shards()[rank::2], {})

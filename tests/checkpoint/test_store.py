@@ -20,7 +20,7 @@ from moemesh.checkpoint.store import (
     prune,
     save,
 )
-from moemesh.checkpoint.stored import Stored
+from moemesh.checkpoint.stored import StoredCheckpoint
 from tests.checkpoint.simulate import cut, save_as_ranks, save_one, whole
 
 
@@ -270,13 +270,13 @@ def test_prune_reads_each_checkpoint_back_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = Stored.verify
+    real = StoredCheckpoint.verify
 
-    def verify(self: Stored, part: int = 0, parts: int = 1) -> None:
+    def verify(self: StoredCheckpoint, part: int = 0, parts: int = 1) -> None:
         read.append(self.path.name)
         real(self, part, parts)
 
-    monkeypatch.setattr(Stored, "verify", verify)
+    monkeypatch.setattr(StoredCheckpoint, "verify", verify)
     for step in (1, 2, 3):
         save_one(tmp_path, step, [whole("a", numbers(3))])
         prune(tmp_path, 2)

@@ -12,7 +12,7 @@ from moemesh.cli.pipelines import schedule_text
 from moemesh.schedule.answer import answer
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.request import Request
+from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import parse_op, to_csv, to_text
 from tests.test_cli import run, run_guarded
@@ -20,7 +20,7 @@ from tests.test_cli import run, run_guarded
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_object_that_is_promised(name: str) -> None:
-    found = answer(Request(name=name, ranks=4, microbatches=8)).to_json()
+    found = answer(ScheduleRequest(name=name, ranks=4, microbatches=8)).to_json()
     simulation = simulate(build(name, 4, 8, cost=None))
     if name != "ampnet":
         assert found["makespan"] == simulation.makespan
@@ -36,7 +36,7 @@ def test_the_object_that_is_promised(name: str) -> None:
 
 
 def test_costs_per_stage_blocks_and_messages() -> None:
-    request = Request(
+    request = ScheduleRequest(
         name="dualpipe",
         ranks=2,
         microbatches=8,
@@ -60,24 +60,28 @@ def test_costs_per_stage_blocks_and_messages() -> None:
 
 
 def test_ampnet_runs_under_the_given_costs() -> None:
-    slow = answer(Request(name="ampnet", ranks=3, microbatches=6, forward="1,9,1", comm="2"))
-    plain = answer(Request(name="ampnet", ranks=3, microbatches=6))
+    slow = answer(
+        ScheduleRequest(name="ampnet", ranks=3, microbatches=6, forward="1,9,1", comm="2")
+    )
+    plain = answer(ScheduleRequest(name="ampnet", ranks=3, microbatches=6))
     assert slow.schedule.orders != plain.schedule.orders
 
 
 def test_relaxed_is_labelled_and_shorter() -> None:
     request = {"name": "interleaved_1f1b", "ranks": 4, "microbatches": 16, "stages_per_rank": 2}
-    strict, relaxed = (answer(Request(**request, comm="1", relaxed=r)) for r in (False, True))
+    strict, relaxed = (
+        answer(ScheduleRequest(**request, comm="1", relaxed=r)) for r in (False, True)
+    )
     assert relaxed.simulation.makespan < strict.simulation.makespan
     assert relaxed.to_json()["relaxed"] is True and "relaxed" not in strict.to_json()
     assert "cannot run as drawn" in schedule_text(relaxed)
     with pytest.raises(ValueError, match="relax_wrap needs one pipe"):
-        answer(Request(name="zb_v", ranks=4, microbatches=8, relaxed=True))
+        answer(ScheduleRequest(name="zb_v", ranks=4, microbatches=8, relaxed=True))
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "search"])
 def test_lines_behind_the_picture_fit_80_characters(name: str) -> None:
-    asked = Request(name=name, ranks=4, microbatches=8)
+    asked = ScheduleRequest(name=name, ranks=4, microbatches=8)
     assert max(map(len, schedule_text(answer(asked)).splitlines())) <= 80
 
 
@@ -85,7 +89,9 @@ def test_lines_behind_the_picture_fit_80_characters(name: str) -> None:
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v"])
 def test_a_block_that_no_overlap_explains_has_no_formula(name: str, block: str) -> None:
     """Shorter than the longer of its two passes, or longer than both."""
-    asked = Request(name=name, ranks=4, microbatches=8, forward="1.5", dgrad="1.5", block=block)
+    asked = ScheduleRequest(
+        name=name, ranks=4, microbatches=8, forward="1.5", dgrad="1.5", block=block
+    )
     closed = answer(asked).closed
     assert closed is not None
     assert (closed.bubble is None) == (block != "2.5")
@@ -101,11 +107,13 @@ def test_too_many_operations(ranks: int, microbatches: int, nearest: str) -> Non
 
 
 def test_the_table_shows_formula_beside_simulation() -> None:
-    shown = schedule_text(answer(Request(name="zb_h1", ranks=4, microbatches=8, wgrad="0.5")))
+    shown = schedule_text(
+        answer(ScheduleRequest(name="zb_h1", ranks=4, microbatches=8, wgrad="0.5"))
+    )
     assert re.search(
         r"span bubble +4\.5  \(p-1\)\(tF\+tI-tW\) = 4\.5   \(m >= p, tW <= tF\)", shown
     )
-    outside = schedule_text(answer(Request(name="zb_h1", ranks=4, microbatches=3)))
+    outside = schedule_text(answer(ScheduleRequest(name="zb_h1", ranks=4, microbatches=3)))
     assert "(not here: m >= p, tW <= tF)" in outside
 
 
@@ -116,14 +124,14 @@ class TestFiles:
         schedule = build(name, 4, 8)
         path = tmp_path / f"mine.{suffix}"
         path.write_text(to_csv(schedule) if suffix == "csv" else to_text(schedule))
-        found = answer(Request(name=str(path), ranks=4, microbatches=8))
+        found = answer(ScheduleRequest(name=str(path), ranks=4, microbatches=8))
         assert found.schedule == schedule
         assert "read from a file and checked" in schedule_text(found)
 
     def test_a_table_by_hand(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"
         path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-        assert answer(Request(name=str(path))).simulation.makespan == 9
+        assert answer(ScheduleRequest(name=str(path))).simulation.makespan == 9
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -140,20 +148,22 @@ class TestFiles:
         path = tmp_path / "mine.csv"
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
-            answer(Request(name=str(path)))
+            answer(ScheduleRequest(name=str(path)))
 
     def test_a_deadlock_names_the_two_that_wait(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"
         path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
         with pytest.raises(ValueError) as caught:
-            answer(Request(name=str(path)))
+            answer(ScheduleRequest(name=str(path)))
         assert "0B0" in str(caught.value) and "1F1" in str(caught.value)
 
     def test_options_must_fit_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.txt"
         path.write_text(to_text(build("gpipe", 4, 8)))
         with pytest.raises(ValueError) as caught:
-            answer(Request(name=str(path), ranks=2, microbatches=8, window=3, memory_cap="2"))
+            answer(
+                ScheduleRequest(name=str(path), ranks=2, microbatches=8, window=3, memory_cap="2")
+            )
         lines = str(caught.value).splitlines()
         assert lines[0] == f"--ranks 2, but {path} has 4" and len(lines) == 3
 
@@ -161,18 +171,18 @@ class TestFiles:
         (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
         for path in (tmp_path / "none.csv", tmp_path, tmp_path / "bytes.txt"):
             with pytest.raises(ValueError, match=re.escape(str(path))):
-                answer(Request(name=f"{path}" if path != tmp_path else f"{path}/"))
+                answer(ScheduleRequest(name=f"{path}" if path != tmp_path else f"{path}/"))
 
 
 class TestSearch:
     def test_it_beats_what_fits_and_keeps_the_cap(self) -> None:
-        request = Request(
+        request = ScheduleRequest(
             name="search", ranks=3, microbatches=6, forward="2", dgrad="3", memory_cap="3"
         )
         found = answer(request)
         best = min(
             answer(
-                Request(name=name, ranks=3, microbatches=6, forward="2", dgrad="3")
+                ScheduleRequest(name=name, ranks=3, microbatches=6, forward="2", dgrad="3")
             ).simulation.span
             for name in ("1f1b", "zb_h1", "zb_v")
         )
@@ -184,11 +194,13 @@ class TestSearch:
 
     def test_what_it_cannot_be_asked(self) -> None:
         with pytest.raises(ValueError) as caught:
-            answer(Request(name="search", ranks=4, window=2, relaxed=True, memory_cap="big"))
+            answer(
+                ScheduleRequest(name="search", ranks=4, window=2, relaxed=True, memory_cap="big")
+            )
         lines = str(caught.value).splitlines()
         assert lines[0] == "search needs --microbatches" and len(lines) == 4
         with pytest.raises(ValueError, match="nearest: 1"):
-            answer(Request(name="search", ranks=2, microbatches=2, memory_cap="0.5"))
+            answer(ScheduleRequest(name="search", ranks=2, microbatches=2, memory_cap="0.5"))
 
 
 class TestBadInput:
@@ -223,7 +235,7 @@ class TestBadInput:
     )
     def test_every_problem_is_told(self, request_: dict[str, object], parts: list[str]) -> None:
         with pytest.raises(ValueError) as caught:
-            answer(Request(**request_))
+            answer(ScheduleRequest(**request_))
         for part in parts:
             assert part in str(caught.value)
 

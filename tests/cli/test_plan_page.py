@@ -11,20 +11,20 @@ import pytest
 
 from moemesh import cli
 from moemesh.cli.plan_page import plan_html
-from moemesh.planner.search.command import Planned, plan_named, train_command
+from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.trace.memory_profile import PREDICTED_PEAK
 from tests.report.test_page import Document
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned() -> PlannedAnswer:
     why = ["tp=4,data=zero3", "tp=3", "pp=2,recompute=none,data=replicate"]
     return plan_named(
         "deepseek-v2-lite", "dgx_h100", 4096, 64, top=4, tokens="1T", why=why, trainable=True
     )
 
 
-def test_the_page_needs_nothing_else(planned: Planned) -> None:
+def test_the_page_needs_nothing_else(planned: PlannedAnswer) -> None:
     page = plan_html(planned, "--model m")
     document = Document(page)
     assert len(page.encode()) < 1.5e6
@@ -37,7 +37,7 @@ def test_the_page_needs_nothing_else(planned: Planned) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_page_says_the_choice_the_rivals_and_the_command(planned: Planned) -> None:
+def test_the_page_says_the_choice_the_rivals_and_the_command(planned: PlannedAnswer) -> None:
     page = plan_html(planned, "--model m")
     text = " ".join(Document(page).texts)
     best = planned.candidates[0]
@@ -57,7 +57,7 @@ def test_the_page_says_the_choice_the_rivals_and_the_command(planned: Planned) -
     assert {"Seconds a step", "Memory, GiB", "Tokens/s a device", "Bytes of one"} <= heads
 
 
-def test_bars_are_as_wide_as_their_parts(planned: Planned) -> None:
+def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
     page = plan_html(planned, "--model m")
     tracks = re.findall(r'<div class="track".*?</div>(?=\n</div>)', page, flags=re.DOTALL)
     assert len(tracks) == 2 * len(planned.candidates)

@@ -17,7 +17,7 @@ from moemesh.config.load import load_run
 from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search.command import (
     PLAN_FILE,
-    Planned,
+    PlannedAnswer,
     known_runs,
     plan_file,
     plan_named,
@@ -37,11 +37,11 @@ def run(*words: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned() -> PlannedAnswer:
     return plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=2)
 
 
-def test_the_first_screen_has_twenty_lines(planned: Planned) -> None:
+def test_the_first_screen_has_twenty_lines(planned: PlannedAnswer) -> None:
     with_role = tuple(one for one in planned.candidates if one.roles)
     assert len(with_role) >= 3
     lines = plan_text(replace(planned, candidates=with_role), "").splitlines()
@@ -64,7 +64,7 @@ def test_the_first_screen_has_twenty_lines(planned: Planned) -> None:
         assert part in " ".join(longer.split())
 
 
-def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Planned) -> None:
+def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: PlannedAnswer) -> None:
     """More headroom never makes the same layout riskier, and the advice is one that can be taken:
     the layout that it names is safe."""
     tight = plan_named("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="30GiB")
@@ -157,6 +157,6 @@ def test_published_runs_stand_beside_the_prediction() -> None:
     assert not published(plan_named("tiny", "dgx_h100", 64, 8))
 
 
-def test_text_of_comments_is_one_line_each(planned: Planned) -> None:
+def test_text_of_comments_is_one_line_each(planned: PlannedAnswer) -> None:
     heads = [line for line in plan_file(planned).splitlines() if line.startswith("#")]
     assert len(heads) == 4 and "16 devices of dgx_h100" in heads[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.comm.slurm import SlurmError, first_host, rank_of, ranks_of_slurm, tasks_per_node
-from moemesh.config.jobs import Job
+from moemesh.config.jobs import ClusterJob
 from tests.train.runs import arguments, metrics
 from tests.waiting import PATIENCE, until
 
@@ -93,7 +93,7 @@ def test_a_batch_job_saves_before_its_time_is_up_and_goes_on(tmp_path: Path) -> 
     stand_in(tmp_path, "scontrol", f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n')
     out = tmp_path / "run"
     given = arguments(out, plan__dp=2, train__steps=150, train__validate_every=0)
-    job = Job(name="job", arguments=tuple(given), out=str(out), nodes=2, ranks_per_node=1,
+    job = ClusterJob(name="job", arguments=tuple(given), out=str(out), nodes=2, ranks_per_node=1,
               uses_gpus=False)  # fmt: skip
     stand_in(tmp_path, "job.sbatch", job.text("slurm"))
     environment = os.environ | {

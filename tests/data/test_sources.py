@@ -15,7 +15,7 @@ from moemesh.config.data import DataConfig, DataSource
 from moemesh.config.errors import SeveralErrors
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
-from moemesh.data.samples import Samples, Source
+from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.sources import check, open_samples
 from moemesh.data.tokenizer import DataError, Tokenizer
 from tests.data.texts import lines, opened
@@ -43,8 +43,8 @@ def letters(samples: Samples, ids: np.ndarray) -> str:
 
 def mixed(**options: Any) -> Samples:
     made = [
-        Source("a", (stream("a", 4001),), 0.7),
-        Source("b", (stream("b", 101), stream("c", 201)), 0.3),
+        SampleSource("a", (stream("a", 4001),), 0.7),
+        SampleSource("b", (stream("b", 101), stream("c", 201)), 0.3),
     ]
     return Samples(made, seq_len=10, seed=5, **options)
 
@@ -89,7 +89,7 @@ def test_own_validation_keeps_all_for_training() -> None:
 
 
 def test_a_source_without_a_sample_is_named() -> None:
-    made = [Source("a", (stream("a", 401),)), Source("b", (stream("b", 11),))]
+    made = [SampleSource("a", (stream("a", 401),)), SampleSource("b", (stream("b", 11),))]
     with pytest.raises(DataError, match=r"data\.sources\[1\] b holds 11 tokens"):
         Samples(made, seq_len=10, seed=0)
     Samples(made, seq_len=10, seed=0, validation=[stream("v", 55)])
@@ -277,7 +277,10 @@ def test_all_that_is_wrong_with_the_data_is_found_at_once(
 
 def test_fingerprints_follow_tokens_and_order() -> None:
     def of(num_tokens: int, seed: int = 0, weight: float = 1.0) -> dict[str, str]:
-        made = [Source("a", (stream("a", num_tokens),), weight), Source("b", (stream("b", 900),))]
+        made = [
+            SampleSource("a", (stream("a", num_tokens),), weight),
+            SampleSource("b", (stream("b", 900),)),
+        ]
         return Samples(made, seq_len=10, seed=seed).fingerprint()
 
     first = of(1001)

@@ -20,9 +20,9 @@ import pytest
 from moemesh.data import index_file
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens
-from moemesh.data.parts import Part, Settings
+from moemesh.data.parts import TokenPart, TokenSettings
 from moemesh.data.tokenizer import DataError
-from moemesh.data.tokenizing import Job, output_prefix
+from moemesh.data.tokenizing import TokenizeJob, output_prefix
 
 TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!"}]
 
@@ -66,8 +66,8 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
-def job(text: Path, out: Path, tokenizer: str, **settings: Any) -> Job:
-    return Job.open(str(text), str(out), Settings(tokenizer=tokenizer, **settings))
+def job(text: Path, out: Path, tokenizer: str, **settings: Any) -> TokenizeJob:
+    return TokenizeJob.open(str(text), str(out), TokenSettings(tokenizer=tokenizer, **settings))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -141,13 +141,13 @@ def ending_after(calls: int, original: Callable[..., Any]) -> Callable[..., Any]
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that become parts from now on."""
     made: list[str] = []
-    original = Part.make
+    original = TokenPart.make
 
-    def counted(part: Part, *arguments: Any) -> dict[str, Any]:
+    def counted(part: TokenPart, *arguments: Any) -> dict[str, Any]:
         made.append(part.file.path.name)
         return original(part, *arguments)
 
-    monkeypatch.setattr(Part, "make", counted)
+    monkeypatch.setattr(TokenPart, "make", counted)
     return made
 
 
@@ -163,7 +163,7 @@ def test_a_run_goes_on_after_any_end(
         out = tmp_path / f"out{calls}"
         with monkeypatch.context() as patched:
             if place == "parts":
-                patched.setattr(Part, "make", ending_after(calls, Part.make))
+                patched.setattr(TokenPart, "make", ending_after(calls, TokenPart.make))
             else:
                 patched.setattr(index_file.os, "replace", ending_after(calls, os.replace))
                 # A process that is killed removes nothing behind itself.
@@ -246,7 +246,7 @@ def test_parts_of_other_settings_and_changed_files_are_made_again(
 ) -> None:
     def ended(*calls: int) -> None:
         with monkeypatch.context() as patched, pytest.raises(EndedError):
-            patched.setattr(Part, "make", ending_after(calls[0], Part.make))
+            patched.setattr(TokenPart, "make", ending_after(calls[0], TokenPart.make))
             job(text, tmp_path / "x", tokenizer).run()
 
     ended(3)

@@ -18,7 +18,7 @@ from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensor
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import carry_along, write_folder
-from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 from moemesh.config.model import ModelConfig
 from moemesh.train.weight_sources import check_folder
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     """Two files and an index."""
     path = tmp_path / "model"
     deferred = {
-        name: Deferred(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
         for name, tensor in tensors().items()
     }
     write_folder(path, deferred, {"model_type": KIND}, file_bytes=300_000)
@@ -249,15 +249,15 @@ def test_a_conversion_does_not_keep_the_weights_of_an_earlier_step(tmp_path: Pat
         write_folder(tmp_path, deferred(later), {})
 
 
-def deferred(named: dict[str, torch.Tensor]) -> dict[str, Deferred]:
+def deferred(named: dict[str, torch.Tensor]) -> dict[str, DeferredTensor]:
     return {
-        name: Deferred(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
         for name, tensor in named.items()
     }
 
 
 def test_a_conversion_does_not_mix_models(folder: Path) -> None:
-    other = {"model.norm.weight": Deferred(torch.float32, (2,), lambda: torch.zeros(2))}
+    other = {"model.norm.weight": DeferredTensor(torch.float32, (2,), lambda: torch.zeros(2))}
     (folder / SINGLE).write_bytes(sorted(folder.glob("model-*"))[0].read_bytes())
     with pytest.raises(CheckpointError, match="another model"):
         write_folder(folder, other, {})

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.pieces import Piece, assemble, whole
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, assemble, whole
 from moemesh.config.model import ModelConfig
 
 #: A stack of four experts whose gate and up lie one beside the other (interleaved), transposed.
-INTERLEAVED = [Piece("gate_up", (4, 5, 6), (4, 5, 3, 2), (0, 3, 2, 1), (0, 0, 0, 0))]
+INTERLEAVED = [TensorPiece("gate_up", (4, 5, 6), (4, 5, 3, 2), (0, 3, 2, 1), (0, 0, 0, 0))]
 #: Queries, keys and values of two groups of three query heads.
 PACKED = [
-    Piece("q", (2 * 3 * 4, 5), (2, 3, 4, 5), (0, 1, 2, 3), (0, 0, 0, 0)),
-    Piece("k", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 3, 0, 0)),
-    Piece("v", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 4, 0, 0)),
+    TensorPiece("q", (2 * 3 * 4, 5), (2, 3, 4, 5), (0, 1, 2, 3), (0, 0, 0, 0)),
+    TensorPiece("k", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 3, 0, 0)),
+    TensorPiece("v", (2 * 4, 5), (2, 1, 4, 5), (0, 1, 2, 3), (0, 4, 0, 0)),
 ]
 #: One expert in two tensors, and a row that is stored as a table of one row.
 SEPARATE = [
-    Piece("gate", (3, 5), (1, 3, 5), (0, 1, 2), (0, 0, 0)),
-    Piece("up", (3, 5), (1, 3, 5), (0, 1, 2), (1, 0, 0)),
+    TensorPiece("gate", (3, 5), (1, 3, 5), (0, 1, 2), (0, 0, 0)),
+    TensorPiece("up", (3, 5), (1, 3, 5), (0, 1, 2), (1, 0, 0)),
 ]
-ROW = [Piece("bias", (1, 7), (7,), (0,), (0,))]
+ROW = [TensorPiece("bias", (1, 7), (7,), (0,), (0,))]
 CASES = {
     "interleaved": (INTERLEAVED, (4, 2, 3, 5)),
     "packed": (PACKED, (2, 5, 4, 5)),
@@ -40,7 +40,7 @@ CASES = {
 class Store:
     """Stored tensors that count the numbers read from them."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece]) -> None:
         self.tensors = {
             piece.source: torch.arange(np.prod(piece.stored)).view(piece.stored) + 1000 * index
             for index, piece in enumerate(pieces)
@@ -53,7 +53,7 @@ class Store:
         return part
 
 
-def full(pieces: Sequence[Piece], shape: tuple[int, ...], store: Store) -> Tensor:
+def full(pieces: Sequence[TensorPiece], shape: tuple[int, ...], store: Store) -> Tensor:
     """The logical tensor by plain reshapes, without any box."""
     found = torch.full(shape, -1)
     for piece in pieces:

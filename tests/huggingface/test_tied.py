@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.write import write_folder
-from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.config.huggingface import folder as config_folder
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
 from moemesh.planner.shapes.load_shape import load_model
@@ -52,7 +52,7 @@ def saved(kind: str, head: str, path: Path, *, shards: bool = False) -> Path:
         return path
     (path / "model.safetensors").unlink()
     deferred = {
-        name: Deferred(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
+        name: DeferredTensor(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)
         for name, tensor in tensors.items()
     }
     write_folder(path, deferred, read_config(path), file_bytes=60_000)

@@ -11,7 +11,7 @@ from moemesh.checkpoint.huggingface.upcycled import UpcycledWeights, Upcycling
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
-from moemesh.train.recipe import Recipe, read_recipe
+from moemesh.train.recipe import UpcycleRecipe, read_recipe
 from moemesh.train.upcycling import upcycle, upcycled_model
 from moemesh.train.weight_sources import config_of
 from tests.huggingface import ours
@@ -32,7 +32,7 @@ def test_copies_compute_the_dense_model(tmp_path: Path, dense: str) -> None:
     import transformers
 
     folder = save(dense, tmp_path / dense)
-    upcycle(folder, tmp_path / "moe", Recipe(experts=4, k=3))
+    upcycle(folder, tmp_path / "moe", UpcycleRecipe(experts=4, k=3))
     assert read_config(tmp_path / "moe")["model_type"] == SIBLINGS[dense]
     before, after = (
         ours.logits(ours.load(path, torch.float64), TOKENS)[0]
@@ -49,7 +49,7 @@ def test_copies_compute_the_dense_model(tmp_path: Path, dense: str) -> None:
 
 def test_every_second_layer(tmp_path: Path) -> None:
     folder = save("qwen3", tmp_path / "dense")
-    upcycle(folder, tmp_path / "moe", Recipe(experts=4, k=2, every=2))
+    upcycle(folder, tmp_path / "moe", UpcycleRecipe(experts=4, k=2, every=2))
     config = ours.config_of(tmp_path / "moe")
     assert [config.is_moe_layer(index) for index in range(3)] == [False, True, False]
     before, after = (
@@ -62,7 +62,9 @@ def test_every_second_layer(tmp_path: Path) -> None:
 def opened(folder: Path, upcycling: Upcycling) -> tuple[UpcycledWeights, HuggingFaceWeights]:
     config = ours.config_of(folder)
     dense = HuggingFaceWeights.open(folder, config)
-    return UpcycledWeights(dense, upcycled_model(config, Recipe(experts=3)), upcycling), dense
+    return UpcycledWeights(
+        dense, upcycled_model(config, UpcycleRecipe(experts=3)), upcycling
+    ), dense
 
 
 def whole(weights: UpcycledWeights, name: str) -> torch.Tensor:
@@ -108,8 +110,8 @@ def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
 def test_a_run_is_made(tmp_path: Path) -> None:
     folder = save("qwen2", tmp_path / "dense")
     with pytest.raises(ConfigError):  # qwen2_moe has shared experts
-        upcycle(folder, tmp_path / "moe", Recipe(experts=4))
-    upcycle(folder, tmp_path / "run", Recipe(experts=4), "moemesh")
+        upcycle(folder, tmp_path / "moe", UpcycleRecipe(experts=4))
+    upcycle(folder, tmp_path / "run", UpcycleRecipe(experts=4), "moemesh")
     config = config_of(tmp_path / "run", ["data.tokenizer=bytes"])
     assert (config.model.num_experts, config.model_path) == (4, None)
 
@@ -133,4 +135,4 @@ def test_recipes_that_are_none(text: str, words: str) -> None:
 def test_a_mixture_is_refused(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "moe")
     with pytest.raises(ConfigError, match="has 4 experts already"):
-        upcycle(folder, tmp_path / "out", Recipe())
+        upcycle(folder, tmp_path / "out", UpcycleRecipe())

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moemesh.comm.overlap import exchange_start
-from moemesh.model.dispatcher import LocalDispatcher, LocalPlan, Rows
+from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
 from moemesh.model.moe import MoE
 from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
@@ -62,7 +62,9 @@ class _LoggedDispatcher:
         self.plan, self.combine = self.local.plan, self.local.combine
         self.plan_chunks = self.local.plan_chunks
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
+    ) -> Pending[DispatchedRows]:
         self.num_sent += 1
         there, back = (
             _LoggedExchange(f"{way} {self.num_sent}", self.log) for way in ("there", "back")

@@ -13,7 +13,7 @@ from torch import Tensor
 from moemesh.comm.channels import Channels
 from moemesh.comm.mesh import Mesh
 from moemesh.parallel.pipeline.executor import Executor
-from moemesh.parallel.pipeline.program import Context, Forward, Spec
+from moemesh.parallel.pipeline.program import BackwardState, Forward, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.build import build
@@ -52,10 +52,10 @@ class Relay:
     fails: Op | None = None
     ran: list[Op] = field(default_factory=list)
 
-    def output_specs(self, op: Op) -> list[Spec]:
+    def output_specs(self, op: Op) -> list[TensorSpec]:
         if op.stage == self.schedule.num_stages - 1:
             return []
-        return [Spec((2,), torch.float64), Spec((1,), torch.int64)]
+        return [TensorSpec((2,), torch.float64), TensorSpec((1,), torch.int64)]
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         self._pass(op)
@@ -69,7 +69,7 @@ class Relay:
         outputs = [number if not inputs else inputs[0] + torch.tensor([1.0, 0.0])]
         return Forward([*outputs, torch.tensor([1000 * self.schedule.sample(op) + op.slice])], None)
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         self._pass(op)
         if op.stage < self.schedule.num_stages - 1:
             expected = float(self.schedule.num_stages - op.stage)
@@ -82,7 +82,7 @@ class Relay:
             ).double()
         ]
 
-    def weight_gradients(self, op: Op, context: Context) -> None:
+    def weight_gradients(self, op: Op, context: BackwardState) -> None:
         self._pass(op)
 
     def starting(self, op: Op) -> None: ...

@@ -15,7 +15,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.faults import RoutingError
 from moemesh.parallel.parallelize import ParallelModel, parallelize
-from moemesh.trace.timeline import Record, TimelineRecorder
+from moemesh.trace.timeline import TimelineRecorder, WorkRecord
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.post_validated import PostValidation, Step
 from moemesh.train.step import StepResult, gradients_of_step, update
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     aux: list[float]
     state: dict[str, Tensor]
     num_updates: int
-    records: list[list[Record]]
+    records: list[list[WorkRecord]]
 
     def redone(self, rank: int = 0) -> list[int]:
         """Steps whose warm-up `rank` has run twice."""
@@ -162,7 +162,7 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
         if isinstance(early, LateLast):
             early.folder = folder or Path()
     results: list[StepResult] = []
-    records: list[Record] = []
+    records: list[WorkRecord] = []
     recorders: list[TimelineRecorder] = []
     for step in range(1, train.steps + 1):
         batches = microbatches(config, plan, shape, step, mesh)

@@ -9,7 +9,7 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.parallel.pipeline.messenger import AHEAD, OrderedMessenger
-from moemesh.parallel.pipeline.program import Spec
+from moemesh.parallel.pipeline.program import TensorSpec
 from moemesh.schedule.action import Op
 from moemesh.schedule.generators import one_f_one_b
 
@@ -32,8 +32,8 @@ class Channels:
 
 
 class Program:
-    def output_specs(self, op: Op) -> list[Spec]:
-        return [Spec((1,), torch.float32)]
+    def output_specs(self, op: Op) -> list[TensorSpec]:
+        return [TensorSpec((1,), torch.float32)]
 
 
 @pytest.mark.parametrize("tagged, ahead", [(True, AHEAD), (False, 0)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
-from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import map_from_sources
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
@@ -36,7 +36,7 @@ class _Faulty(Dispatcher):
     def plan(self, experts_TK: Tensor) -> Any:
         return self.right.plan(experts_TK)
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]:
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[DispatchedRows]:
         return self.right.dispatch(x_TH, weights_TK, plan)
 
     def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]:
@@ -46,8 +46,8 @@ class _Faulty(Dispatcher):
 class SwapsRows(_Faulty):
     """The first and the last row at the experts of rank 0 change places."""
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]:
-        def swap(rows: Rows) -> Rows:
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[DispatchedRows]:
+        def swap(rows: DispatchedRows) -> DispatchedRows:
             source_R = rows.map.source_R.clone()
             if self.mesh.rank == 0 and len(source_R):
                 source_R[[0, -1]] = source_R[[-1, 0]]
@@ -88,14 +88,14 @@ class _Double(torch.autograd.Function):
 
 
 class DoublesTheGradient(_Faulty):
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]:
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[DispatchedRows]:
         return super().dispatch(_Double.apply(x_TH), weights_TK, plan)
 
 
 class ForgetsThePlan(_Faulty):
     """Right once; the second use of a plan gives zeros."""
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[Rows]:
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[DispatchedRows]:
         used, plan.hop.__dict__["used"] = plan.hop.__dict__.get("used", 0), 1
         return super().dispatch(x_TH * (1 - used), weights_TK, plan)
 

@@ -22,7 +22,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
-from moemesh.model.transformer import Output, Part, Transformer
+from moemesh.model.transformer import ModelPart, Output, Transformer
 from moemesh.parallel.pipeline.parts import stage_parts
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.plan_schedule import build_step
@@ -73,7 +73,7 @@ class Reference:
                 for place, batch in enumerate(self._batches(step + 1, dp)):
                     self.batch[dp, step * count + place] = batch
 
-    def _names(self, part: Part) -> list[str]:
+    def _names(self, part: ModelPart) -> list[str]:
         starts = tuple(f"layers.{index}." for index in part.layers)
         starts += ("embedding.",) * part.first + ("norm.", "head.") * part.last
         return [name for name, _ in self.model.named_parameters() if name.startswith(starts)]

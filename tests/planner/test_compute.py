@@ -26,7 +26,7 @@ DENSE = from_arch_entry("llama-13B", ARCHS["llama-13B"])
 
 def workload(shape=DENSE, software: Software | None = None, device="A100-80G", **layout):
     planned = PlannedLayout(**{"seq_len": 2048, "global_batch": 64} | layout)
-    return compute.Workload(
+    return compute.PricedStep(
         model=model_row(shape),
         layout=layout_row(shape, planned, software or Software()),
         hardware=hardware_row(ACCELERATORS[device]),

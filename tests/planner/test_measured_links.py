@@ -12,7 +12,7 @@ from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.planner.estimate import estimate_named
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.timing.network import group_bandwidth
@@ -138,8 +138,8 @@ def test_what_was_not_measured_keeps_its_closed_form() -> None:
 def test_the_search_prices_columns_with_the_table() -> None:
     machine = cluster(nodes=2, links=closed_curves(cluster(inter_node_bandwidth=1e9)))
     space = Space(num_devices=16, node_size=NODE, seq_len=4096, global_batch=64)
-    found = Found(load_model("mixtral-8x7b").shape, machine, space)
-    bare = Found(load_model("mixtral-8x7b").shape, cluster(nodes=2), space)
+    found = SearchSpace(load_model("mixtral-8x7b").shape, machine, space)
+    bare = SearchSpace(load_model("mixtral-8x7b").shape, cluster(nodes=2), space)
     assert found.examined == bare.examined
     for index in map(int, np.random.default_rng(0).choice(found.examined, 30, replace=False)):
         assert found.bounds[index] <= found.seconds(index) * (1 + 1e-9)

@@ -24,7 +24,7 @@ from moemesh.planner.estimate import estimate
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.plan_text import read_plan
 from moemesh.planner.search.command import not_trained, plan, train_command
-from moemesh.planner.search.search import Candidate, Found
+from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_model
 from moemesh.planner.stage_cut import Stages
@@ -65,7 +65,7 @@ def answers(
         global_batch=batch,
         trainable=True,
     )
-    found = Found(model.shape, cluster, space)
+    found = SearchSpace(model.shape, cluster, space)
     best = found.fitting(found.capacity, top)
     rest = [index for index in range(found.examined) if found.needed[index] <= found.capacity]
     others = random.Random(batch + seq_len).sample(rest, min(5, len(rest)))

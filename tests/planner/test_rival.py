@@ -13,18 +13,18 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.planner.plan_text import read_plan
-from moemesh.planner.search.command import Planned, plan_named, to_json
+from moemesh.planner.search.command import PlannedAnswer, plan_named, to_json
 from moemesh.planner.search.rival import Rival, why_not
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import load_model
 
 
 @cache
-def searched() -> tuple[Found, Planned]:
+def searched() -> tuple[SearchSpace, PlannedAnswer]:
     machine = load_cluster("dgx_h100")
     space = Space(num_devices=8, node_size=8, seq_len=4096, global_batch=64)
-    found = Found(load_model("deepseek-v2-lite").shape, machine, space)
+    found = SearchSpace(load_model("deepseek-v2-lite").shape, machine, space)
     return found, plan_named("deepseek-v2-lite", machine, 4096, 64, top=30)
 
 
@@ -120,7 +120,7 @@ def test_what_is_no_plan_is_a_mistake(asked: str) -> None:
 
 def test_assumptions_of_the_search_may_be_broken_by_name() -> None:
     found, planned = searched()
-    narrow = Found(found.shape, found.cluster, replace(found.space, node_size=4))
+    narrow = SearchSpace(found.shape, found.cluster, replace(found.space, node_size=4))
     rival = why_not(narrow, planned.model, planned.candidates[0], "tp=8")
     assert rival.beyond == ("tensor groups across nodes",)
     sharded = judged("pp=2,data=zero3")
@@ -150,7 +150,7 @@ def test_a_rival_of_a_trainable_plan_is_trainable_where_one_is() -> None:
     is judged as theirs, and says so."""
     model = load_model(ModelConfig(num_heads=4, num_kv_heads=2))
     space = Space(num_devices=4, node_size=4, seq_len=512, global_batch=4, trainable=True)
-    found = Found(model.shape, load_cluster("laptop_cpu"), space)
+    found = SearchSpace(model.shape, load_cluster("laptop_cpu"), space)
     best = found.candidate(found.fitting(found.capacity, 1)[0])
     within, without = (why_not(found, model, best, f"tp={tp}") for tp in (2, 4))
     assert within.candidate is not None and within.candidate.layout.tp == 2 and not within.beyond

@@ -16,7 +16,7 @@ from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.search import search
 from moemesh.planner.search.choices import choose
 from moemesh.planner.search.command import NothingFits, plan, plan_named, to_json, train_command
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import Space, families
 from moemesh.planner.shapes.load_shape import load_model
 
@@ -37,9 +37,9 @@ def space(machine: Cluster, seq_len: int = 4096, batch: int = 64, **more: object
 
 
 @cache
-def found(model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096) -> Found:
+def found(model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096) -> SearchSpace:
     machine = cluster(nodes, memory_gib)
-    return Found(load_model(model).shape, machine, space(machine, seq_len))
+    return SearchSpace(load_model(model).shape, machine, space(machine, seq_len))
 
 
 CASES = [("mixtral-8x7b", 4), ("llama3-8b", 2), ("deepseek-v2-lite", 2), ("qwen3-30b-a3b", 2)]
@@ -75,7 +75,7 @@ def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float
     machine = cluster(1, memory_gib)
     shape = load_model("deepseek-v2-lite").shape
     narrow = space(machine, batch=8, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
-    all_of_it = Found(shape, machine, narrow)
+    all_of_it = SearchSpace(shape, machine, narrow)
     picked = all_of_it.fitting(all_of_it.capacity, 3)
     fitting = [
         all_of_it.seconds(index)
@@ -94,7 +94,7 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
 ) -> None:
     machine = cluster(1, memory_gib)
     narrow = space(machine, batch=16, schedules=("1f1b", "zb_v"), largest_microbatch=4)
-    all_of_it = Found(load_model(model).shape, machine, narrow)
+    all_of_it = SearchSpace(load_model(model).shape, machine, narrow)
     safe = 0.7 * machine.memory_bytes
     fits = [i for i in range(all_of_it.examined) if all_of_it.needed[i] <= all_of_it.capacity]
     seconds = {index: all_of_it.seconds(index) for index in fits}
@@ -125,7 +125,7 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
     ) or first == of_role["fastest"]
 
 
-def words(all_of_it: Found, index: int) -> int:
+def words(all_of_it: SearchSpace, index: int) -> int:
     """Mechanisms, counted by hand."""
     one = all_of_it.layout(index)
     degrees = sum(getattr(one, axis) > 1 for axis in ("pp", "dp", "cp", "tp", "ep", "etp"))

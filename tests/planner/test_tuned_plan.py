@@ -18,7 +18,7 @@ from moemesh.planner.layout_sources import from_plan, plan_of
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.run_estimate import estimate_run
-from moemesh.planner.search.command import Planned, plan_named, train_command
+from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
@@ -58,13 +58,13 @@ def test_shares_count_what_trains() -> None:
 
 
 @pytest.fixture(scope="module")
-def adapted() -> Planned:
+def adapted() -> PlannedAnswer:
     return plan_named(
         "deepseek-v2-lite", "dgx_h100", 4096, 64, top=2, settings=["lora.rank=8"], trainable=True
     )
 
 
-def test_adapters_need_less_memory_and_time(adapted: Planned) -> None:
+def test_adapters_need_less_memory_and_time(adapted: PlannedAnswer) -> None:
     full = plan_named("deepseek-v2-lite", "dgx_h100", 4096, 64, top=1, trainable=True)
     first, other = adapted.candidates[0], full.candidates[0]
     assert first.seconds < 0.9 * other.seconds
@@ -74,7 +74,7 @@ def test_adapters_need_less_memory_and_time(adapted: Planned) -> None:
     assert tuned.gradients + tuned.optimizer < 0.1 * (everything.gradients + everything.optimizer)
 
 
-def test_the_command_trains_what_was_planned(adapted: Planned) -> None:
+def test_the_command_trains_what_was_planned(adapted: PlannedAnswer) -> None:
     layout = adapted.candidates[0].layout
     words = shlex.split(train_command(layout, adapted.model))
     config = load_run([], words[3::2], environ={}).config

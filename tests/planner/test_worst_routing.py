@@ -11,7 +11,7 @@ import moemesh as mm
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.own_activations import predict_activations
-from moemesh.planner.traffic.routing import Routing, Sent, capacity_of, count_choices
+from moemesh.planner.traffic.routing import Routing, SentRows, capacity_of, count_choices
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.worst_routing import of_own_run
 
@@ -31,7 +31,7 @@ def drawn(config: ModelConfig, plan: Plan, rng: np.random.Generator) -> Routing:
     favourites = rng.random(config.num_experts) < rng.random()
     skew = rng.choice([0.0, 2.0, 50.0])
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
         scores = rng.random((len(range(chunk, tokens, chunks)), config.num_experts))
         order = np.argsort(-(scores + skew * favourites), axis=1)
         chosen = order[:, : config.experts_per_token].tolist()

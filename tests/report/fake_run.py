@@ -9,7 +9,7 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import MetricsRow, ledgers_to_json
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 _TIME = "2026-11-22T11:36:02+00:00"
 CONFIG = """\
@@ -168,7 +168,7 @@ def memory(num_ranks: int) -> MemoryProfiles:
 
 def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
     """One 1F1B step of two stages and four microbatches, or that many small records a rank."""
-    records: list[Record] = []
+    records: list[WorkRecord] = []
     for rank in range(num_ranks):
         stage = rank * 2 // num_ranks
         now = 1000.0 + 0.008 * stage + 0.0004 * (rank % 2)
@@ -178,7 +178,7 @@ def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
                 start = 1000.0 + index * 1e-5
                 name = kinds[index % len(kinds)]
                 records.append(
-                    Record(rank=rank, start=start, end=start + 0.9e-5, name=name, step=step)
+                    WorkRecord(rank=rank, start=start, end=start + 0.9e-5, name=name, step=step)
                 )
             continue
         order = ("F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")[stage]
@@ -187,7 +187,7 @@ def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
             wait = 0.008 if stage == 0 and kind == "B" and microbatch == 0 else 0.0005
             length = 0.008 if kind == "F" else 0.016
             records.append(
-                Record(
+                WorkRecord(
                     rank=rank,
                     start=now + wait,
                     end=now + wait + length,
@@ -202,7 +202,7 @@ def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
             if kind == "F":
                 for name, begin, end in (("dispatch", 0.3, 0.42), ("combine", 0.7, 0.8)):
                     records.append(
-                        Record(
+                        WorkRecord(
                             rank=rank,
                             start=now + wait + begin * length,
                             end=now + wait + end * length,
@@ -212,10 +212,10 @@ def timeline(num_ranks: int, step: int, records_per_rank: int = 0) -> Timeline:
                     )
             now += wait + length
         records.append(
-            Record(rank=rank, start=now + 0.002, end=now + 0.009, name="gradients", step=step)
+            WorkRecord(rank=rank, start=now + 0.002, end=now + 0.009, name="gradients", step=step)
         )
         records.append(
-            Record(rank=rank, start=now + 0.009, end=now + 0.013, name="optimizer", step=step)
+            WorkRecord(rank=rank, start=now + 0.009, end=now + 0.013, name="optimizer", step=step)
         )
     return Timeline(
         ranks=tuple(range(num_ranks)), records=tuple(records), source="measured", unit="seconds"

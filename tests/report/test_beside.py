@@ -6,7 +6,7 @@ from moemesh.report import beside
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import PlannedStep
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 
 def profile(rank: int, head: int, gradients: int = 512) -> MemoryProfile:
@@ -54,10 +54,10 @@ def test_traffic_without_a_prediction_or_a_measurement_says_so() -> None:
 
 def test_the_bubble_is_that_of_the_pipeline_alone() -> None:
     records = (
-        Record(rank=0, start=0.0, end=5.0, name="data", step=1),
-        Record(rank=0, start=5.0, end=7.0, name="0F0", kind="F", stage=0, step=1),
-        Record(rank=1, start=7.0, end=9.0, name="1F0", kind="F", stage=1, step=1),
-        Record(rank=2, start=5.0, end=9.0, name="0F0", kind="F", stage=0, step=1),
+        WorkRecord(rank=0, start=0.0, end=5.0, name="data", step=1),
+        WorkRecord(rank=0, start=5.0, end=7.0, name="0F0", kind="F", stage=0, step=1),
+        WorkRecord(rank=1, start=7.0, end=9.0, name="1F0", kind="F", stage=1, step=1),
+        WorkRecord(rank=2, start=5.0, end=9.0, name="0F0", kind="F", stage=0, step=1),
     )
     timeline = Timeline(ranks=(0, 1, 2), records=records, source="measured")
     assert beside.pipeline_bubble(timeline, (0, 1)) == pytest.approx(0.5)
@@ -66,11 +66,11 @@ def test_the_bubble_is_that_of_the_pipeline_alone() -> None:
 
 def test_parts_of_a_step_add_up_to_its_span() -> None:
     records = (
-        Record(rank=0, start=0.0, end=1.0, name="data", step=1),
-        Record(rank=0, start=2.0, end=4.0, wait=1.0, name="0F0", kind="F", stage=0, step=1),
-        Record(rank=0, start=4.0, end=7.0, name="0B0", kind="B", stage=0, step=1),
-        Record(rank=0, start=7.0, end=7.5, name="reduce", step=1),
-        Record(rank=0, start=7.5, end=8.5, name="optimizer", step=1),
+        WorkRecord(rank=0, start=0.0, end=1.0, name="data", step=1),
+        WorkRecord(rank=0, start=2.0, end=4.0, wait=1.0, name="0F0", kind="F", stage=0, step=1),
+        WorkRecord(rank=0, start=4.0, end=7.0, name="0B0", kind="B", stage=0, step=1),
+        WorkRecord(rank=0, start=7.0, end=7.5, name="reduce", step=1),
+        WorkRecord(rank=0, start=7.5, end=8.5, name="optimizer", step=1),
     )
     parts = beside.step_parts(Timeline(ranks=(0,), records=records, source="measured"))
     assert parts == pytest.approx(

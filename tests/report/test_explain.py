@@ -23,7 +23,7 @@ from moemesh.report.bounds import BOUNDS
 from moemesh.report.explain import explain, lower_rate
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 from moemesh.train.run_folder import refuse_changes
 from moemesh.watch.failures import CAUSES, OTHER
 from tests.report.fake_run import CONFIG, metrics_row, write_fake_run
@@ -40,18 +40,20 @@ def timeline(
 ) -> Timeline:
     """One step of four ranks in two stages, whose parts take so long; the sum of gradients starts
     on all ranks together and ends `reduce` later."""
-    records: list[Record] = []
+    records: list[WorkRecord] = []
     for rank, length in enumerate(forward):
         now = 0.0
-        records.append(Record(rank=rank, start=now, end=now + data, name="data", step=7))
+        records.append(WorkRecord(rank=rank, start=now, end=now + data, name="data", step=7))
         now += data + wait
         kind = {"kind": "F", "stage": rank // 2, "microbatch": 0, "step": 7}
-        record = Record(rank=rank, start=now, end=now + length, name="0F0", wait=wait, **kind)
+        record = WorkRecord(rank=rank, start=now, end=now + length, name="0F0", wait=wait, **kind)
         records.append(record)
         now += length
         end = data + wait + max(forward) + reduce
-        records.append(Record(rank=rank, start=now, end=end, name="reduce", step=7))
-        records.append(Record(rank=rank, start=end, end=end + optimizer, name="optimizer", step=7))
+        records.append(WorkRecord(rank=rank, start=now, end=end, name="reduce", step=7))
+        records.append(
+            WorkRecord(rank=rank, start=end, end=end + optimizer, name="optimizer", step=7)
+        )
     return Timeline(ranks=(0, 1, 2, 3), records=tuple(records), source=source)
 
 

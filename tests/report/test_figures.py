@@ -11,7 +11,7 @@ from moemesh.report.sections import loads, memory
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 from tests.report import fake_run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,7 +36,7 @@ def all_figures(name: str = "") -> dict[str, str]:
             book.record(axis=name, op=name, phase=name, caller=name, **sizes)
     line = fake_run.timeline(4, 50)
     if name:
-        named = Record(rank=0, start=999, end=1003, name=name, kind=name)
+        named = WorkRecord(rank=0, start=999, end=1003, name=name, kind=name)
         line = Timeline(ranks=line.ranks, records=(*line.records, named), source="measured")
     return {
         "loss": curves.loss_curve(rows, unigram_loss=3.0)[0],
@@ -86,7 +86,7 @@ def test_nothing_to_draw_is_no_figure():
     empty = Timeline(ranks=(0, 1), records=(), source="measured")
     assert timeline_picture.timeline_rows(empty) == ""
     instant = Timeline(
-        ranks=(0,), records=(Record(rank=0, start=5, end=5, name="x"),), source="measured"
+        ranks=(0,), records=(WorkRecord(rank=0, start=5, end=5, name="x"),), source="measured"
     )
     parse(timeline_picture.timeline_rows(instant))
 
@@ -189,7 +189,7 @@ class TestLoads:
 class TestTimeline:
     def test_lanes(self):
         records = [
-            Record(rank=0, start=start, end=end, name=name)
+            WorkRecord(rank=0, start=start, end=end, name=name)
             for name, start, end in (("outer", 0, 9), ("in", 1, 3), ("in", 3, 5), ("next", 9, 10))
         ]
         line = Timeline(ranks=(0,), records=tuple(records), source="virtual", unit="ticks")
@@ -203,7 +203,7 @@ class TestTimeline:
 
     def test_a_block_is_split(self):
         records = [
-            Record(rank=0, start=0, end=4, name=name, kind=name[1], microbatch=int(name[2]))
+            WorkRecord(rank=0, start=0, end=4, name=name, kind=name[1], microbatch=int(name[2]))
             for name in ("0F1", "0B0")
         ]
         line = Timeline(ranks=(0,), records=tuple(records), source="simulated", unit="ticks")

@@ -11,7 +11,7 @@ import pytest
 
 from moemesh.report.verdict import MARK, pauses_of, verdict
 from moemesh.trace.profile import Profile, RankProfile, offset_of, read_profile
-from moemesh.trace.timeline import Record
+from moemesh.trace.timeline import WorkRecord
 from tests.waiting import PATIENCE
 
 
@@ -58,8 +58,8 @@ def rank_of(rank, *, length=1000.0, pause=400.0, offset=None):
     place = {"kind": "F", "stage": 0, "microbatch": 0, "step": 3}
     end = (begin + length) / 1e6
     phases = [
-        Record(rank=rank, start=begin / 1e6, end=end, name="0F0", **place),
-        Record(rank=rank, start=end, end=end + 0.001, name="optimizer", step=3),
+        WorkRecord(rank=rank, start=begin / 1e6, end=end, name="0F0", **place),
+        WorkRecord(rank=rank, start=end, end=end + 0.001, name="optimizer", step=3),
     ]
     return RankProfile(rank=rank, host="node", events=events, phases=phases, offset=offset)
 
@@ -89,8 +89,8 @@ def test_the_verdict_by_hand():
     assert "rank 1 works 1.40 times the mean, rank 0 0.60 times" in text
     assert "share a clock" in text
     # Shares are those of the steps without the profiler, where these were measured.
-    plain = [Record(rank=0, start=0.0, end=0.3, name="data", step=2)]
-    plain += [Record(rank=0, start=0.3, end=1.2, name="optimizer", step=2)]
+    plain = [WorkRecord(rank=0, start=0.0, end=0.3, name="data", step=2)]
+    plain += [WorkRecord(rank=0, start=0.3, end=1.2, name="optimizer", step=2)]
     ranks = [replace(one, plain=plain, waited=share)
              for one, share in zip(profile.ranks, (0.1, 0.3), strict=True)]  # fmt: skip
     text = "\n".join(verdict(replace(profile, ranks=ranks)))
@@ -117,7 +117,9 @@ def write_rank(folder, rank, boot, readings, start):
         ],
     }
     (folder / f"rank-{rank:05d}.json").write_text(json.dumps(trace))
-    record = Record(rank=rank, start=start / 1e6 - 1000, end=start / 1e6 - 999, name="data", step=1)
+    record = WorkRecord(
+        rank=rank, start=start / 1e6 - 1000, end=start / 1e6 - 999, name="data", step=1
+    )
     note = {"rank": rank, "host": f"h{rank}", "boot": boot, "trace": f"rank-{rank:05d}.json"}
     note |= {"num_steps": 1, "readings": readings, "epoch_minus_monotonic": 1000.0}
     note["phases"] = [record.to_json()]

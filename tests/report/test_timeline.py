@@ -15,7 +15,7 @@ from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -162,7 +162,7 @@ class TestText:
             assert sum(label[0] in "Ff" for label in labels) == sum(r.kind == "F" for r in records)
 
     def test_other_work_and_nothing(self) -> None:
-        other = Record(rank=0, start=0, end=1, name="optimizer")
+        other = WorkRecord(rank=0, start=0, end=1, name="optimizer")
         timeline = Timeline(ranks=(0,), records=(other,), source="measured")
         assert timeline_text.draw(timeline) == ""
 

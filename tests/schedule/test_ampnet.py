@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
-from moemesh.schedule.ampnet import Policy, ampnet
+from moemesh.schedule.ampnet import OldestFirst, ampnet
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
@@ -87,7 +87,9 @@ def test_an_executor_whose_messages_come_in_any_order(seed: int) -> None:
     """Ranks take turns by chance and messages take any time: the record is legal all the same."""
     chance = random.Random(seed)
     ranks, microbatches, in_flight = chance.randint(1, 5), 9, chance.randint(1, 6)
-    policies = [Policy(rank, ranks, microbatches, max_in_flight=in_flight) for rank in range(ranks)]
+    policies = [
+        OldestFirst(rank, ranks, microbatches, max_in_flight=in_flight) for rank in range(ranks)
+    ]
     # One queue per ordered pair, as messages between two ranks keep their order.
     queues: dict[tuple[int, int], list[Op]] = {}
     while not all(policy.done for policy in policies):

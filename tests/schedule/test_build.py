@@ -21,7 +21,7 @@ from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.schedule_files import save
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs, measured_costs
-from moemesh.trace.timeline import Record
+from moemesh.trace.timeline import WorkRecord
 
 
 def test_the_names_are_those_of_the_configuration() -> None:
@@ -228,8 +228,8 @@ def test_estimated_costs_know_the_head_attention_and_recomputation() -> None:
 
 
 def test_measured_costs_fill_in_halves_and_sums() -> None:
-    def record(kind: str, stage: int, start: float, end: float) -> Record:
-        return Record(rank=stage, name=kind, start=start, end=end, kind=kind, stage=stage)
+    def record(kind: str, stage: int, start: float, end: float) -> WorkRecord:
+        return WorkRecord(rank=stage, name=kind, start=start, end=end, kind=kind, stage=stage)
 
     costs = measured_costs(
         [record("F", 0, 0, 1), record("B", 0, 1, 4), record("I", 1, 0, 2), record("W", 1, 2, 5)]

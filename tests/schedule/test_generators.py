@@ -13,7 +13,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.check import check
-from moemesh.schedule.closed_forms import FORMS, Times, closed_form
+from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, closed_form
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import gpipe, pipedream_2bw, zb_h1
 from moemesh.schedule.simulate import simulate
@@ -71,7 +71,7 @@ def test_formulas_equal_the_simulator(name: str) -> None:
             )
             for held in (1, 0.25):
                 found = simulate(schedule, costs, weight_memory=held)
-                times = Times(forward=forward, dgrad=dgrad, wgrad=wgrad, block=block)
+                times = MicrobatchTimes(forward=forward, dgrad=dgrad, wgrad=wgrad, block=block)
                 formula = closed_form(schedule, times, held=held)
                 assert formula is not None
                 if formula.bubble is not None:

@@ -20,7 +20,7 @@ from moemesh.schedule.search import SearchResult, search
 from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import critical_blocks, evaluated, improve
-from moemesh.schedule.search.problem import Objective, Problem, make_problem
+from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import to_text
 
@@ -109,7 +109,7 @@ def test_never_worse_than_hand_made_on_many(seed: int) -> None:
     assert compare(seed) <= 2
 
 
-def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
+def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
     """Every order of a rank that keeps precedence there and memory."""
     stages, m = problem.num_stages, problem.num_microbatches
     counts, letters = [0] * (3 * stages), list[int]()
@@ -132,7 +132,7 @@ def all_orders(problem: Problem, rank: int) -> Iterator[list[int]]:
     return grow()
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: SearchProblem) -> float:
     """The best of all orders."""
     choices = [list(all_orders(problem, rank)) for rank in range(problem.num_ranks)]
     evaluations = map(problem.evaluate, map(list, itertools.product(*choices)))
@@ -146,7 +146,7 @@ def problem_of(
     cap: float | None,
     kept: float = 1,
     objective: Objective = "span",
-) -> Problem:
+) -> SearchProblem:
     ranks = max(placement) + 1
     return make_problem(
         placement,
@@ -159,7 +159,7 @@ def problem_of(
     )
 
 
-def bound_of(problem: Problem) -> float:
+def bound_of(problem: SearchProblem) -> float:
     m, stages = problem.num_microbatches, problem.num_stages
     split = [
         min(problem.cost[op + kind * stages * m] for op in range(stage * m, stage * m + m))

@@ -11,15 +11,15 @@ from moemesh.report.timeline_files import to_perfetto
 from moemesh.schedule.build import build
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 
 def test_complete_events_in_microseconds() -> None:
     seconds = Timeline(
         ranks=(0, 1),
         records=(
-            Record(rank=0, start=100.0, end=100.5, name="f", kind="F", microbatch=2),
-            Record(rank=1, start=100.25, end=101.0, name="g", wait=0.125),
+            WorkRecord(rank=0, start=100.0, end=100.5, name="f", kind="F", microbatch=2),
+            WorkRecord(rank=1, start=100.25, end=101.0, name="g", wait=0.125),
         ),
         source="measured",
         unit="seconds",

@@ -13,7 +13,7 @@ from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.messages import messages
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations, backlog, flows
-from moemesh.trace.timeline import Record, Timeline
+from moemesh.trace.timeline import Timeline, WorkRecord
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -41,7 +41,7 @@ def test_messages_and_memory_are_those_of_the_schedule(name: str) -> None:
 def test_peers_of_a_stage_send_to_their_own() -> None:
     """Two data-parallel replicas of a two-stage pipeline: ranks 0, 1 and 2, 3."""
     records = [
-        Record(
+        WorkRecord(
             rank=rank, start=start, end=start + 1, name=name, kind=kind, stage=stage, microbatch=0
         )
         for rank in range(4)
@@ -49,9 +49,9 @@ def test_peers_of_a_stage_send_to_their_own() -> None:
         for start, name, kind in ((stage, "forward", "F"), (3 - stage, "backward", "B"))
     ]
     # Of other work and of a step that is only half recorded nothing follows.
-    records.append(Record(rank=0, start=9, end=10, name="optimizer"))
+    records.append(WorkRecord(rank=0, start=9, end=10, name="optimizer"))
     records.append(
-        Record(rank=0, start=5, end=6, name="f", kind="F", stage=0, microbatch=1, step=2)
+        WorkRecord(rank=0, start=5, end=6, name="f", kind="F", stage=0, microbatch=1, step=2)
     )
     timeline = Timeline(ranks=(0, 1, 2, 3), records=tuple(records), source="measured")
     pairs = {(f.producer.rank, f.consumer.rank, f.producer.kind) for f in flows(timeline)}
@@ -84,7 +84,7 @@ def test_work_without_length_gives_back_before_the_next_starts() -> None:
 
 
 def test_what_is_no_pipeline_has_nothing_of_it() -> None:
-    record = Record(rank=0, start=0, end=1, name="optimizer")
+    record = WorkRecord(rank=0, start=0, end=1, name="optimizer")
     timeline = Timeline(ranks=(0, 1), records=(record,), source="measured")
     assert flows(timeline) == ()
     assert activations(timeline) == backlog(timeline) == {}

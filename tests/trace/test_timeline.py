@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moemesh.trace.timeline import Record, Timeline, TimelineRecorder
+from moemesh.trace.timeline import Timeline, TimelineRecorder, WorkRecord
 
 
-def record(rank: int, start: float, end: float, name: str = "work", **details: object) -> Record:
-    return Record(rank=rank, start=start, end=end, name=name, **details)
+def record(
+    rank: int, start: float, end: float, name: str = "work", **details: object
+) -> WorkRecord:
+    return WorkRecord(rank=rank, start=start, end=end, name=name, **details)
 
 
-def timeline(*records: Record, ranks: tuple[int, ...] = (0, 1), **details: object) -> Timeline:
+def timeline(*records: WorkRecord, ranks: tuple[int, ...] = (0, 1), **details: object) -> Timeline:
     known = {"source": "simulated", "unit": "ticks"} | details
     return Timeline(ranks=ranks, records=records, **known)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.saver import Outcome
+from moemesh.checkpoint.saver import SaveOutcome
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm.mesh import Mesh
 from moemesh.config.load import load_run
@@ -95,7 +95,7 @@ def test_advice_speaks_of_a_checkpoint_only_where_one_is(
     folder, console = RunFolder.open(tmp_path / "run"), Console(silent=False)
     parallel: Any = SimpleNamespace(mesh=Mesh.single("cpu"))
     own = Checkpoints(folder, parallel, cast("Any", None), TrainConfig(), console)
-    outcome = Outcome(2, "the disk is full", 0.1)
+    outcome = SaveOutcome(2, "the disk is full", 0.1)
     monkeypatch.setattr(own._saver, "finish", lambda hurry: outcome)
     for step, words in ((None, "no checkpoint was written yet"), (1, "goes on from step 1: moe")):
         if step is not None:

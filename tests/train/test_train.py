@@ -108,7 +108,7 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
     short = {"train__checkpoint_every": 2}
     out = tmp_path / "run"
     whole = losses(train(tmp_path / "whole", **short, train__steps=6))
-    process = start(*arguments(out, **short, train__steps=6), python=commands.python())
+    process = start(*arguments(out, **short, train__steps=6))
     wait_for_checkpoint(out, 2)
     process.kill()
     process.wait()

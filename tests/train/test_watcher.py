@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from moemesh.bench.drill_rank import Spec as FaultSpec
+from moemesh.bench.drill_rank import WatcherSpec as FaultSpec
 from moemesh.train import watcher
 from moemesh.train.failure import report_id, write_node_verdict
-from moemesh.train.watcher import Spec, Watcher
+from moemesh.train.watcher import Watcher, WatcherSpec
 from moemesh.watch import node as nodes
 from moemesh.watch import observer
 from moemesh.watch.lease import read_epoch
@@ -163,8 +163,8 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
     (folder / "go").touch()
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
-    spec = Spec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
-    assert Spec.of(spec.text()) == spec
+    spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
+    assert WatcherSpec.of(spec.text()) == spec
     try:
         Watcher(spec).run()
         assert not folder.exists()
@@ -346,7 +346,7 @@ def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
         time.sleep(0.01)
     rank.send_signal(signal.SIGTERM)
     limits = Limits(patience=60.0)
-    spec = Spec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
+    spec = WatcherSpec(node=node, folder=str(folder), path=str(tmp_path), limits=limits, command=[])
     Watcher(spec).run()
     assert rank.wait(PATIENCE) == -15 and not (tmp_path / "failure.json").exists()
 

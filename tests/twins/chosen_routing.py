@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moemesh.config.layout import Layout, shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.planner.traffic.routing import Choices, Routing, Sent, count_choices
+from moemesh.planner.traffic.routing import Choices, Routing, SentRows, count_choices
 
 
 def chosen_routing(
@@ -14,7 +14,7 @@ def chosen_routing(
 ) -> Routing:
     """The counts of a run: `choices` by (rank, forward of the step, layer)."""
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
         found = choices[rank, forward, layer]
         if len(found) != tokens:
             raise ValueError(

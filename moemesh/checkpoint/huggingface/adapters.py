@@ -27,16 +27,16 @@ from torch import Tensor
 from moemesh.checkpoint.files import CheckpointError, check_folder, file_size, replace_by
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.convert import Weights
+from moemesh.checkpoint.huggingface.convert import LogicalWeights
 from moemesh.checkpoint.huggingface.names import pieces
-from moemesh.checkpoint.huggingface.pieces import Piece
+from moemesh.checkpoint.huggingface.pieces import TensorPiece
 from moemesh.checkpoint.huggingface.weights import EXPERT
 from moemesh.checkpoint.huggingface.write import write_json
 from moemesh.checkpoint.store import Shard
-from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
+from moemesh.checkpoint.tensor_file import DeferredTensor, safetensors_bytes
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import LoraConfig, Part, factor_name, parts_of
+from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
@@ -52,7 +52,7 @@ class Adaptation(NamedTuple):
     without the names of tensors; `wraps`: another adapter is around it."""
 
     weight: ParameterTensor
-    parts: tuple[Part, ...]
+    parts: tuple[TargetPart, ...]
     kind: str
     rank: int
     module: str
@@ -81,7 +81,7 @@ class Adaptation(NamedTuple):
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
         return f"base_model.model.{module}.lora_{factor}.weight"
 
-    def factor(self, part: Part, factor: str) -> str:
+    def factor(self, part: TargetPart, factor: str) -> str:
         """The name of our factor of a part."""
         return f"{self.weight.name.rpartition('.')[0]}.{factor_name(part.target, factor)}"
 
@@ -132,7 +132,7 @@ class Adaptation(NamedTuple):
             found.append(own[..., start : start + self.rank])
         return found
 
-    def _piece(self, rank: int) -> Piece:
+    def _piece(self, rank: int) -> TensorPiece:
         """Where a factor B of that rank would lie if it were the weight."""
         found = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
@@ -145,12 +145,12 @@ class Adaptation(NamedTuple):
         return piece.read(piece.box, lambda name, ranges: stored)
 
 
-def _rows(joined: Tensor, part: Part) -> Tensor:
+def _rows(joined: Tensor, part: TargetPart) -> Tensor:
     """The rows of a part, of a stack of experts."""
     return joined if part.dim is None else joined.narrow(part.dim + 1, part.start, part.size)
 
 
-def _is_transposed(piece: Piece) -> bool:
+def _is_transposed(piece: TensorPiece) -> bool:
     """Whether the family stores [E, in, out]."""
     return piece.order != tuple(range(len(piece.order)))
 
@@ -218,7 +218,7 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
 
 
 def write_adapters(
-    weights: Weights,
+    weights: LogicalWeights,
     model: ModelConfig,
     kind: str,
     out: Path,
@@ -243,7 +243,7 @@ def write_adapters(
         return one.store(factor, own).to(dtype).contiguous()
 
     made = {
-        one.name(factor): Deferred(
+        one.name(factor): DeferredTensor(
             dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
         )
         for one in every

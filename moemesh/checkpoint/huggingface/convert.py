@@ -20,12 +20,12 @@ from moemesh.checkpoint.huggingface.logical import (
     ahead_tensors,
     logical_tensors,
 )
-from moemesh.checkpoint.huggingface.pieces import Piece, slices
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.write import write_folder
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.store import Checkpoint, Shard
-from moemesh.checkpoint.tensor_file import Deferred
+from moemesh.checkpoint.tensor_file import DeferredTensor
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD
 from moemesh.config.huggingface.keys import first
 from moemesh.config.model import ModelConfig
@@ -35,7 +35,7 @@ _STACK = re.compile(r"(.*\.experts)\.(\w+)")
 OnFile = Callable[[int, int], None]
 
 
-class Weights(Protocol):
+class LogicalWeights(Protocol):
     """Weights under logical names: a run's (:class:`CheckpointWeights`), or those of a folder."""
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
@@ -43,7 +43,7 @@ class Weights(Protocol):
         ...
 
 
-class NamedWeights(Weights, Protocol):
+class NamedWeights(LogicalWeights, Protocol):
     """Weights whose names and shapes are known, experts also one by one."""
 
     @property
@@ -72,7 +72,7 @@ class CheckpointWeights:
 
 
 def write_huggingface(
-    weights: Weights,
+    weights: LogicalWeights,
     model: ModelConfig,
     kind: str,
     out: Path,
@@ -101,15 +101,15 @@ def write_huggingface(
 
 
 def stored_tensors(
-    weights: Weights, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
-) -> dict[str, Deferred]:
+    weights: LogicalWeights, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
+) -> dict[str, DeferredTensor]:
     """The tensors of a folder that the `logical` ones of `weights` make."""
-    tensors: dict[str, Deferred] = {}
+    tensors: dict[str, DeferredTensor] = {}
     for name, tensor in logical.items():
         kept = torch.float32 if name.endswith("selection_bias") else dtype
         for piece in tensor.pieces:
             make = partial(_stored, weights, name, tensor, piece, kept)
-            tensors[piece.source] = Deferred(kept, piece.stored, make)
+            tensors[piece.source] = DeferredTensor(kept, piece.stored, make)
     return tensors
 
 
@@ -149,12 +149,18 @@ def write_checkpoint(
     )
 
 
-def _converted(weights: Weights, name: str, box: Sequence[range], dtype: torch.dtype) -> Tensor:
+def _converted(
+    weights: LogicalWeights, name: str, box: Sequence[range], dtype: torch.dtype
+) -> Tensor:
     return weights.read(name, box).to(dtype)
 
 
 def _stored(
-    weights: Weights, name: str, tensor: LogicalTensor, piece: Piece, dtype: torch.dtype
+    weights: LogicalWeights,
+    name: str,
+    tensor: LogicalTensor,
+    piece: TensorPiece,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The tensor of a folder that `piece` stands for."""
     if tensor.view == tensor.shape:
@@ -164,15 +170,15 @@ def _stored(
 
 
 def _ahead(
-    folder: WeightFolder, names: Set[str], tensors: Mapping[str, Deferred], dtype: torch.dtype
-) -> dict[str, Deferred]:
+    folder: WeightFolder, names: Set[str], tensors: Mapping[str, DeferredTensor], dtype: torch.dtype
+) -> dict[str, DeferredTensor]:
     """The tensors `names` of prediction layers that the model does not have, as they stand; of a
     quantized folder in `dtype`."""
     # Layers that are trained share the model's tables: copies beside them follow.
     trained = {name.rpartition(".eh_proj.")[0] for name in tensors if ".eh_proj." in name}
     head = HEAD if HEAD in tensors else EMBEDDING
     shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
-    found: dict[str, Deferred] = {}
+    found: dict[str, DeferredTensor] = {}
     for name in (name for name in folder.tensors if name in names):
         stored, (*layer, leaf) = folder.tensors[name], name.split(".", 3)
         if ".".join(layer) in trained:
@@ -180,7 +186,7 @@ def _ahead(
             continue
         box = [range(size) for size in stored.shape]
         kept = dtype if folder.is_quantized else stored.dtype
-        found[name] = Deferred(kept, stored.shape, partial(_copied, folder, name, box, kept))
+        found[name] = DeferredTensor(kept, stored.shape, partial(_copied, folder, name, box, kept))
     return found
 
 

@@ -24,7 +24,7 @@ from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.huggingface.logical import LogicalTensor
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.write import write_json
-from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
+from moemesh.checkpoint.tensor_file import DeferredTensor, safetensors_bytes
 from moemesh.config.huggingface.folder import SINGLE
 
 DESCRIPTION = "delta.json"
@@ -75,7 +75,7 @@ def fingerprint(folder: WeightFolder) -> str:
     return f"blake2b-128:{digest.hexdigest()}"
 
 
-def write_delta(out: Path, tensors: Mapping[str, Deferred], description: Description) -> None:
+def write_delta(out: Path, tensors: Mapping[str, DeferredTensor], description: Description) -> None:
     """Write `tensors` and what they belong to into the folder `out`, each file by a rename."""
     out.mkdir(parents=True, exist_ok=True)
     replace_by(out / SINGLE, safetensors_bytes(tensors, {"format": "pt"}))
@@ -90,11 +90,11 @@ class Delta:
         self.description = _description(path)
         folder = WeightFolder(path)
         self.tensors = {
-            name: Deferred(stored.dtype, stored.shape, partial(_whole, folder, name))
+            name: DeferredTensor(stored.dtype, stored.shape, partial(_whole, folder, name))
             for name, stored in folder.tensors.items()
         }
 
-    def onto(self, whole: Mapping[str, Deferred]) -> dict[str, Deferred]:
+    def onto(self, whole: Mapping[str, DeferredTensor]) -> dict[str, DeferredTensor]:
         """The tensors of a folder with those of the delta in their places. Raises CheckpointError
         for one that the folder does not have, or has in another shape."""
         for name, tensor in self.tensors.items():

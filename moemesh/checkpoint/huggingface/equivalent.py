@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.convert import Weights
+from moemesh.checkpoint.huggingface.convert import LogicalWeights
 from moemesh.config.model import ModelConfig
 
 
@@ -19,7 +19,7 @@ class EquivalentWeights:
     """The weights of `model` for `other`, one of its :func:`~moemesh.config.huggingface.export.
     equivalents`."""
 
-    def __init__(self, weights: Weights, model: ModelConfig, other: ModelConfig) -> None:
+    def __init__(self, weights: LogicalWeights, model: ModelConfig, other: ModelConfig) -> None:
         self.weights, self.model = weights, model
         self._adds_bias = other.router_selection_bias and not model.router_selection_bias
         self._order: Tensor | None = None

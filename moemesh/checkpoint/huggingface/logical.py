@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.contents import FolderContents, layer_of
 from moemesh.checkpoint.huggingface.names import pieces, view_of
-from moemesh.checkpoint.huggingface.pieces import Piece, Read, assemble, whole
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, assemble, whole
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD, read_config
 from moemesh.config.huggingface.keys import first
 from moemesh.config.huggingface.model import family_of, trained_families
@@ -42,7 +42,7 @@ class LogicalTensor(NamedTuple):
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
 
     def read(self, box: Sequence[range], read: Read) -> Tensor:
         """The part `box` of the tensor."""

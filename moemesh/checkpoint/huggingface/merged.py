@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.convert import Weights
-from moemesh.config.lora import Part, factor_name, parts_of
+from moemesh.checkpoint.huggingface.convert import LogicalWeights
+from moemesh.config.lora import TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import ParameterTensor, tensors
 from moemesh.config.plan import Plan
@@ -17,7 +17,7 @@ from moemesh.config.plan import Plan
 class MergedWeights:
     """The weights of a model without adapters that computes what `model` does with its own."""
 
-    def __init__(self, weights: Weights, model: ModelConfig) -> None:
+    def __init__(self, weights: LogicalWeights, model: ModelConfig) -> None:
         self.weights, self.lora = weights, model.lora
         self._tensors = {tensor.name: tensor for tensor in tensors(model, Plan())}
 
@@ -32,7 +32,9 @@ class MergedWeights:
                 found = self._with(found, tensor, part, list(box))
         return found
 
-    def _with(self, found: Tensor, tensor: ParameterTensor, part: Part, box: list[range]) -> Tensor:
+    def _with(
+        self, found: Tensor, tensor: ParameterTensor, part: TargetPart, box: list[range]
+    ) -> Tensor:
         """`found` with the adapter of one part of the weight."""
         *rows, columns = box
         into = [slice(None)] * len(rows)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from moemesh.checkpoint.huggingface.pieces import Piece, whole
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, whole
 from moemesh.config.huggingface.folder import EMBEDDING, HEAD
 from moemesh.config.model import ModelConfig
 
@@ -35,7 +35,7 @@ class Names(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
-    stack: Callable[[str, str, Shape], list[Piece]] | None = None
+    stack: Callable[[str, str, Shape], list[TensorPiece]] | None = None
     returns_pair: bool = False
 
 
@@ -45,34 +45,34 @@ def _fused(
     shape: Shape,
     gate_up: str = "experts.gate_up_proj",
     down: str = "experts.down_proj",
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """[E, 2F, H] with the rows of the gate first, and [E, H, F]: modules of transformers 5."""
     if leaf == "down":
         return [whole(f"{block}.{down}", shape)]
     experts, two, width, hidden = shape
     stored = (experts, two * width, hidden)
-    return [Piece(f"{block}.{gate_up}", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
+    return [TensorPiece(f"{block}.{gate_up}", stored, shape, (0, 1, 2, 3), (0, 0, 0, 0))]
 
 
 _granite = partial(_fused, gate_up="input_linear.weight", down="output_linear.weight")
 
 
-def _gpt_oss(leaf: str, block: str, shape: Shape) -> list[Piece]:
+def _gpt_oss(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
     """[E, H, 2F] with gate and up side by side, and [E, F, H]; biases [E, 2F] and [E, H]."""
     block = f"{block}.experts"
     match leaf:
         case "gate_up":
             experts, two, width, hidden = shape
             stored, view = (experts, hidden, width * two), (experts, hidden, width, two)
-            return [Piece(f"{block}.gate_up_proj", stored, view, (0, 3, 2, 1), (0, 0, 0, 0))]
+            return [TensorPiece(f"{block}.gate_up_proj", stored, view, (0, 3, 2, 1), (0, 0, 0, 0))]
         case "down":
             experts, hidden, width = shape
             stored = (experts, width, hidden)
-            return [Piece(f"{block}.down_proj", stored, stored, (0, 2, 1), (0, 0, 0))]
+            return [TensorPiece(f"{block}.down_proj", stored, stored, (0, 2, 1), (0, 0, 0))]
         case "gate_up_bias":
             experts, two, width = shape
             stored, view = (experts, width * two), (experts, width, two)
-            return [Piece(f"{block}.gate_up_proj_bias", stored, view, (0, 2, 1), (0, 0, 0))]
+            return [TensorPiece(f"{block}.gate_up_proj_bias", stored, view, (0, 2, 1), (0, 0, 0))]
         case _:
             return [whole(f"{block}.down_proj_bias", shape)]
 
@@ -129,7 +129,7 @@ def names_of(kind: str, *, fused: bool) -> Names:
     return FUSED.get(kind, Names(stack=_fused)) if fused else FAMILIES.get(kind, Names())
 
 
-def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[Piece]:
+def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
     """Where the parameter or buffer `name`, of the dims `shape` (:func:`view_of`), lies in a folder
     of the family `kind`. Raises KeyError for a name that no family has."""
     if name in _ENDS:
@@ -152,7 +152,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[P
     return _experts(rest, f"{layer}.{names.block}", shape, names)
 
 
-def _attention(leaf: str, block: str, shape: Shape) -> list[Piece]:
+def _attention(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
     match leaf:
         case "qkv":
             return _packed(block, shape, "weight")
@@ -186,48 +186,50 @@ _LATENT = {
 }
 
 
-def _latent(leaf: str, block: str, shape: Shape) -> list[Piece]:
+def _latent(leaf: str, block: str, shape: Shape) -> list[TensorPiece]:
     """Projections; those up, [N, D, rank], are stored with the heads in their rows."""
     name = f"{block}.{_LATENT[leaf]}"
     if len(shape) < 3:
         return [whole(name, shape)]
     heads, size, rank = shape
-    return [Piece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
+    return [TensorPiece(name, (heads * size, rank), shape, (0, 1, 2), (0, 0, 0))]
 
 
-def _packed(block: str, shape: Shape, leaf: str) -> list[Piece]:
+def _packed(block: str, shape: Shape, leaf: str) -> list[TensorPiece]:
     """Of [M, G + 2, D, ...]: all query heads of a key/value head, then its key and its value."""
     heads, packed, size, *rest = shape
     order = tuple(range(len(shape)))
-    found: list[Piece] = []
+    found: list[TensorPiece] = []
     for name, count, start in (("q", packed - 2, 0), ("k", 1, packed - 2), ("v", 1, packed - 1)):
         stored, view = (heads * count * size, *rest), (heads, count, size, *rest)
         offset = tuple(start if dim == 1 else 0 for dim in order)
-        found.append(Piece(f"{block}.{name}_proj.{leaf}", stored, view, order, offset))
+        found.append(TensorPiece(f"{block}.{name}_proj.{leaf}", stored, view, order, offset))
     return found
 
 
-def _mlp(leaf: str, block: str, shape: Shape, names: Names) -> list[Piece]:
+def _mlp(leaf: str, block: str, shape: Shape, names: Names) -> list[TensorPiece]:
     """Of [2, F, H] gate and up; or down [H, F]."""
     if leaf == "down":
         return [whole(f"{block}.{names.down}.weight", shape)]
     _, width, hidden = shape
     return [
-        Piece(f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (at, 0, 0))
+        TensorPiece(
+            f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (at, 0, 0)
+        )
         for at, part in enumerate((names.gate, names.up))
     ]
 
 
-def _experts(path: list[str], block: str, shape: Shape, names: Names) -> list[Piece]:
+def _experts(path: list[str], block: str, shape: Shape, names: Names) -> list[TensorPiece]:
     match path:
         case ["router", "selection_bias"]:
             stored = (1, *shape) if "moe_statics" in names.selection_bias else shape
-            return [Piece(f"{block}.{names.selection_bias}", stored, shape, (0,), (0,))]
+            return [TensorPiece(f"{block}.{names.selection_bias}", stored, shape, (0,), (0,))]
         case ["router", leaf]:
             return [whole(f"{block}.{names.router}.{leaf}", shape)]
         case ["shared_gate"] | ["shared_gate", "weight"]:
             return [
-                Piece(
+                TensorPiece(
                     f"{block}.{names.shared}_gate.weight",
                     (1, *shape[-1:]),
                     shape,
@@ -249,7 +251,7 @@ def _experts(path: list[str], block: str, shape: Shape, names: Names) -> list[Pi
             raise KeyError(".".join(path))
 
 
-def _of_stack(piece: Piece, expert: int) -> Piece:
+def _of_stack(piece: TensorPiece, expert: int) -> TensorPiece:
     """The piece of one expert as a piece of the stack of all."""
     order = (0, *(dim + 1 for dim in piece.order))
     return piece._replace(view=(1, *piece.view), order=order, offset=(expert, *piece.offset))

@@ -25,7 +25,7 @@ GROUP, GROUP_BYTES = 32, 16
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-class Entry(Protocol):
+class PackedEntry(Protocol):
     """What is known of a stored tensor; `dtype` is torch's name of it."""
 
     @property
@@ -67,7 +67,7 @@ Packed = Fp8Blocks | Mxfp4
 
 
 def packed_tensors(
-    stored: Mapping[str, Entry], quantization: Quantization
+    stored: Mapping[str, PackedEntry], quantization: Quantization
 ) -> tuple[dict[str, Packed], list[str]]:
     """The tensors of `stored` in this format, by name, and a line for each that is not whole."""
     if quantization.method == "fp8":
@@ -76,7 +76,7 @@ def packed_tensors(
 
 
 def _fp8(
-    stored: Mapping[str, Entry], block: tuple[int, int]
+    stored: Mapping[str, PackedEntry], block: tuple[int, int]
 ) -> tuple[dict[str, Packed], list[str]]:
     found: dict[str, Packed] = {}
     problems: list[str] = []
@@ -92,7 +92,7 @@ def _fp8(
     return found, problems
 
 
-def _mxfp4(stored: Mapping[str, Entry]) -> tuple[dict[str, Packed], list[str]]:
+def _mxfp4(stored: Mapping[str, PackedEntry]) -> tuple[dict[str, Packed], list[str]]:
     found: dict[str, Packed] = {}
     problems: list[str] = []
     for blocks, entry in stored.items():
@@ -114,7 +114,11 @@ def _mxfp4(stored: Mapping[str, Entry]) -> tuple[dict[str, Packed], list[str]]:
 
 
 def _partner(
-    stored: Mapping[str, Entry], name: str, scales: str, shape: Shape, dtype: str | None = None
+    stored: Mapping[str, PackedEntry],
+    name: str,
+    scales: str,
+    shape: Shape,
+    dtype: str | None = None,
 ) -> list[str]:
     """What is wrong with the scales of the tensor `name`; floats where no dtype is given."""
     entry = stored.get(scales)

@@ -2,8 +2,8 @@
 
 A logical tensor (``layers.3.attention.qkv``, say) may be cut into several stored tensors
 (``q_proj``, ``k_proj``, ``v_proj``), each reshaped and transposed. Every such part is a
-:class:`Piece`; from it follow the slice of the stored tensor that a rank must read for its shard,
-and the stored tensor that an export must write.
+:class:`TensorPiece`; from it follow the slice of the stored tensor that a rank must read for its
+shard, and the stored tensor that an export must write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Read(Protocol):
     def __call__(self, name: str, box: Sequence[range], /) -> Tensor: ...
 
 
-class Source(Protocol):
+class StoredSource(Protocol):
     """Stored tensors, read by parts."""
 
     def read(self, name: str, box: Sequence[range], /) -> Tensor:
@@ -34,7 +34,7 @@ class Source(Protocol):
         ...
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """The part of a logical tensor that begins at `offset` and that the tensor `source` holds.
 
     The stored tensor of shape `stored` is reshaped to `view` (which only splits its dims, or adds
@@ -71,7 +71,7 @@ class Piece(NamedTuple):
         ranges, sizes, inner = self._stored(box)
         return read(self.source, ranges).reshape(sizes)[tuple(inner)].permute(self.order)
 
-    def read_into(self, box: Sequence[range], out: Tensor, source: Source) -> None:
+    def read_into(self, box: Sequence[range], out: Tensor, source: StoredSource) -> None:
         """As :meth:`read`, into `out`: without a copy on the way where its memory has the order of
         the stored tensor."""
         ranges, sizes, inner = self._stored(box)
@@ -113,11 +113,11 @@ class Piece(NamedTuple):
         return logical.permute(self._back).reshape(self.stored).contiguous()
 
 
-def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> Piece:
+def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> TensorPiece:
     """A stored tensor that is a part of the logical tensor as it stands."""
     size = tuple(shape)
     start = (0,) * len(size) if offset is None else tuple(offset)
-    return Piece(source, size, size, tuple(range(len(size))), start)
+    return TensorPiece(source, size, size, tuple(range(len(size))), start)
 
 
 def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[slice, ...]:
@@ -126,7 +126,7 @@ def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[s
     return tuple(slice(one.start - at, one.stop - at) for one, at in zip(part, starts, strict=True))
 
 
-def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tensor:
+def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) -> Tensor:
     """The numbers of `box` of a logical tensor that `pieces` cover."""
     # Here alone: names and shapes of a folder are checked before torch is imported.
     import torch
@@ -146,7 +146,7 @@ def assemble(pieces: Sequence[Piece], box: Sequence[range], read: Read) -> Tenso
 
 
 def assemble_into(
-    pieces: Sequence[Piece], box: Sequence[range], out: Tensor, source: Source
+    pieces: Sequence[TensorPiece], box: Sequence[range], out: Tensor, source: StoredSource
 ) -> None:
     """As :func:`assemble`, into `out`."""
     for piece in pieces:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.convert import Weights
+from moemesh.checkpoint.huggingface.convert import LogicalWeights
 from moemesh.checkpoint.huggingface.weights import EXPERT
 from moemesh.config.model import ModelConfig
 from moemesh.model.initialization import normal_slice
@@ -38,7 +38,7 @@ class Upcycling(NamedTuple):
 class UpcycledWeights:
     """The weights of `model`, a mixture of experts that is like a dense model but for its MLPs."""
 
-    def __init__(self, dense: Weights, model: ModelConfig, upcycling: Upcycling) -> None:
+    def __init__(self, dense: LogicalWeights, model: ModelConfig, upcycling: Upcycling) -> None:
         self.dense, self.model, self.upcycling = dense, model, upcycling
         #: Every parameter by its name, on the meta device.
         self.tensors: dict[str, Tensor] = dict(Transformer(model).named_parameters())

@@ -209,7 +209,7 @@ def _blocks(part: range, size: int) -> range:
     return range(part.start // size, -(-part.stop // size))
 
 
-class Stored(NamedTuple):
+class FolderTensor(NamedTuple):
     """A tensor of a folder as torch knows it."""
 
     dtype: torch.dtype
@@ -228,7 +228,7 @@ class WeightFolder:
         self.path = path
         self._reader = SliceReader()
         self.tensors = {
-            name: Stored(_dtype(tensor.dtype), tensor.shape)
+            name: FolderTensor(_dtype(tensor.dtype), tensor.shape)
             for name, tensor in self.contents.tensors.items()
         }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import Piece, assemble_into
+from moemesh.checkpoint.huggingface.pieces import TensorPiece, assemble_into
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
@@ -79,7 +79,7 @@ class HuggingFaceWeights:
         """The stack `stack` with the pieces of one expert. Those of all are found once."""
         if stack not in self._experts:
             tensor = self.tensors[stack]
-            by_expert: list[list[Piece]] = [[] for _ in range(tensor.shape[0])]
+            by_expert: list[list[TensorPiece]] = [[] for _ in range(tensor.shape[0])]
             for piece in tensor.pieces:
                 first = piece.offset[0]
                 for index in range(first, first + piece.shape[0]):

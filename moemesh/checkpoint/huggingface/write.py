@@ -16,7 +16,7 @@ from moemesh.checkpoint.files import CheckpointError, file_size, read_chunks, re
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import plain_file
 from moemesh.checkpoint.manifest import DTYPES
-from moemesh.checkpoint.tensor_file import Deferred, safetensors_bytes
+from moemesh.checkpoint.tensor_file import DeferredTensor, safetensors_bytes
 from moemesh.config.huggingface.folder import INDEX, SINGLE
 
 #: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.
@@ -29,7 +29,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 def write_folder(
     out: Path,
-    tensors: Mapping[str, Deferred],
+    tensors: Mapping[str, DeferredTensor],
     config: Mapping[str, object],
     *,
     file_bytes: int = FILE_BYTES,
@@ -77,7 +77,7 @@ def carry_along(source: Path, out: Path) -> list[str]:
     return copied
 
 
-def _files(tensors: Mapping[str, Deferred], file_bytes: int) -> dict[str, list[str]]:
+def _files(tensors: Mapping[str, DeferredTensor], file_bytes: int) -> dict[str, list[str]]:
     """File -> names of the tensors in it, in the order given."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -95,7 +95,7 @@ def _files(tensors: Mapping[str, Deferred], file_bytes: int) -> dict[str, list[s
     }
 
 
-def _is_there(path: Path, part: Mapping[str, Deferred]) -> bool:
+def _is_there(path: Path, part: Mapping[str, DeferredTensor]) -> bool:
     """Whether an earlier conversion has finished this file, with the same numbers."""
     if not path.exists():
         return False

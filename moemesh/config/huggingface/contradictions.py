@@ -10,7 +10,7 @@ from moemesh.config.errors import Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.parameters import tensors
 from moemesh.config.plan import Plan
-from moemesh.config.sources import Leaf, Source
+from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.toml import format_value
 
 #: How many of the extra prediction layers of a folder are trained is the user's to say.
@@ -18,7 +18,7 @@ _FREE = frozenset({"num_mtp_layers"})
 
 
 def contradictions(
-    folder: Source, chosen: Mapping[str, Leaf], broken: Collection[str]
+    folder: ConfigSource, chosen: Mapping[str, Leaf], broken: Collection[str]
 ) -> Iterator[Problem]:
     """A problem for each key of `chosen` whose value gives the model other tensors than those of
     the `folder`. Keys that are `broken` are told already."""

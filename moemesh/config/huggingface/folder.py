@@ -13,7 +13,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.paths import nearest_path
 from moemesh.config.schema import PATH_KEY
-from moemesh.config.sources import Leaf, Source
+from moemesh.config.sources import ConfigSource, Leaf
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 #: All tensors in one file, or the index of the files that hold them.
@@ -110,7 +110,7 @@ def has_weights(path: Path) -> bool:
     return (path / SINGLE).exists() or (path / INDEX).exists()
 
 
-def read_folder(path: Path) -> Source:
+def read_folder(path: Path) -> ConfigSource:
     """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
     sequences of its positions where these are fewer than the default; what cannot be trained."""
     origin = str(path / CONFIG)
@@ -121,14 +121,14 @@ def read_folder(path: Path) -> Source:
             problem if problem.origin else replace(problem, origin=origin)
             for problem in error.problems
         )
-        return Source(problems=problems)
+        return ConfigSource(problems=problems)
     leaves = {f"model.{key}": Leaf(value=value, origin=origin) for key, value in values.items()}
     longest = values.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < DataConfig.model_fields["seq_len"].default:
         leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
-    return Source(leaves=leaves)
+    return ConfigSource(leaves=leaves)
 
 
 def _refused(code: str, key: str, path: Path, message: str, fix: str = "") -> ConfigError:

@@ -33,7 +33,7 @@ def names(size: str) -> list[str]:
     return known_families()["names"][size]
 
 
-class Record(Mapping[str, Any]):
+class ReadConfiguration(Mapping[str, Any]):
     """A configuration that remembers which of its keys were asked for."""
 
     def __init__(self, config: Config) -> None:

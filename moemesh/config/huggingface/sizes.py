@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import (
     Config,
-    Record,
+    ReadConfiguration,
     check_length,
     first,
     indices,
@@ -340,7 +340,7 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
     return problems
 
 
-def unread_parameters(config: Record, kind: str, *, has_norm: bool) -> list[Problem]:
+def unread_parameters(config: ReadConfiguration, kind: str, *, has_norm: bool) -> list[Problem]:
     """Keys that stand for parameters where there are any, and that this family's reading never
     asked for: dropping them would count another model.
 
@@ -357,7 +357,9 @@ def unread_parameters(config: Record, kind: str, *, has_norm: bool) -> list[Prob
     return problems + _unread(config, switches, f"no such switch of a {kind} model is known")
 
 
-def _unread(config: Record, keys: Collection[str], message: str, least: float = 1) -> list[Problem]:
+def _unread(
+    config: ReadConfiguration, keys: Collection[str], message: str, least: float = 1
+) -> list[Problem]:
     found: list[Problem] = []
     for key in sorted(set(keys) & set(config) - config.read):
         value = dict(config).get(key)
@@ -407,7 +409,7 @@ def read_sizes(config: Config) -> Sizes:
     values |= _absent(config, family)
     if problems := unknown_layers(values, kind):
         raise ConfigError(problems)
-    record = Record(values)
+    record = ReadConfiguration(values)
     try:
         fields = _sizes(record, family)
     except KeyError as error:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moemesh.config.plan import Reshard
-from moemesh.model.transformer import Part
+from moemesh.model.transformer import ModelPart
 from moemesh.parallel.data.gathered import GatheredBucket
 
 
@@ -32,7 +32,7 @@ class GatheredWeights:
     def __init__(
         self,
         buckets: Iterable[GatheredBucket],
-        parts: Iterable[Part],
+        parts: Iterable[ModelPart],
         *,
         ahead: Sequence[int],
         tied: bool,
@@ -99,7 +99,7 @@ class GatheredWeights:
             bucket.free(keep=keep)
 
 
-def sequences_of(part: Part, ahead: Sequence[int]) -> list[list[str]]:
+def sequences_of(part: ModelPart, ahead: Sequence[int]) -> list[list[str]]:
     """The units of a part, in the order of its forward; extra prediction layers apart, which not
     every forward runs."""
     units = [f"layers.{index}" for index in part.layers]

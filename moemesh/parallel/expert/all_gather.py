@@ -32,7 +32,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_gather_start, all_to_all_start
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_own_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_own_weights
 from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -57,7 +57,7 @@ class Return:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class GatheredRows:
     """The rows that this rank computes, and how results return.
 
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
@@ -79,12 +79,14 @@ class AllGatherPlan:
     them at the first use, behind the start of the gather and what is computed meanwhile.
     """
 
-    def __init__(self, sizes: list[int], counts_L: Tensor, decide: Callable[[], Kept]) -> None:
+    def __init__(
+        self, sizes: list[int], counts_L: Tensor, decide: Callable[[], GatheredRows]
+    ) -> None:
         self.sizes, self.counts_L = sizes, counts_L
-        self._decide: Callable[[], Kept] | None = decide
+        self._decide: Callable[[], GatheredRows] | None = decide
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> GatheredRows:
         """The rows; the first use waits for their number."""
         assert self._decide is not None
         kept, self._decide = self._decide(), None
@@ -124,7 +126,9 @@ class AllGatherDispatcher(Dispatcher):
         found = SortedByExpert(local_AK, self.num_local)
         if self._spares_the_wait(local_AK):
             tokens_A, slot_R = found.rows_and_rest()
-            kept = Kept(tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0)
+            kept = GatheredRows(
+                tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0
+            )
             return AllGatherPlan(sizes, found.counts_E, lambda: kept)
         # Which group tokens have an expert on which rank of the group. Padding has none.
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
@@ -134,7 +138,7 @@ class AllGatherDispatcher(Dispatcher):
         visits = torch.stack([block.sum(0) for block in visits_AG.split(sizes)])
         copied = HostCopy(torch.cat([found.counts_E.sum(0, keepdim=True), visits.flatten()]))
 
-        def decide() -> Kept:
+        def decide() -> GatheredRows:
             num_rows, *flat = copied.tolist()
             count = self.group.size
             visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
@@ -144,7 +148,7 @@ class AllGatherDispatcher(Dispatcher):
                 back = self._way_back(visits_AG, visits_GG, sizes)
                 place_A = visits_AG[:, self.group.index].cumsum(0) - 1
                 results = map_from_sources(place_A[tokens_A.source_R], sum(back.input_splits))
-            return Kept(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
+            return GatheredRows(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
 
         return AllGatherPlan(sizes, found.counts_E, decide)
 
@@ -183,7 +187,9 @@ class AllGatherDispatcher(Dispatcher):
             tokens=map_from_sources(places % max(size, 1), size),
         )
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan
+    ) -> Pending[DispatchedRows]:
         weights = all_gather_start(
             weights_TK, self.group, plan.sizes, caller="moe.dispatch.weights"
         )
@@ -191,11 +197,11 @@ class AllGatherDispatcher(Dispatcher):
             x_TH, self.group, plan.sizes, caller="moe.dispatch", codec=self.codec
         )
 
-        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             x_AH, weights_AK = pair
             kept = plan.kept
             weights_R = pick_own_weights(weights_AK, kept.tokens_A, kept.slot_R, kept.none_AK)
-            return Rows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
+            return DispatchedRows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
 
         return gathered.join(weights).then(arrived)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, permutation, unpermute
@@ -112,7 +112,9 @@ class AllToAllDispatcher(Dispatcher):
             rows_L=rows_L,
         )
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan
+    ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
         weights = all_to_all_start(
@@ -124,12 +126,12 @@ class AllToAllDispatcher(Dispatcher):
         )
         sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
 
-        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             received, weights_N = pair
             weights_N = self._gather_lanes(weights_N, plan, "moe.dispatch.weights")
             weights_R = weights_N.gather(0, plan.by_expert.source_R)
             x_NH = self._gather_lanes(received, plan, "moe.dispatch")
-            return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
+            return DispatchedRows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
         return sent.join(weights).then(arrived)
 

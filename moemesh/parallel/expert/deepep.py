@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import record
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, group_by_expert, unpermute
 from moemesh.parallel.expert.deepep_probe import INSTEAD, available
@@ -141,13 +141,17 @@ class DeepEPDispatcher(Dispatcher):
             ),
         )
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: DeepEPPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: DeepEPPlan
+    ) -> Pending[DispatchedRows]:
         x_NH, weights_NK = _Dispatch.apply(
             _at_least_one_row(x_TH), _at_least_one_row(weights_TK), plan, self.buffer
         )
         assert plan.experts_NK is not None
         plan.by_expert, slot_R, counts_L = group_by_expert(plan.experts_NK, self.num_local)
-        return Pending.ready(Rows(x_NH, plan.by_expert, pick_weights(weights_NK, slot_R), counts_L))
+        return Pending.ready(
+            DispatchedRows(x_NH, plan.by_expert, pick_weights(weights_NK, slot_R), counts_L)
+        )
 
     def combine(self, y_RH: Tensor, plan: DeepEPPlan) -> Pending[Tensor]:
         assert plan.handle is not None and plan.by_expert is not None, "combine before dispatch"

@@ -28,7 +28,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.exact_experts import exact_experts
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
@@ -64,7 +64,7 @@ class ExactRows(NamedTuple):
     def compute(
         self,
         experts: ExpertWeights,
-        deferred: Deferred | None,
+        deferred: DeferredProducts | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:

@@ -27,7 +27,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, exchange_start
 from moemesh.comm.worker_thread import WorkerThread
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, count_ids, unpermute
 from moemesh.parallel.expert.relay import (
@@ -119,7 +119,9 @@ class HierarchicalDispatcher(Dispatcher):
         key_R = expert_R * num_owners + plan.owner_N[plan.by_expert.source_R]
         return count_ids(key_R, self.num_local * num_owners).view(self.num_local, num_owners)
 
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan) -> Pending[Rows]:
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan
+    ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: behind rows on a slow link they
         # would hold up whatever this rank could compute meanwhile.
         caller, relay = "moe.dispatch.weights", plan.relay
@@ -129,11 +131,13 @@ class HierarchicalDispatcher(Dispatcher):
         out = DispatchPath(relay, "moe.dispatch", codec=self.codec)
         sent = exchange_start(x_TH, out, CombinePath(relay, "moe.dispatch"))
 
-        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             weights_NK, x_NH = pair
             weights_NK = self._gather_lanes(weights_NK, plan, caller)
             x_NH = self._gather_lanes(x_NH, plan, "moe.dispatch")
-            return Rows(x_NH, plan.by_expert, pick_weights(weights_NK, plan.slot_R), plan.counts_L)
+            return DispatchedRows(
+                x_NH, plan.by_expert, pick_weights(weights_NK, plan.slot_R), plan.counts_L
+            )
 
         return weights.join(sent).then(arrived)
 

@@ -39,7 +39,7 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.dispatchers import CAPACITY_FACTOR, slots_per_pair
 from moemesh.config.errors import UserError
-from moemesh.model.dispatcher import Dispatcher, Rows, pick_weights
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -190,7 +190,7 @@ class LowLatencyDispatcher(Dispatcher):
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: SlotPlan | AllToAllPlan
-    ) -> Pending[Rows]:
+    ) -> Pending[DispatchedRows]:
         if isinstance(plan, AllToAllPlan):
             return self.two_phase.dispatch(x_TH, weights_TK, plan)
         caller = "moe.dispatch.weights"
@@ -198,12 +198,12 @@ class LowLatencyDispatcher(Dispatcher):
         weights = all_to_all_start(picked_B, self.ep, caller=caller)
         sent = plan.hop.send(_at_least_one_row(x_TH), "moe.dispatch", self.codec)
 
-        def arrived(pair: tuple[Tensor, Tensor]) -> Rows:
+        def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             received, weights_B = pair
             weights_N = collectives.all_gather(weights_B, self.etp, caller=caller)
             x_NH = collectives.all_gather(received, self.etp, caller="moe.dispatch")
             weights_R = weights_N.gather(0, plan.by_expert.source_R)
-            return Rows(x_NH, plan.by_expert, weights_R, plan.counts_L)
+            return DispatchedRows(x_NH, plan.by_expert, weights_R, plan.counts_L)
 
         return sent.join(weights).then(arrived)
 

@@ -39,11 +39,11 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import Codec, all_to_all_start
 from moemesh.config.plan import SparePolicy
-from moemesh.model.dispatcher import Dispatcher, Rows
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
 from moemesh.model.transformer import Transformer
-from moemesh.ops.expert_mlp import Deferred
+from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
@@ -95,18 +95,18 @@ class ReplicatedRows(NamedTuple):
     def compute(
         self,
         experts: ExpertWeights,
-        deferred: Deferred | None,
+        deferred: DeferredProducts | None,
         max_rows: int | None,
         recomputes: bool,
     ) -> Tensor:
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
-        own = Rows(self.source_NH, self.home, home_R, self.counts_L)
+        own = DispatchedRows(self.source_NH, self.home, home_R, self.counts_L)
         y_RH = own.compute(experts, deferred, max_rows, recomputes)
         # Behind the rows of own experts: weights come, and their gradients leave, meanwhile.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
-        replicas = Rows(self.source_NH, self.spare, spare_R, self.counts_S)
+        replicas = DispatchedRows(self.source_NH, self.spare, spare_R, self.counts_S)
         others = experts.of(fetched)
         return torch.cat([y_RH, replicas.compute(others, None, max_rows, recomputes)])
 
@@ -247,12 +247,12 @@ class ReplicaDispatcher(Dispatcher):
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: ReplicaPlan
-    ) -> Pending[Rows | ReplicatedRows]:
+    ) -> Pending[DispatchedRows | ReplicatedRows]:
         # Started before the rows, waited for behind the rows of own experts.
         fetched = self._fetch(plan) if plan.quotas.num_replicas else None
         arriving = self.inner.dispatch(x_TH, weights_TK, plan.inner)
 
-        def with_replicas(rows: Rows) -> Rows | ReplicatedRows:
+        def with_replicas(rows: DispatchedRows) -> DispatchedRows | ReplicatedRows:
             own = rows._replace(counts_L=rows.counts_L[: self.num_local])
             if fetched is None:
                 return own

@@ -27,14 +27,14 @@ from torch import Tensor
 from moemesh.comm.channels import Channels
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
-from moemesh.model.transformer import Output, Part, Transformer
+from moemesh.model.transformer import ModelPart, Output, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.program import (
-    Context,
+    BackwardState,
     Forward,
-    Spec,
+    TensorSpec,
     differentiate,
     make_context,
     stream_specs,
@@ -54,7 +54,7 @@ class Stream(Protocol):
         """Microbatch number `sample`; may be asked for early."""
         ...
 
-    def objective(self, sample: int, part: Part, output: Output, *, again: bool) -> Tensor:
+    def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
         """This part's share of what is differentiated, divided by what its update window counts;
         `again`: its forward has been run, and counted, before."""
         ...
@@ -88,7 +88,7 @@ class AsynchronousProgram:
         self,
         rule: UpdateRule,
         model: Transformer,
-        part: Part,
+        part: ModelPart,
         reducer: GradientReducer,
         stream: Stream,
         *,
@@ -106,7 +106,7 @@ class AsynchronousProgram:
         self._num_gradients = 0
         reducer.begin()
 
-    def output_specs(self, op: Op) -> Sequence[Spec]:
+    def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         return stream_specs(self.model, self.stream.batch(op.microbatch), self._dtype)
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
@@ -118,7 +118,7 @@ class AsynchronousProgram:
             forward = self._run(version, op.microbatch, inputs, again=False)
         return Forward(forward.outputs, None, _State(version, tuple(inputs)))
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         state: _State = context.state
         used = self.versions.newest if self.rule.kind == "newest" else state.version
         if self._recomputes:
@@ -131,7 +131,7 @@ class AsynchronousProgram:
         self.versions.release(state.version)
         return found
 
-    def weight_gradients(self, op: Op, context: Context) -> None:
+    def weight_gradients(self, op: Op, context: BackwardState) -> None:
         context.pending.run(
             lambda weight, gradient: self.reducer.accumulate(
                 self.versions.original(weight), gradient

@@ -22,7 +22,7 @@ from moemesh.comm.channels import Channels
 from moemesh.config.errors import UserError
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.overlapped import SteppedProgram, is_overlapped
-from moemesh.parallel.pipeline.program import Context, Forward, Program, make_context
+from moemesh.parallel.pipeline.program import BackwardState, Forward, Program, make_context
 from moemesh.parallel.pipeline.virtual import VirtualClock, record
 from moemesh.parallel.segments import Steps
 from moemesh.schedule.action import Entry, Op, Schedule
@@ -74,7 +74,7 @@ class EntryRunner:
         if has_backward is None:
             has_backward = any(op.kind != "F" for op in schedule.ops(rank))
         self._has_backward = has_backward
-        self._contexts: dict[tuple[int, int, int, int], Context] = {}
+        self._contexts: dict[tuple[int, int, int, int], BackwardState] = {}
 
     def run(self, program: Program, entries: Iterable[Entry], recorder: TimelineRecorder) -> None:
         """All `entries`, in order."""

@@ -29,7 +29,7 @@ from moemesh.parallel.pipeline.executor import EntryRunner
 from moemesh.parallel.pipeline.messenger import Wire, message_specs, producer_of
 from moemesh.parallel.pipeline.program import Program
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, single
-from moemesh.schedule.ampnet import Policy
+from moemesh.schedule.ampnet import OldestFirst
 from moemesh.schedule.text import parse_op
 from moemesh.trace.timeline import TimelineRecorder
 
@@ -67,7 +67,7 @@ class MessageDrivenExecutor:
         self._runner = EntryRunner(self.schedule, self.rank, self, has_backward=True)
         self._mesh, self._peers = mesh, mesh["stage"]
         self._leads = self._peers.index == 0
-        self._policy = Policy(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
+        self._policy = OldestFirst(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
         self._before = self.rank - 1 if self.rank else None
         self._behind = self.rank + 1 if self.rank < size - 1 else None
         self._arrived: dict[Op, list[Tensor]] = {}

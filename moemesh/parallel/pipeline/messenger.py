@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm.channels import Channels
-from moemesh.parallel.pipeline.program import Program, Spec
+from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.parallel.pipeline.virtual import VirtualClock
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.messages import Message, messages, successor
@@ -46,7 +46,7 @@ def producer_of(schedule: Schedule, op: Op) -> Op | None:
     return None
 
 
-def message_specs(program: Program, producer: Op) -> list[Spec]:
+def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
     """The tensors that `producer` sends: outputs, or gradients of the floating inputs."""
     if producer.kind == "F":
         return list(program.output_specs(producer))
@@ -75,7 +75,7 @@ class Wire:
         self._sending.append((work, tensor))
 
     def receive(
-        self, specs: Sequence[Spec], source: int, kind: str
+        self, specs: Sequence[TensorSpec], source: int, kind: str
     ) -> tuple[list[Tensor], list[dist.Work]]:
         """Start to receive the output of an operation of this kind."""
         tensors: list[Tensor] = []
@@ -180,7 +180,7 @@ class OrderedMessenger:
                 break
             specs = message_specs(program, message.producer)
             if self._clock is not None:
-                specs.append(Spec((1,), torch.float64))
+                specs.append(TensorSpec((1,), torch.float64))
             received = self._wire.receive(specs, source, message.producer.kind)
             self._posted[message.producer] = received
             self._num_posted[source] += 1

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.program import (
-    Context,
+    BackwardState,
     Forward,
     ModelProgram,
     Program,
@@ -52,7 +52,7 @@ class SteppedProgram(Program, Protocol):
         ...
 
     def backward_steps(
-        self, op: Op, context: Context, gradients: list[Tensor]
+        self, op: Op, context: BackwardState, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
         """As ``backward`` of a ``B``; yields at every pause."""
         ...
@@ -94,13 +94,13 @@ class SteppedModelProgram:
         output = whole.model(batch, part, *inputs, flow=tape or PausingFlow(pause))
         return whole.result(op, batch, output)._replace(state=tape)
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         if context.state is None:
             return self._whole.backward(op, context, gradients)
         return finish(self.backward_steps(op, context, gradients))
 
     def backward_steps(
-        self, op: Op, context: Context, gradients: list[Tensor]
+        self, op: Op, context: BackwardState, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
         assert op.kind == "B"
         if context.state is None:

@@ -18,7 +18,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums
-from moemesh.model.transformer import Part, Transformer
+from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
@@ -26,12 +26,12 @@ from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.pipeline.overlapped import SteppedModelProgram, is_overlapped
 from moemesh.parallel.pipeline.parts import parameters_of
 from moemesh.parallel.pipeline.program import (
-    Context,
+    BackwardState,
     Forward,
     ModelProgram,
     Objective,
     Program,
-    Spec,
+    TensorSpec,
 )
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.generators import forward_only
@@ -128,7 +128,7 @@ class SlicedProgram:
         #: (stage, sample) -> what its slices have left so far.
         self._left: dict[tuple[int, int], list[Left]] = {}
 
-    def output_specs(self, op: Op) -> Sequence[Spec]:
+    def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         return self._whole.specs_of(op, self._batch_of(op))
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
@@ -140,7 +140,7 @@ class SlicedProgram:
         self._left.setdefault((op.stage, self._schedule.sample(op)), []).append(left)
         return forward._replace(state=left)
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         left = self._left[op.stage, self._schedule.sample(op)].pop()
         assert left is context.state, "the slices of a sequence go back in the order they came"
         gradients = list(gradients)
@@ -170,7 +170,7 @@ class Pipeline:
     def __init__(
         self,
         schedule: Schedule,
-        parts: dict[int, Part],
+        parts: dict[int, ModelPart],
         model: Transformer,
         reducer: GradientReducer,
         mesh: Mesh,

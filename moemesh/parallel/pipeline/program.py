@@ -1,8 +1,8 @@
 """Programs: the work of each schedule operation, as a protocol and for the transformer.
 
 An executor (:mod:`moemesh.parallel.pipeline.executor`) decides when an operation runs; a program
-runs it. The executor moves lists of tensors between stages and keeps a :class:`Context` from a
-forward to its backward.
+runs it. The executor moves lists of tensors between stages and keeps a :class:`BackwardState` from
+a forward to its backward.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moemesh.model.balance_loss import num_scopes, width_of_sums
 from moemesh.model.batch import Batch
-from moemesh.model.transformer import Output, Part, Transformer
+from moemesh.model.transformer import ModelPart, Output, Transformer
 from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.pipeline.hooks import GradientHooks
 from moemesh.parallel.segments import run_backward
 from moemesh.schedule.action import Op, Schedule
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor of a message: known to both sides before it is sent."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Spec(NamedTuple):
 
 
 @dataclass
-class Context:
+class BackwardState:
     """State from a forward for its backward. Outputs are freed once they are sent: their place in
     the graph is enough. `state` belongs to the program."""
 
@@ -54,7 +54,7 @@ class Forward(NamedTuple):
 class Program(Protocol):
     """Called by an executor, one operation after the other."""
 
-    def output_specs(self, op: Op) -> Sequence[Spec]:
+    def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         """The outputs of the forward `op`; its backward receives gradients of the same specs."""
         ...
 
@@ -62,12 +62,12 @@ class Program(Protocol):
         """Run a stage on the previous stage's outputs (none on the first); `inputs` are leaves."""
         ...
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         """From gradients of the outputs to gradients of the inputs; weight gradients go to where
         they are summed, or into ``context.pending`` when `op` is an ``I``."""
         ...
 
-    def weight_gradients(self, op: Op, context: Context) -> None:
+    def weight_gradients(self, op: Op, context: BackwardState) -> None:
         """Compute what an ``I`` has left in ``context.pending``."""
         ...
 
@@ -80,10 +80,10 @@ class Program(Protocol):
         ...
 
 
-def make_context(inputs: list[Tensor], forward: Forward) -> Context:
+def make_context(inputs: list[Tensor], forward: Forward) -> BackwardState:
     """The context of a forward."""
     objective = forward.objective
-    return Context(
+    return BackwardState(
         inputs=[x for x in inputs if x.requires_grad],
         roots=[_edge(x) for x in forward.outputs if x.is_floating_point()],
         objective=_edge(objective) if objective is not None else None,
@@ -95,14 +95,14 @@ def _edge(x: Tensor) -> GradientEdge | None:
     return get_gradient_edge(x) if x.requires_grad else None
 
 
-def differentiate(context: Context, gradients: list[Tensor]) -> list[Tensor]:
+def differentiate(context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
     """Run the backward of one stage, once; zeros for an input that no gradient reached."""
     run_backward(*roots_of(context, gradients))
     return input_gradients(context)
 
 
 def roots_of(
-    context: Context, gradients: list[Tensor]
+    context: BackwardState, gradients: list[Tensor]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Where the backward begins: at the outputs with their gradients, at the stage's objective."""
     roots: list[GradientEdge] = []
@@ -119,7 +119,7 @@ def roots_of(
     return roots, values
 
 
-def input_gradients(context: Context) -> list[Tensor]:
+def input_gradients(context: BackwardState) -> list[Tensor]:
     """The gradients of the inputs, after the backward; empties the context."""
     found: list[Tensor] = []
     for x in context.inputs:
@@ -129,19 +129,19 @@ def input_gradients(context: Context) -> list[Tensor]:
     return found
 
 
-def stream_specs(model: Transformer, batch: Batch, dtype: torch.dtype) -> Sequence[Spec]:
+def stream_specs(model: Transformer, batch: Batch, dtype: torch.dtype) -> Sequence[TensorSpec]:
     """The message of a stage to the next: the residual stream of this rank's tokens, and where all
     layers have one auxiliary loss the sums for it."""
     config = model.config
-    found = [Spec((len(model.tokens.local(batch.num_tokens)), config.hidden_size), dtype)]
+    found = [TensorSpec((len(model.tokens.local(batch.num_tokens)), config.hidden_size), dtype)]
     if config.has_joint_aux_loss:
         shape = num_scopes(config, len(batch.tokens_BS)), width_of_sums(config)
-        found.append(Spec(shape, torch.float64))
+        found.append(TensorSpec(shape, torch.float64))
     return found
 
 
 #: (a part, what it computed, its microbatch) -> its share of what is differentiated, a scalar.
-Objective = Callable[[Part, Output, Batch], Tensor]
+Objective = Callable[[ModelPart, Output, Batch], Tensor]
 
 
 class ModelProgram:
@@ -154,7 +154,7 @@ class ModelProgram:
         self,
         schedule: Schedule,
         model: Transformer,
-        parts: dict[int, Part],
+        parts: dict[int, ModelPart],
         batches: Sequence[Batch],
         objective: Objective,
         hooks: GradientHooks,
@@ -172,10 +172,10 @@ class ModelProgram:
         # The stream's dtype: an embedding's or a norm's, which come before any fp32 router.
         self._dtype = next(model.parameters()).dtype
 
-    def output_specs(self, op: Op) -> Sequence[Spec]:
+    def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         return self.specs_of(op, self.batch_of(op))
 
-    def specs_of(self, op: Op, batch: Batch) -> Sequence[Spec]:
+    def specs_of(self, op: Op, batch: Batch) -> Sequence[TensorSpec]:
         """The outputs of the stage of `op` for `batch`."""
         if op.stage == self.schedule.num_stages - 1:
             return ()
@@ -197,13 +197,13 @@ class ModelProgram:
         objective = self.objective(self.parts[op.stage], output, batch)
         return Forward(output.for_next, objective)
 
-    def backward(self, op: Op, context: Context, gradients: list[Tensor]) -> list[Tensor]:
+    def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         if op.kind == "B":
             return differentiate(context, gradients)
         with context.pending:
             return differentiate(context, gradients)
 
-    def weight_gradients(self, op: Op, context: Context) -> None:
+    def weight_gradients(self, op: Op, context: BackwardState) -> None:
         context.pending.run(self.hooks.accumulate)
 
     def starting(self, op: Op) -> None:

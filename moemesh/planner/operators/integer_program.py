@@ -32,7 +32,7 @@ class ProgramAnswer:
 
 
 @dataclass(kw_only=True)
-class Program:
+class IntegerProgram:
     """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
 
     costs: list[float] = field(default_factory=list[float])

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.planner.operators.graph import Cost, Edge, OperatorError, OperatorGraph
-from moemesh.planner.operators.integer_program import Program
+from moemesh.planner.operators.integer_program import IntegerProgram
 
 IntArray = NDArray[np.intp]
 
@@ -51,7 +51,7 @@ def solve(
     costs = graph.node_costs(byte_price, in_flight)
     # HiGHS stops at an absolute gap of 1e-6: costs are scaled to 1000 to make that 1e-9 of them.
     scale = _scale([*costs, *(edge.seconds for edge in graph.edges)])
-    program = Program()
+    program = IntegerProgram()
     nodes: list[list[int]] = []
     for operator, row in zip(graph.operators, costs, strict=True):
         weight = scale * graph.count(operator.group)
@@ -74,7 +74,7 @@ def _scale(tables: list[np.ndarray]) -> float:
     return 1e3 / largest if largest > 0 else 1.0
 
 
-def _add_edge(program: Program, nodes: list[list[int]], edge: Edge, weight: float) -> None:
+def _add_edge(program: IntegerProgram, nodes: list[list[int]], edge: Edge, weight: float) -> None:
     rows, row_class = _classes(edge.seconds)
     columns, column_class = _classes(edge.seconds.T)
     seconds = edge.seconds[np.ix_(rows, columns)] * weight

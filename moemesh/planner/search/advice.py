@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 from moemesh.trace.memory_profile import format_bytes
 
 GIB = 2**30
@@ -30,7 +30,7 @@ class Advice:
     why_not: tuple[str, ...]
 
 
-def advise(found: Found, best: int, fastest: int) -> Advice:
+def advise(found: SearchSpace, best: int, fastest: int) -> Advice:
     """Explain layout `best`, which is as good as the fastest that fits."""
     sensitivity = tuple(_sensitivity(found, fastest))
     return Advice(
@@ -40,14 +40,14 @@ def advise(found: Found, best: int, fastest: int) -> Advice:
     )
 
 
-def _sensitivity(found: Found, best: int) -> Iterator[tuple[int, float]]:
+def _sensitivity(found: SearchSpace, best: int) -> Iterator[tuple[int, float]]:
     for more in MORE_MEMORY:
         capacity = found.capacity + more * GIB
         fastest = found.fitting(capacity, 1)
         yield more * GIB, min(found.seconds(fastest[0]), found.seconds(best))
 
 
-def _binding(found: Found, best: int, sensitivity: tuple[tuple[int, float], ...]) -> str:
+def _binding(found: SearchSpace, best: int, sensitivity: tuple[tuple[int, float], ...]) -> str:
     seconds, memory = found.seconds(best), found.memory(best)
     for more, then in sensitivity:
         if then < seconds * 0.999:
@@ -62,7 +62,7 @@ def _binding(found: Found, best: int, sensitivity: tuple[tuple[int, float], ...]
     return f"not memory: {name} takes {waits[name] / seconds:.1%} of a step besides computing"
 
 
-def _why_not(found: Found, best: int, fastest: float) -> Iterator[str]:
+def _why_not(found: SearchSpace, best: int, fastest: float) -> Iterator[str]:
     """Layouts that are faster than all that fit, the ones that miss their memory by least."""
     seconds = found.seconds(best)
     seen: set[str] = set()
@@ -97,7 +97,7 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def what_would_fit(found: Found) -> str:
+def what_would_fit(found: SearchSpace) -> str:
     """When nothing fits: the layout that needs least, and what it lacks."""
     index = found.smallest()
     layout, smallest = found.layout(index), float(found.needed[index])

@@ -15,7 +15,7 @@ import numpy as np
 
 from moemesh.config.plan import DEGREES
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 
 #: Shares of a step: what is a tie, what a near-copy, and what a simpler layout may cost.
 TIE, COPY, NEAR = 0.02, 0.01, 0.05
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
     alike: int
 
 
-def choose(found: Found, top: int, safe_bytes: float) -> list[Chosen]:
+def choose(found: SearchSpace, top: int, safe_bytes: float) -> list[Chosen]:
     """Up to `top` different layouts that fit, at least the recommended and the fastest: the former,
     then by seconds; empty where none fits. A layout of at most `safe_bytes` is safe."""
     top = max(top, 2)
@@ -74,7 +74,7 @@ def choose(found: Found, top: int, safe_bytes: float) -> list[Chosen]:
     return [Chosen(one, tuple(roles.get(one, ())), copies[one]) for one in (best, *others)]
 
 
-def _simplest(found: Found, fastest: float) -> int:
+def _simplest(found: SearchSpace, fastest: float) -> int:
     """The fastest of the layouts with the fewest mechanisms that are nearly as fast as any."""
     limit = fastest * (1 + NEAR)
     may = np.flatnonzero((found.needed <= found.capacity) & (found.bounds <= limit))
@@ -83,7 +83,7 @@ def _simplest(found: Found, fastest: float) -> int:
     return next(index for index in firsts if found.seconds(index) <= limit)
 
 
-def _alike(found: Found, one: int, other: int) -> bool:
+def _alike(found: SearchSpace, one: int, other: int) -> bool:
     """Whether two layouts have the same mechanisms and are as fast, or cut the weights alike and
     only the batch otherwise (dp, cp and what follows from them)."""
     first, second = found.layout(one), found.layout(other)

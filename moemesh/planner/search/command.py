@@ -27,7 +27,7 @@ from moemesh.planner.quantities import read_tokens, with_headroom
 from moemesh.planner.search.advice import Advice, advise, what_would_fit
 from moemesh.planner.search.choices import choose
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
-from moemesh.planner.search.search import Candidate, Certificate, Found
+from moemesh.planner.search.search import Candidate, Certificate, SearchSpace
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed
@@ -104,7 +104,7 @@ class NothingFits(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedAnswer:
     """The answer to `moemesh plan`: the recommended candidate, then the others by seconds."""
 
     model: Model
@@ -157,10 +157,10 @@ def plan(
     *,
     rivals: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _: None,
-) -> Planned:
+) -> PlannedAnswer:
     """The `top` best layouts (:func:`choose`), and what is wrong with `rivals` ("tp=8,ep=64").
     Raises ConfigError when no layout is legal, NothingFits when none fits in memory."""
-    found = Found(model.shape, cluster, space, tell)
+    found = SearchSpace(model.shape, cluster, space, tell)
     safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0).high
     if not (chosen := choose(found, top, safe)):
         raise NothingFits(
@@ -172,7 +172,7 @@ def plan(
         replace(found.candidate(one.number), roles=one.roles, alike=one.alike) for one in chosen
     )
     fastest = found.fitting(found.capacity, 1)[0]
-    return Planned(
+    return PlannedAnswer(
         model=model,
         cluster=cluster,
         candidates=candidates,
@@ -187,12 +187,12 @@ def plan(
     )
 
 
-def _what_helps(found: Found) -> str:
+def _what_helps(found: SearchSpace) -> str:
     """Changes that could make something fit; a shorter sequence only where one would."""
     space, fixes = found.space, ["more --nodes", "devices with more memory"]
     short = min(_SHORT, space.seq_len)
     try:
-        shorter = Found(found.shape, found.cluster, replace(space, seq_len=short))
+        shorter = SearchSpace(found.shape, found.cluster, replace(space, seq_len=short))
         helps = short < space.seq_len and bool((shorter.needed <= shorter.capacity).any())
     except ConfigError:
         helps = False
@@ -221,7 +221,7 @@ def plan_named(
     tokens: str | float | None = None,
     settings: Sequence[str] = (),
     tell: Callable[[str], None] = lambda _: None,
-) -> Planned:
+) -> PlannedAnswer:
     """Search for the best layouts. Raises ConfigError with every problem found.
 
     `nodes` replaces those of the cluster, `anywhere` lets tensor groups cross nodes, `trainable`
@@ -286,7 +286,7 @@ def _refuse_untrainable(model: Model, space: Space) -> None:
         raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
 
 
-def to_json(planned: Planned) -> dict[str, Any]:
+def to_json(planned: PlannedAnswer) -> dict[str, Any]:
     """The object that ``moemesh plan --json`` prints; `command` is null for what is not trained."""
     certificate, advice = planned.certificate, planned.advice
     return {
@@ -303,7 +303,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def candidate_json(planned: Planned, found: Candidate) -> dict[str, Any]:
+def candidate_json(planned: PlannedAnswer, found: Candidate) -> dict[str, Any]:
     """One of the ``plans`` of :func:`to_json`."""
     model = planned.model
     refused = not_trained(found.layout, model)
@@ -352,7 +352,7 @@ def train_command(layout: PlannedLayout, model: Model) -> str:
     return "moemesh train " + " ".join(f"--set {shlex.quote(word)}" for word in words)
 
 
-def plan_file(planned: Planned) -> str:
+def plan_file(planned: PlannedAnswer) -> str:
     """The configuration that `moemesh train` takes, with the prediction in comments. Of an answer
     without :func:`not_trained` only."""
     best, model, cluster = planned.candidates[0], planned.model, planned.cluster
@@ -380,7 +380,7 @@ def plan_file(planned: Planned) -> str:
     return "\n".join(lines) + "\n"
 
 
-def still_to_choose(planned: Planned, best: Candidate) -> str:
+def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
     """Keys that an answer leaves at defaults which are made for a first run."""
     train, tokens = TrainConfig(), planned.tokens
     steps = f"train.steps (now {train.steps})"

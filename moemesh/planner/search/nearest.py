@@ -18,7 +18,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.planner.peak_memory import peak_memory
 from moemesh.planner.planned_layout import RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.search.advice import difference, what_would_fit
-from moemesh.planner.search.search import Found
+from moemesh.planner.search.search import SearchSpace
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.price import pricing
@@ -72,7 +72,7 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Neare
         trained={name: getattr(layout, name) for name in TRAINED},
     )
     try:
-        found = Found(shape, cluster, space)
+        found = SearchSpace(shape, cluster, space)
     except ConfigError:
         return "no change of two keys makes it fit"
     if best := found.fitting(found.capacity, 1):

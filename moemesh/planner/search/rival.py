@@ -20,7 +20,7 @@ from moemesh.planner.plan_text import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, PlannedLayout
 from moemesh.planner.search.advice import difference
 from moemesh.planner.search.nearest import Nearest, nearest_that_fits
-from moemesh.planner.search.search import Candidate, Found
+from moemesh.planner.search.search import Candidate, SearchSpace
 from moemesh.planner.search.space import EXITS, SCHEDULES, Space, families
 from moemesh.planner.shapes.load_shape import Model
 
@@ -100,7 +100,7 @@ def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int
     return table
 
 
-def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
+def why_not(found: SearchSpace, model: Model, best: Candidate, asked: str) -> Rival:
     """Judge the layout `asked` ("tp=8,ep=64,data=zero3") against the best of `found`. Raises
     ConfigError for a text that is no plan."""
     space = found.space
@@ -109,12 +109,12 @@ def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
         return _illegal(asked, table, problems, found)
     narrow, beyond = _space_of(table, space)
     try:
-        within = Found(found.shape, found.cluster, narrow)
+        within = SearchSpace(found.shape, found.cluster, narrow)
     except ConfigError:
         if not space.trainable:
             return _illegal(asked, table, _why_illegal(table, model, space), found)
         try:
-            within = Found(found.shape, found.cluster, replace(narrow, trainable=False))
+            within = SearchSpace(found.shape, found.cluster, replace(narrow, trainable=False))
         except ConfigError:
             return _illegal(asked, table, _why_illegal(table, model, space), found)
         beyond = (*beyond, "only what `moemesh train` carries out")
@@ -134,7 +134,7 @@ def why_not(found: Found, model: Model, best: Candidate, asked: str) -> Rival:
 
 
 def _judged(
-    found: Found, best: Candidate, asked: str, candidate: Candidate, beyond: tuple[str, ...]
+    found: SearchSpace, best: Candidate, asked: str, candidate: Candidate, beyond: tuple[str, ...]
 ) -> Rival:
     short = max(candidate.memory.needed - found.capacity, 0.0)
     slower = candidate.seconds - best.seconds
@@ -172,7 +172,7 @@ def _memory_beyond(memory: PeakMemory, best: PeakMemory) -> list[tuple[str, floa
 
 
 def _illegal(
-    asked: str, table: Mapping[str, Any], problems: Sequence[Problem], found: Found
+    asked: str, table: Mapping[str, Any], problems: Sequence[Problem], found: SearchSpace
 ) -> Rival:
     """The verdict, each problem with the nearest change to as many devices that is legal."""
     fixes = {problem.key: _nearest_legal(problem, table, found) for problem in problems}
@@ -183,7 +183,7 @@ def _illegal(
     )
 
 
-def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: Found) -> str:
+def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: SearchSpace) -> str:
     """One key of `table`, the broken one if that helps, with its nearest values of which the space
     has a layout; the problem's own fix where it is about no number that the search varies."""
     broken = problem.key.removeprefix("plan.")
@@ -202,7 +202,7 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], found: Found) -> 
     return "none by one of these keys alone; name fewer"
 
 
-def _legal_values(key: str, table: Mapping[str, Any], found: Found) -> set[int]:
+def _legal_values(key: str, table: Mapping[str, Any], found: SearchSpace) -> set[int]:
     """Values of `key` with which the space has a layout that has all else of `table`."""
     space, _ = _space_of({name: value for name, value in table.items() if name != key}, found.space)
     space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
@@ -312,7 +312,9 @@ def _zero(table: Mapping[str, Any]) -> int | None:
     return table.get("zero")
 
 
-def _with(found: Found, model: Model, candidate: Candidate, more: Mapping[str, Any]) -> Candidate:
+def _with(
+    found: SearchSpace, model: Model, candidate: Candidate, more: Mapping[str, Any]
+) -> Candidate:
     """The candidate with keys that no search varies, priced again. Raises ConfigError."""
     layout = candidate.layout
     table = {**plan_table(layout.text), **more}
@@ -322,7 +324,7 @@ def _with(found: Found, model: Model, candidate: Candidate, more: Mapping[str, A
     return priced(found, changed)
 
 
-def priced(found: Found, layout: PlannedLayout) -> Candidate:
+def priced(found: SearchSpace, layout: PlannedLayout) -> Candidate:
     """Any layout with the prices of the search."""
     memory, seconds = found.pricing.price(found.shape, layout)
     return Candidate(layout=layout, seconds=seconds["total"], breakdown=seconds, memory=memory)

@@ -64,7 +64,7 @@ class Certificate:
     assumptions: tuple[str, ...]
 
 
-class Found:
+class SearchSpace:
     """All layouts of a space with their memory, ordered by a bound of their time; priced on demand.
 
     Layouts are told by their number in the enumeration.

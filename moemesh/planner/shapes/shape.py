@@ -13,7 +13,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
-from moemesh.config.rules import Sizes
+from moemesh.config.rules import CutSizes
 from moemesh.config.section import Section, as_tuple
 from moemesh.config.sources import Leaf
 
@@ -152,9 +152,9 @@ class ModelShape(Section):
         return self.kinds[-1]
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> CutSizes:
         """Sizes that the degrees of a layout divide."""
-        return Sizes(
+        return CutSizes(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads if self.attention == "gqa" else 0,

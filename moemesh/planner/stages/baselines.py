@@ -26,7 +26,7 @@ _ENTROPY_BONUS = 0.01
 _PENALTY = 4.0
 
 
-class Found(NamedTuple):
+class BestDraw(NamedTuple):
     """The best draw, its seconds (infinite: none was legal), and how many draws were tried."""
 
     choices: tuple[int, ...]
@@ -40,10 +40,10 @@ def random_search(
     *,
     evaluations: int,
     seed: int,
-) -> Found:
+) -> BestDraw:
     """The best of `evaluations` draws; `draw(count, generator)` makes [count, variable]."""
     generator = np.random.default_rng(seed)
-    best = Found((), np.inf, 0)
+    best = BestDraw((), np.inf, 0)
     while best.evaluations < evaluations:
         count = min(_BATCH, evaluations - best.evaluations)
         drawn = draw(count, generator)
@@ -53,11 +53,11 @@ def random_search(
 
 def policy_gradient(
     logits: Sequence[FloatArray], evaluate: Evaluate, *, evaluations: int, seed: int
-) -> Found:
+) -> BestDraw:
     """Policy gradient from a policy with these logits, one array of choices per variable."""
     generator = np.random.default_rng(seed)
     policy = [row.astype(float) for row in logits]
-    best, worst = Found((), np.inf, 0), 0.0
+    best, worst = BestDraw((), np.inf, 0), 0.0
     while best.evaluations < evaluations:
         count = min(_BATCH, evaluations - best.evaluations)
         chances = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in policy]
@@ -132,7 +132,7 @@ def _seconds(table: FloatArray, cuts: IntArray, num_microbatches: int) -> float:
     return pipeline_seconds(times, num_microbatches)
 
 
-def _division(found: Found, table: FloatArray, num_microbatches: int) -> Division | None:
+def _division(found: BestDraw, table: FloatArray, num_microbatches: int) -> Division | None:
     if not np.isfinite(found.seconds):
         return None
     sizes = [int(size) for size in np.diff(_borders(found.choices))]
@@ -140,9 +140,9 @@ def _division(found: Found, table: FloatArray, num_microbatches: int) -> Divisio
     return replace(division, evaluations=found.evaluations)
 
 
-def _better(best: Found, drawn: IntArray, seconds: FloatArray) -> Found:
+def _better(best: BestDraw, drawn: IntArray, seconds: FloatArray) -> BestDraw:
     place = int(seconds.argmin())
     tried = best.evaluations + len(drawn)
     if seconds[place] < best.seconds:
-        return Found(tuple(int(choice) for choice in drawn[place]), float(seconds[place]), tried)
+        return BestDraw(tuple(int(choice) for choice in drawn[place]), float(seconds[place]), tried)
     return best._replace(evaluations=tried)

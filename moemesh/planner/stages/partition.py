@@ -22,7 +22,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.planner.layout_sources import from_plan, untrained
 from moemesh.planner.operators.convolution import two_branch_network
 from moemesh.planner.operators.graph import FloatArray
-from moemesh.planner.operators.integer_program import Program
+from moemesh.planner.operators.integer_program import IntegerProgram
 from moemesh.planner.operators.solve import solve
 from moemesh.planner.operators.strategies import RECOMPUTE, WHOLE, cost_model
 from moemesh.planner.planned_layout import PlannedLayout
@@ -46,7 +46,7 @@ from moemesh.planner.stages.placement import (
     random_placement,
     solve_placement,
 )
-from moemesh.planner.stages.two_level import StageMesh, TwoLevelSearch, Workload, usable_bytes
+from moemesh.planner.stages.two_level import StageMesh, StageProblem, TwoLevelSearch, usable_bytes
 from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory_profile import format_bytes
 
@@ -200,7 +200,7 @@ def solve_division(
     even = division_of(table, [b - a for a, b in pairwise(ends)], num_microbatches)
     # HiGHS has absolute tolerances: times are scaled to about 1000.
     scale = 1e3 / max(float(table[np.isfinite(table)].max(initial=0.0)), 1e-300)
-    program = Program()
+    program = IntegerProgram()
     largest = program.variable(num_microbatches - 1.0, high=np.inf, integral=False)
     runs: list[dict[tuple[int, int], int]] = []
     for stage, seconds in enumerate(table):
@@ -322,7 +322,7 @@ def compare(
         raise ConfigError(problems)
     if known is None:
         return _placements(methods, machine, global_batch, stages or 2, evaluations, seed)
-    workload = Workload(
+    workload = StageProblem(
         shape=known.shape,
         cluster=machine,
         seq_len=seq_len,
@@ -335,7 +335,7 @@ def compare(
 
 
 def _divisions(
-    methods: Sequence[str], model: Model, workload: Workload, evaluations: int, seed: int
+    methods: Sequence[str], model: Model, workload: StageProblem, evaluations: int, seed: int
 ) -> list[Partition]:
     started = time.perf_counter()
     search = TwoLevelSearch(workload)
@@ -364,7 +364,7 @@ def _divisions(
 
 def _division_answer(
     model: Model,
-    workload: Workload,
+    workload: StageProblem,
     method: str,
     mesh: StageMesh,
     division: Division,

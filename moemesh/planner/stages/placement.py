@@ -19,8 +19,8 @@ import numpy as np
 
 from moemesh.config.cluster import Cluster
 from moemesh.planner.operators.graph import FloatArray, OperatorGraph
-from moemesh.planner.operators.integer_program import Program
-from moemesh.planner.stages.baselines import Found, policy_gradient, random_search
+from moemesh.planner.operators.integer_program import IntegerProgram
+from moemesh.planner.stages.baselines import BestDraw, policy_gradient, random_search
 from moemesh.planner.stages.division import IntArray, StageError
 
 
@@ -93,7 +93,7 @@ class PlacementProblem:
         return np.where((held > self.cap_bytes).any(axis=1), np.inf, total)
 
 
-def random_placement(problem: PlacementProblem, evaluations: int, seed: int) -> Found:
+def random_placement(problem: PlacementProblem, evaluations: int, seed: int) -> BestDraw:
     """The best of `evaluations` placements, all equally likely."""
 
     def draw(count: int, generator: np.random.Generator) -> IntArray:
@@ -102,7 +102,7 @@ def random_placement(problem: PlacementProblem, evaluations: int, seed: int) -> 
     return random_search(draw, problem.evaluate, evaluations=evaluations, seed=seed)
 
 
-def learned_placement(problem: PlacementProblem, evaluations: int, seed: int) -> Found:
+def learned_placement(problem: PlacementProblem, evaluations: int, seed: int) -> BestDraw:
     """Policy gradient over the device of every operator."""
     logits = [np.zeros(problem.num_devices)] * problem.num_operators
     return policy_gradient(logits, problem.evaluate, evaluations=evaluations, seed=seed)
@@ -161,7 +161,7 @@ class _Label:
         return np.array([*self.ready[0], *self.ready[1], *ends, *self.held])
 
 
-def best_placement(problem: PlacementProblem) -> Found:
+def best_placement(problem: PlacementProblem) -> BestDraw:
     """The placement of least seconds, by dynamic programming over undominated labels.
 
     Raises StageError when nothing fits in the cap.
@@ -197,10 +197,10 @@ def best_placement(problem: PlacementProblem) -> Found:
             f"{problem.num_bytes.sum():.0f} bytes, the largest {problem.num_bytes.max():.0f}"
         )
     best = min(labels, key=lambda label: (sum(max(times) for times in label.ready), label.devices))
-    return Found(best.devices, sum(max(times) for times in best.ready), evaluations)
+    return BestDraw(best.devices, sum(max(times) for times in best.ready), evaluations)
 
 
-def _descend(problem: PlacementProblem, start: Found) -> float:
+def _descend(problem: PlacementProblem, start: BestDraw) -> float:
     """Seconds after moving single operators, and pairs of them, while that helps."""
     seconds = start.seconds
     current = np.array(start.choices or (0,) * problem.num_operators, dtype=np.intp)
@@ -270,7 +270,7 @@ def _tails(problem: PlacementProblem) -> list[list[float]]:
     return found
 
 
-def solve_placement(problem: PlacementProblem, *, time_limit: float | None = None) -> Found:
+def solve_placement(problem: PlacementProblem, *, time_limit: float | None = None) -> BestDraw:
     """The same optimum by an integer program.
 
     x[i, d] = 1 when operator i is on device d; start times of both phases are continuous. An edge
@@ -281,7 +281,7 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
     count, devices = problem.num_operators, range(problem.num_devices)
     longest = float(problem.seconds.sum(axis=1).max()) + float(problem.transfers.sum())
     scale = 1e3 / longest
-    program = Program()
+    program = IntegerProgram()
     x = [[program.variable() for _ in devices] for _ in range(count)]
     for row in x:
         program.row([(v, 1.0) for v in row], low=1.0, high=1.0)
@@ -313,11 +313,11 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
         raise StageError(f"HiGHS found no placement of {count} operators that fits")
     placement = tuple(int(np.argmax(answer.values[row])) for row in x)
     seconds = float(problem.evaluate(np.array([placement]))[0])
-    return Found(placement, seconds, max(answer.num_nodes, 1))
+    return BestDraw(placement, seconds, max(answer.num_nodes, 1))
 
 
 def _crossing(
-    program: Program, problem: PlacementProblem, x: list[list[int]], source: int, target: int
+    program: IntegerProgram, problem: PlacementProblem, x: list[list[int]], source: int, target: int
 ) -> tuple[int, int]:
     """Variables that are 1 where an edge joins two devices, and two nodes."""
     device, node = (program.variable(integral=False) for _ in range(2))
@@ -330,7 +330,7 @@ def _crossing(
     return device, node
 
 
-def _together(program: Program, first: Sequence[int], second: Sequence[int]) -> int:
+def _together(program: IntegerProgram, first: Sequence[int], second: Sequence[int]) -> int:
     """A variable that is 1 where two operators share a device."""
     same = program.variable(integral=False)
     for a, b in zip(first, second, strict=True):

@@ -48,7 +48,7 @@ def usable_bytes(cluster: Cluster) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class StageProblem:
     """The problem to divide. `stages` and `microbatches` are 0 where the search chooses them."""
 
     shape: ModelShape
@@ -75,7 +75,7 @@ class Workload:
 class StageMesh:
     """One number of stages with one logical mesh of their devices, and its assignments so far."""
 
-    def __init__(self, workload: Workload, num_stages: int, axes: dict[str, int]) -> None:
+    def __init__(self, workload: StageProblem, num_stages: int, axes: dict[str, int]) -> None:
         self.workload = workload
         self.num_stages = num_stages
         self.axes = axes
@@ -198,7 +198,7 @@ class StageMesh:
 class TwoLevelSearch:
     """All meshes of a workload, the most promising first."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: StageProblem) -> None:
         self.workload = workload
         meshes = [
             StageMesh(workload, num_stages, axes)
@@ -226,7 +226,7 @@ class TwoLevelSearch:
         return best
 
 
-def stage_counts(workload: Workload) -> list[int]:
+def stage_counts(workload: StageProblem) -> list[int]:
     """The given number of stages, or all that divide the devices and leave each stage a layer."""
     if workload.stages:
         return [workload.stages]
@@ -249,7 +249,7 @@ def logical_meshes(cluster: Cluster, devices: int) -> list[dict[str, int]]:
     return found
 
 
-def _nothing_fits(workload: Workload, needed: dict[int, float]) -> StageError:
+def _nothing_fits(workload: StageProblem, needed: dict[int, float]) -> StageError:
     """The error that names the least memory of each number of stages."""
     cluster = workload.cluster
     stages, least = min(needed.items(), key=lambda item: item[1])

@@ -36,7 +36,7 @@ _ROUTER_EFFICIENCY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class PricedStep:
     """One step's model, layout and hardware with the constants that price them."""
 
     model: ModelColumns
@@ -96,7 +96,7 @@ class BlockTime:
     weights: Number
 
 
-def product_seconds(work: Workload, rows: Number, columns: Number, inner: Number) -> Number:
+def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
     """A product in the layout's precision."""
     constants, layout = work.constants, work.layout
     efficiency = where(
@@ -107,14 +107,14 @@ def product_seconds(work: Workload, rows: Number, columns: Number, inner: Number
     return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
 
 
-def wide_product_seconds(work: Workload, rows: Number, columns: Number, inner: Number) -> Number:
+def wide_product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
     """A product that stays in 16 bit (the head)."""
     peak = work.hardware.peak_16bit
     return _product(work, rows, columns, inner, peak, work.constants.gemm_efficiency)
 
 
 def _product(
-    work: Workload, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
+    work: PricedStep, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
 ) -> Number:
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK
@@ -126,13 +126,13 @@ def _product(
     return 2 * rows * columns * inner / (peak * best) * loss
 
 
-def quantize_bytes(work: Workload) -> Number:
+def quantize_bytes(work: PricedStep) -> Number:
     """Bytes per number and product of making 8- or 4-bit copies."""
     scales = where(work.layout.block_scales == 1, work.constants.block_scale_traffic, 1)
     return where(work.layout.precision > 0, work.constants.quantize_bytes * scales, 0)
 
 
-def attended(work: Workload) -> Number:
+def attended(work: PricedStep) -> Number:
     """Keys that a query is really multiplied with: half the sequence where the kernel skips the
     upper triangle, all of it where the scores are written, at most the window."""
     layout, model = work.layout, work.model
@@ -143,7 +143,7 @@ def attended(work: Workload) -> Number:
     return where(layout.kernel >= FUSED, layout.seq_len, seen)
 
 
-def core_seconds(work: Workload) -> Number:
+def core_seconds(work: PricedStep) -> Number:
     """Forward of the attention core of one layer."""
     model, layout, constants = work.model, work.layout, work.constants
     size = (model.query_dim + model.value_dim) / 2
@@ -172,12 +172,12 @@ def core_seconds(work: Workload) -> Number:
     return operations / (work.hardware.peak_16bit * efficiency) + scores * score_bytes / work.hbm
 
 
-def core_backward_factor(work: Workload) -> Number:
+def core_backward_factor(work: PricedStep) -> Number:
     """Backward over forward of the core."""
     return where(work.layout.kernel >= FUSED, 2.0, work.constants.attention_backward)
 
 
-def attention_block(work: Workload) -> BlockTime:
+def attention_block(work: PricedStep) -> BlockTime:
     """Norm, projections and core of one layer."""
     model, layout, constants = work.model, work.layout, work.constants
     u, t, hidden = work.tokens, layout.tp, model.hidden
@@ -210,7 +210,7 @@ def attention_block(work: Workload) -> BlockTime:
     )
 
 
-def mlp_block(work: Workload) -> BlockTime:
+def mlp_block(work: PricedStep) -> BlockTime:
     """A dense MLP; zero where the model has none."""
     model, layout, constants = work.model, work.layout, work.constants
     u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
@@ -240,7 +240,7 @@ class ExpertTime:
     shared_weights: Number
 
 
-def expert_block(work: Workload) -> ExpertTime:
+def expert_block(work: PricedStep) -> ExpertTime:
     """Router, grouped products, shared experts, (un)permutation; zero where a model has none."""
     model, layout, constants = work.model, work.layout, work.constants
     u, t, hidden = work.tokens, layout.tp, model.hidden
@@ -289,7 +289,7 @@ class EndTime:
     weights: Number
 
 
-def model_ends(work: Workload, accumulate: Number) -> EndTime:
+def model_ends(work: PricedStep, accumulate: Number) -> EndTime:
     """Embedding, and head with its loss; `accumulate` bytes a weight for the gradient's sum."""
     model, layout, constants = work.model, work.layout, work.constants
     u, width = work.tokens, model.vocab / layout.tp

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.planner.arithmetic import Number, maximum, where
-from moemesh.planner.timing.compute import BlockTime, ExpertTime, Workload, core_backward_factor
+from moemesh.planner.timing.compute import BlockTime, ExpertTime, PricedStep, core_backward_factor
 from moemesh.planner.timing.links import Links, known
 from moemesh.planner.timing.network import visited_nodes
 
@@ -34,7 +34,7 @@ class LayerTime(NamedTuple):
     waiting: Number = 0.0
 
 
-def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
+def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     """One all-reduce (or gather and scatter), one context exchange, one dispatch, one ETP pair."""
     model, layout, constants = work.model, work.layout, work.constants
     t, c, u = layout.tp, layout.cp, work.tokens
@@ -77,7 +77,7 @@ def layer_transfers(work: Workload, links: Links) -> LayerTransfers:
     )
 
 
-def _attention_share(work: Workload) -> Number:
+def _attention_share(work: PricedStep) -> Number:
     """Tensor-parallel traffic of a layer, over that of two blocks which the stream enters whole.
 
     A layer enters and leaves two blocks, each a collective of (t-1)/t u h. Into latent attention go
@@ -105,14 +105,14 @@ def longer(device: Number, host: Number) -> Number:
     return (device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _backward_tensor(work: Workload, transfers: LayerTransfers) -> Number:
+def _backward_tensor(work: PricedStep, transfers: LayerTransfers) -> Number:
     """Backward traffic of one tensor-parallel block: with SP it gathers its input again."""
     regather = work.layout.sequence_parallel * work.constants.sequence_parallel_regather
     return transfers.tensor * (1 + regather)
 
 
 def _attention_part(
-    work: Workload, block: BlockTime, transfers: LayerTransfers, accumulate: Number
+    work: PricedStep, block: BlockTime, transfers: LayerTransfers, accumulate: Number
 ) -> LayerTime:
     layout, constants = work.layout, work.constants
     fixed = constants.layer_overhead_us * 1e-6
@@ -130,14 +130,14 @@ def _attention_part(
 
 
 def _weight_gradient(
-    work: Workload, products: Number, weights: Number, accumulate: Number
+    work: PricedStep, products: Number, weights: Number, accumulate: Number
 ) -> Number:
     """Of products with so many weights: as many operations again, and the sum of gradients."""
     return where(work.layout.adapters == 1, 0, products) + weights * accumulate / work.hbm
 
 
 def dense_layer(
-    work: Workload,
+    work: PricedStep,
     attention: BlockTime,
     mlp: BlockTime,
     transfers: LayerTransfers,
@@ -159,7 +159,7 @@ def dense_layer(
 
 
 def routed_layer(
-    work: Workload,
+    work: PricedStep,
     attention: BlockTime,
     experts: ExpertTime,
     transfers: LayerTransfers,

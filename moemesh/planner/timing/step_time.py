@@ -42,7 +42,7 @@ from moemesh.planner.timing.compute import (
     BlockTime,
     EndTime,
     ExpertTime,
-    Workload,
+    PricedStep,
     attended,
     attention_block,
     core_backward_factor,
@@ -91,21 +91,21 @@ def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
     return maximum(bound_by_compute, bound_by_transfer)
 
 
-def replicas(work: Workload) -> tuple[Number, Number]:
+def replicas(work: PricedStep) -> tuple[Number, Number]:
     """N of dense and of expert weights."""
     layout = work.layout
     dense = layout.dp * layout.cp
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
-def _replica_bandwidths(work: Workload, links: Links) -> tuple[Number, Number]:
+def _replica_bandwidths(work: PricedStep, links: Links) -> tuple[Number, Number]:
     layout = work.layout
     dense, expert = replicas(work)
     return links.bandwidth(dense, layout.tp), links.bandwidth(expert, layout.ep * layout.etp)
 
 
 def sharded_unit(
-    work: Workload, links: Links, layer: LayerTime, dense: Number, expert: Number
+    work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
 ) -> LayerTime:
     """A layer as an FSDP unit: gathers beside the forward, gathers and reduces beside the backward.
 
@@ -135,7 +135,7 @@ def sharded_unit(
 
 
 def rank_weights(
-    work: Workload, dense_layer: Number, routed_layer: Number, experts: ExpertTime, ends: EndTime
+    work: PricedStep, dense_layer: Number, routed_layer: Number, experts: ExpertTime, ends: EndTime
 ) -> tuple[Number, Number]:
     """(dense, expert) weights of one rank; with two pipes it holds those of two stages."""
     model, layout = work.model, work.layout
@@ -148,7 +148,7 @@ def rank_weights(
     )
 
 
-def mirror_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
     """The sum of the gradients that a rank owns with the other holder of its stages (two pipes),
     behind all other sums and with nothing beside it."""
     layout = work.layout
@@ -159,7 +159,7 @@ def mirror_seconds(work: Workload, links: Links, dense: Number, expert: Number) 
     return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
 
 
-def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+def data_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
     """Exposed gradient reduction and weight gathering of replicas that are not FSDP units."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
@@ -196,7 +196,7 @@ def data_seconds(work: Workload, links: Links, dense: Number, expert: Number) ->
     )
 
 
-def _measured(work: Workload, links: Links, dense: Number, expert: Number) -> Number:
+def _measured(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
     """Gradients summed and weights gathered, by the table of links."""
     layout, constants = work.layout, work.constants
     found: Number = 0.0
@@ -212,13 +212,13 @@ def _measured(work: Workload, links: Links, dense: Number, expert: Number) -> Nu
     return found
 
 
-def optimizer_seconds(work: Workload, dense: Number, expert: Number) -> Number:
+def optimizer_seconds(work: PricedStep, dense: Number, expert: Number) -> Number:
     """The update of the weights that a rank owns."""
     own = _owned(work, dense, expert)
     return where(work.layout.adapters == 1, 0, own * OPTIMIZER_BYTES / work.hbm)
 
 
-def _owned(work: Workload, dense: Number, expert: Number) -> Number:
+def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Weights of a rank whose sums of gradients and optimizer states it keeps."""
     layout = work.layout
     n_dense, n_expert = replicas(work)
@@ -281,7 +281,7 @@ def step_time(
     a lower bound, and so is the total. Raises ValueError for `stages` of a schedule that cannot be
     made.
     """
-    work = Workload(model=model, layout=layout, hardware=hardware, constants=constants)
+    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
@@ -342,7 +342,7 @@ class _PassTimes(NamedTuple):
         return layers + ends + rank.sends * self.message
 
 
-def _message(work: Workload, links: Links) -> Number:
+def _message(work: PricedStep, links: Links) -> Number:
     """Exposed seconds of one message of a stage to the next."""
     layout, constants = work.layout, work.constants
     cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
@@ -356,7 +356,7 @@ def _message(work: Workload, links: Links) -> Number:
     return where(layout.pp > 1, closed, 0.0)
 
 
-def _bound(work: Workload, times: _PassTimes) -> tuple[RankColumns, Number]:
+def _bound(work: PricedStep, times: _PassTimes) -> tuple[RankColumns, Number]:
     """(busiest of the first, last and heaviest inner rank, seconds that it waits at least)."""
     layout, model, ends = work.layout, work.model, times.ends
     busiest = layout.ranks[0]
@@ -401,7 +401,7 @@ def _where_rank(condition: Number, yes: RankColumns, no: RankColumns) -> RankCol
 
 
 def _simulated(
-    work: Workload, times: _PassTimes, stages: Sequence[Stages]
+    work: PricedStep, times: _PassTimes, stages: Sequence[Stages]
 ) -> tuple[RankColumns, Number]:
     """(busiest rank, seconds that it waits) of every row, by its schedule."""
     flat = np.broadcast_arrays(
@@ -445,7 +445,7 @@ def _stage_times(
 
 
 def _in_parts(
-    work: Workload,
+    work: PricedStep,
     times: _PassTimes,
     rank: RankColumns,
     waiting: Number,
@@ -501,7 +501,7 @@ def compute_floor(
 ) -> Number:
     """Seconds that no layout of so many devices undercuts: the step's operations, nothing computed
     twice, at the best efficiency of the widest products, spread evenly over all devices."""
-    work = Workload(model=model, layout=layout, hardware=hardware, constants=constants)
+    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     best = maximum(
         where(layout.precision == 2, constants.gemm_efficiency_4bit, 0),
         where(

@@ -23,7 +23,7 @@ from moemesh.config.dispatchers import packed_bytes, slots_per_pair
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.planner.traffic.routing import Sent
+from moemesh.planner.traffic.routing import SentRows
 
 _COUNTS, _WEIGHTS, _DISPATCH, _COMBINE = (
     "moe.counts",
@@ -35,7 +35,7 @@ _INT64, _INT32 = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowBytes:
     """Bytes of one row: dispatched, in the backward and the combine, and its weight."""
 
     coded: float
@@ -43,13 +43,13 @@ class Rows:
     weight: float
 
 
-def row_bytes(model: ModelConfig, plan: Plan, element: int, wide: int) -> Rows:
+def row_bytes(model: ModelConfig, plan: Plan, element: int, wide: int) -> RowBytes:
     """`element` bytes of the model's dtype, `wide` of the router's."""
     plain = model.hidden_size * element
     coded = plain
     if plan.payload == "fp8":
         coded = packed_bytes(model.hidden_size)
-    return Rows(coded=coded, plain=plain, weight=wide)
+    return RowBytes(coded=coded, plain=plain, weight=wide)
 
 
 def low_latency_slots(model: ModelConfig, plan: Plan, max_tokens: int) -> int:
@@ -65,9 +65,9 @@ class DispatchTraffic:
         lines: LedgerLines,
         model: ModelConfig,
         plan: Plan,
-        rows: Rows,
+        rows: RowBytes,
         max_tokens: int,
-        sent_by: Callable[[int], Sent],
+        sent_by: Callable[[int], SentRows],
         times: int,
         counts: int = 1,
         spare_rows: int = 0,

@@ -44,7 +44,7 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, row_bytes
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.replica_traffic import ReplicaTraffic
-from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
+from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
 from moemesh.planner.traffic.step_end import StepEnd
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.messages import messages
@@ -400,7 +400,7 @@ class _Step:
             counts = (chunks if chunk == 0 else 0) if together else 1
 
             @cache
-            def sent_by(rank: int, chunk: int = chunk) -> Sent:
+            def sent_by(rank: int, chunk: int = chunk) -> SentRows:
                 tokens = self.local_tokens(rank, forward)
                 return self.routing(rank, number, layer, tokens, chunk, chunks)
 

@@ -20,8 +20,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.dispatch_traffic import low_latency_slots
 from moemesh.planner.traffic.ledger_lines import members
-from moemesh.planner.traffic.routing import Routing, Sent, uniform_routing
-from moemesh.planner.traffic.saved import Layer, Saved
+from moemesh.planner.traffic.routing import Routing, SentRows, uniform_routing
+from moemesh.planner.traffic.saved import Saved, SavedTensors
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.schedule.action import Op
 from moemesh.trace.memory_profile import DEFERRED
@@ -248,30 +248,30 @@ class LayerMemory:
     def _sequences(self, dp: int, number: int) -> int:
         return self.placement.sequences(self.batch, dp, number // len(self.lengths))
 
-    def stage(self, stage: int, number: int) -> list[Layer]:
+    def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """One forward on one stage: what has a backward."""
         whole, local = self.tokens(self.rank, number)
         length = self.placement.positions(self.here["cp"], number % len(self.lengths))
-        found: list[Layer] = []
+        found: list[SavedTensors] = []
         kept = self.placement.has_backward
         if stage == 0 and kept("embedding"):
-            found.append(Layer([Saved("stream", self._ids(whole))]))
+            found.append(SavedTensors([Saved("stream", self._ids(whole))]))
         layers = [i for i in self.placement.layers_of(stage) if kept(f"layers.{i}")]
         for layer in (index for index in layers if index < self.model.num_layers):
             found.append(self._layer(number, layer, whole, local, length))
         if stage < self.placement.schedule.num_stages - 1:
             return found
         if kept("head"):
-            found.append(Layer([*self._norm(local), self._head(whole)]))
+            found.append(SavedTensors([*self._norm(local), self._head(whole)]))
         for layer in (index for index in layers if index >= self.model.num_layers):
-            found.append(Layer(list(self._ahead(whole, local))))
+            found.append(SavedTensors(list(self._ahead(whole, local))))
             found.append(self._layer(number, layer, whole, local, length))
-            found.append(Layer([*self._norm(local), self._head(whole)]))
+            found.append(SavedTensors([*self._norm(local), self._head(whole)]))
         if self.model.has_joint_aux_loss:
-            found.append(Layer([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
+            found.append(SavedTensors([Saved("dispatch", self._loss_of_scopes(number, _FLOAT64))]))
         return found
 
-    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> Layer:
+    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
         sequences = self._sequences(self.here["dp"], number)
         attention = attention_saved(
             self.model,
@@ -288,7 +288,7 @@ class LayerMemory:
         else:
             saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
         stream = local * self.w * self.model.hidden_size
-        return Layer(saved, again=stream, entry=stream * (self.w == self.wide))
+        return SavedTensors(saved, again=stream, entry=stream * (self.w == self.wide))
 
     def _ids(self, whole: int) -> int:
         """Token ids, and which of them are rows of other ranks."""
@@ -414,7 +414,7 @@ class LayerMemory:
         for chunk in range(chunks):
 
             @cache
-            def sent(rank: int, chunk: int = chunk) -> Sent:
+            def sent(rank: int, chunk: int = chunk) -> SentRows:
                 local = self.tokens(rank, number)[1]
                 return self.routing(rank, number, layer, local, chunk, chunks)
 
@@ -431,7 +431,7 @@ class LayerMemory:
     def _peers(self) -> tuple[int, ...]:
         return tuple(members(self.layout, "ep_etp", self.rank))
 
-    def _padded(self, sent: Callable[[int], Sent]) -> float:
+    def _padded(self, sent: Callable[[int], SentRows]) -> float:
         """Rows of the exact products: each expert's are padded, and all of them together."""
         per_rank = self.model.num_experts // self.plan.ep
         first = self.here["ep"] * per_rank
@@ -440,7 +440,7 @@ class LayerMemory:
         padded = sum(ceil(count / EXACT_ROWS) * EXACT_ROWS for count in rows)
         return ceil(padded / (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
 
-    def _received(self, sent: Callable[[int], Sent]) -> tuple[float, float]:
+    def _received(self, sent: Callable[[int], SentRows]) -> tuple[float, float]:
         """Rows of the source of this rank's experts; bytes of positions and weights that are kept
         where weights are picked and sorted."""
         plan, ep, wide, peers = self.plan, self.here["ep"], self.wide, self._peers()
@@ -499,7 +499,7 @@ def predict_activations(
     layers = cache(memory.stage)
     walk = _Walk(placement.plan.recompute == "full")
 
-    def of(op: Op) -> list[Layer]:
+    def of(op: Op) -> list[SavedTensors]:
         return layers(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
 
     for entry in schedule.orders[pp_rank]:
@@ -530,7 +530,7 @@ class _Walk:
         if self._total > self._most:
             self._most, self.peak = self._total, dict(self._kept)
 
-    def forward(self, layers: Iterable[Layer]) -> None:
+    def forward(self, layers: Iterable[SavedTensors]) -> None:
         seen: set[str] = set()
         for layer in layers:
             if self._is_full and layer.again is not None:
@@ -542,7 +542,7 @@ class _Walk:
                 if saved.is_shared:
                     seen.add(saved.kind)
 
-    def backward(self, layers: list[Layer], *, is_split: bool) -> None:
+    def backward(self, layers: list[SavedTensors], *, is_split: bool) -> None:
         first: dict[str, int] = {}
         for index, layer in enumerate(layers):
             for saved in layer.saved:
@@ -573,7 +573,7 @@ class _Walk:
                 self._add("stream", -layer.again)
                 self._add(layer.saved[0].kind, layer.entry)
 
-    def weight_gradients(self, layers: Iterable[Layer]) -> None:
+    def weight_gradients(self, layers: Iterable[SavedTensors]) -> None:
         for layer in layers:
             for saved in layer.saved:
                 self._add(saved.kind, -saved.held)

@@ -27,7 +27,7 @@ from moemesh.config.plan import Plan
 from moemesh.planner.traffic.gathered_units import GatheredUnits
 from moemesh.planner.traffic.ledger_lines import members
 from moemesh.planner.traffic.tensors import StagePlacement, data_buckets
-from moemesh.schedule.closed_forms import FORMS, Numbers, Times
+from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 
 #: Bytes of one number of a router's selection bias, in any run.
 _BIAS = 4
@@ -117,6 +117,6 @@ def _versions(placement: StagePlacement, pp_rank: int) -> int:
         ranks=schedule.num_ranks,
         microbatches=4 * schedule.num_ranks,
         chunks=schedule.stages_per_rank,
-        times=Times(),
+        times=MicrobatchTimes(),
     )
     return FORMS[placement.plan.schedule].copies(numbers, pp_rank)

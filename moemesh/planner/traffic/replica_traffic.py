@@ -28,7 +28,7 @@ from moemesh.config.layout import Layout, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines, members
-from moemesh.planner.traffic.routing import Sent
+from moemesh.planner.traffic.routing import SentRows
 
 Ints = NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class ReplicaTraffic:
         model: ModelConfig,
         plan: Plan,
         element: int,
-        routed: Callable[[int], Sent],
+        routed: Callable[[int], SentRows],
         *,
         is_uniform: bool,
     ) -> None:
@@ -85,7 +85,7 @@ class ReplicaTraffic:
         lines.all_to_all("ep", out, into, "forward", "moe.replicas", times)
         lines.all_to_all("ep", into, out, "backward", "moe.replicas", times)
 
-    def sent(self, rank: int) -> Sent:
+    def sent(self, rank: int) -> SentRows:
         """What `rank` sends where: rows by the rank of their place instead of their home."""
         asked = self.routed(rank)
         if self.is_uniform:

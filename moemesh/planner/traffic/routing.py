@@ -19,7 +19,7 @@ from moemesh.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
+class SentRows:
     """What the tokens of one rank (or of one chunk of them) ask for.
 
     `by_expert`: tokens of each expert; `rows`: (token, expert) pairs by ep index; `visits`: tokens
@@ -40,7 +40,7 @@ class Sent:
 Choices = Sequence[Sequence[int]]
 
 
-def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> Sent:
+def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: int) -> SentRows:
     """What tokens with these `choices` ask for; `slots` where there is no token."""
     per_rank = num_experts // layout.ep
     by_expert = [0] * num_experts
@@ -54,7 +54,7 @@ def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: 
             visits[index] += 1
         for index in {place // layout.ep_node for place in ranks}:
             nodes[index] += 1
-    return Sent(
+    return SentRows(
         tokens=len(choices),
         by_expert=tuple(by_expert),
         rows=tuple(
@@ -68,7 +68,7 @@ def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: 
 
 #: (rank, forward of the step, layer, its tokens, chunk, chunks) -> what they ask for. Forwards are
 #: numbered by microbatch and, where sequences are cut, inside it by slice.
-Routing = Callable[[int, int, int, int, int, int], Sent]
+Routing = Callable[[int, int, int, int, int, int], SentRows]
 
 
 def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
@@ -77,9 +77,9 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
     in_rank = visit_probability(experts, k, experts // layout.ep)
     in_node = visit_probability(experts, k, experts // layout.ep_rail)
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
         count = len(shard_range(tokens, chunks, chunk))
-        return Sent(
+        return SentRows(
             tokens=count,
             by_expert=(count * k / max(experts, 1),) * experts,
             rows=(count * k / layout.ep,) * layout.ep,
@@ -119,11 +119,11 @@ def crowded_routing(
     one = count_choices([chosen], experts, layout, slots=k)
 
     @cache
-    def counted(tokens: int, chunk: int, chunks: int) -> Sent:
+    def counted(tokens: int, chunk: int, chunks: int) -> SentRows:
         count = len(shard_range(tokens, chunks, chunk))
         crowd = floor(share * count)
         kept = min(crowd, capacity_of(model, layout, tokens, seq_len))
-        return Sent(
+        return SentRows(
             tokens=count,
             by_expert=tuple(kept * number for number in one.by_expert),
             rows=tuple(kept * number for number in one.rows),
@@ -132,7 +132,7 @@ def crowded_routing(
             slots=k,
         )
 
-    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> Sent:
+    def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
         return counted(tokens, chunk, chunks)
 
     return sent

@@ -21,7 +21,7 @@ class Saved(NamedTuple):
     is_shared: bool = False
 
 
-class Layer(NamedTuple):
+class SavedTensors(NamedTuple):
     """What one layer (or end of the model) keeps, in the order of its forward. `again`: bytes of
     its input, which alone is kept where the layer is computed again as a whole (None: never);
     `entry` of them are what its first operation keeps, too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moemesh.report.section import Section
+from moemesh.report.section import Chapter
 from moemesh.report.sections.changes import changes
 from moemesh.report.sections.events import events
 from moemesh.report.sections.loads import loads
@@ -14,7 +14,7 @@ from moemesh.report.sections.traffic import traffic
 from moemesh.report.sections.training import training
 from moemesh.trace.run import Run
 
-SECTIONS: tuple[Callable[[Run], Section], ...] = (
+SECTIONS: tuple[Callable[[Run], Chapter], ...] = (
     changes,
     training,
     timeline,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from moemesh.config.plan import Plan
 from moemesh.config.toml import format_value
 from moemesh.report.configuration import differences, flat
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, left_out
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, left_out
 from moemesh.report.svg import clip, short
 from moemesh.trace.run import Run, median_of
 
 _MAX_VALUE = 300
 
 
-def changes(run: Run) -> Section:
+def changes(run: Run) -> Chapter:
     """Keys that the user set, and folded away all others."""
     identity, title = "configuration", "Configuration"
     if not run.config:
-        return Section(identity=identity, title=title, missing="No config.toml.")
+        return Chapter(identity=identity, title=title, missing="No config.toml.")
     found, baseline = differences(run.config)
     tables = [_plans(run)] if len(run.plans) > 1 else []
     if found:
@@ -45,7 +45,7 @@ def changes(run: Run) -> Section:
         )
     note = "" if found else f"No key differs from {baseline}."
     note += left_out(len(found), "keys")
-    return Section(identity=identity, title=title, tables=tables, note=note)
+    return Chapter(identity=identity, title=title, tables=tables, note=note)
 
 
 def _plans(run: Run) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import clip
 from moemesh.trace.run import Run
@@ -12,12 +12,12 @@ _ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT = 400
 
 
-def events(run: Run) -> Section:
+def events(run: Run) -> Chapter:
     """Events besides steps: alarms and decisions first, in the order of time."""
     identity, title = "events", "Events"
     if not run.events:
         text = missing(run, "events.jsonl")
-        return Section(identity=identity, title=title, missing=text)
+        return Chapter(identity=identity, title=title, missing=text)
     special = [event for event in run.events if event.kind not in _ORDINARY]
     ordinary = [event for event in run.events if event.kind in _ORDINARY]
     tables: list[Table] = []
@@ -42,4 +42,4 @@ def events(run: Run) -> Section:
                 Table(caption=caption + more, header=header, rows=rows, num_names=4, folded=folded)
             )
     note = "" if special else "No alarm and no warning."
-    return Section(identity=identity, title=title, tables=tables, note=note)
+    return Chapter(identity=identity, title=title, tables=tables, note=note)

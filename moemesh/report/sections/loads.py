@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 
 from moemesh.report.curves import Marks, Pictures, Series, line_charts
 from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out, plural
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
 from moemesh.trace.loads import LayerLoads
@@ -243,11 +243,11 @@ _HEADER = (
 )
 
 
-def loads(run: Run) -> Section:
+def loads(run: Run) -> Chapter:
     """From `loads.jsonl`."""
     if not run.loads:
         text = missing(run, "loads.jsonl")
-        return Section(identity="loads", title="Expert load", missing=text)
+        return Chapter(identity="loads", title="Expert load", missing=text)
     layers = by_layer(run.loads)
     rows = [
         (
@@ -274,7 +274,7 @@ def loads(run: Run) -> Section:
     if len(layers) > 1:
         caption = "Load of each expert over its layer's mean, whole run"
         drawn.append((caption, mean_heat_map(run.loads)))
-    return Section(
+    return Chapter(
         identity="loads",
         title="Expert load",
         figures=figures(*drawn),

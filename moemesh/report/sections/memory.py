@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moemesh.report import beside
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import GRID, INK, MUTED, WIDTH, figure, legend, line, rectangle, text
 from moemesh.report.traffic import binary_ticks
@@ -84,10 +84,10 @@ _IDENTITY, _TITLE = "memory-section", "Memory"
 _MAX_COMPARED_ROWS = 512
 
 
-def memory(run: Run) -> Section:
+def memory(run: Run) -> Chapter:
     """From `memory.json`."""
     if run.memory is None or not run.memory.ranks:
-        return Section(identity=_IDENTITY, title=_TITLE, missing=missing(run, "memory.json"))
+        return Chapter(identity=_IDENTITY, title=_TITLE, missing=missing(run, "memory.json"))
     ranks, predicted = run.memory.ranks, run.memory.predicted
     tables: list[Table] = []
     header = ("Rank", "Class", "Predicted", "Measured", "Difference")
@@ -114,7 +114,7 @@ def memory(run: Run) -> Section:
             folded=bool(tables),
         )
     )
-    return Section(
+    return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures(("Memory by what it holds", memory_bars(run.memory))),

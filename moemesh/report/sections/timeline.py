@@ -9,7 +9,7 @@ from dataclasses import replace
 from moemesh.report import beside
 from moemesh.report import timeline_picture as pictures
 from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import clip
 from moemesh.trace.run import Run
@@ -18,17 +18,17 @@ from moemesh.trace.timeline import MICROSECONDS, Timeline
 _IDENTITY, _TITLE = "timeline-section", "Time of a step"
 
 
-def timeline(run: Run) -> Section:
+def timeline(run: Run) -> Chapter:
     """From `timeline.json` (the last step), and the medians of `metrics.jsonl`."""
     tables = _medians(run)
     if run.timeline is None or not run.timeline.records:
         text = missing(run, "timeline.json")
-        return Section(identity=_IDENTITY, title=_TITLE, tables=tables, missing=text)
+        return Chapter(identity=_IDENTITY, title=_TITLE, tables=tables, missing=text)
     last = run.timeline.last_step()
     unit = "ticks" if last.unit == "ticks" else "milliseconds"
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
     ranks = last.statistics()
-    return Section(
+    return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures(

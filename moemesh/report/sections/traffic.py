@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moemesh.report import beside
-from moemesh.report.section import MAX_TABLE_ROWS, Section, Table, figures, left_out, plural
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import clip
 from moemesh.report.traffic import traffic_bars, traffic_rows
@@ -24,15 +24,15 @@ _BY_OPERATION = (
 )
 
 
-def traffic(run: Run) -> Section:
+def traffic(run: Run) -> Chapter:
     """From the ledgers of the run and of the planner."""
     if not run.ledgers:
         text = missing(run, "ledger.json")
-        return Section(identity=_IDENTITY, title=_TITLE, missing=text)
+        return Chapter(identity=_IDENTITY, title=_TITLE, missing=text)
     rows = traffic_rows(run.ledgers, steps=run.ledger_steps)
     if not rows:
         text = "No rank sent anything to another."
-        return Section(identity=_IDENTITY, title=_TITLE, missing=text)
+        return Chapter(identity=_IDENTITY, title=_TITLE, missing=text)
     steps = plural(run.ledger_steps, "step")
     covered = f", averaged over {steps}" if run.ledger_steps > 1 else ""
     by_operation = Table(
@@ -55,7 +55,7 @@ def traffic(run: Run) -> Section:
     )
     bars = traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
     caption = "Bytes sent in one step by all ranks, by axis and phase"
-    return Section(
+    return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures((caption, bars)),

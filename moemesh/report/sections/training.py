@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from moemesh.report import curves
-from moemesh.report.section import Section, Table, figures, spread
+from moemesh.report.section import Chapter, Table, figures, spread
 from moemesh.report.sections.missing import missing
 from moemesh.report.svg import short
 from moemesh.trace.run import Run
@@ -21,13 +21,13 @@ _HEADER = (
 )
 
 
-def training(run: Run) -> Section:
+def training(run: Run) -> Chapter:
     """Curves over all steps, and the numbers of some of them."""
     if not run.metrics:
         text = missing(run, "metrics.jsonl")
         if (run.folder / "metrics.jsonl").is_file():
             text = "No step is finished yet."
-        return Section(identity="training", title="Training", missing=text)
+        return Chapter(identity="training", title="Training", missing=text)
     rows, unigram = run.metrics, run.summary.get("unigram_loss")
     known = unigram if isinstance(unigram, float) else None
     marks, unit = run.marks, run.loss_unit
@@ -39,7 +39,7 @@ def training(run: Run) -> Section:
         ("Learning rate", *curve("lr", "Learning rate")),
         ("Throughput", *curve("tokens_per_second", "Throughput", y_label=speed)),
     ]
-    return Section(
+    return Chapter(
         identity="training", title="Training", figures=figures(*drawn), tables=[_some_steps(run)]
     )
 

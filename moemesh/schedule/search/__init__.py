@@ -25,7 +25,7 @@ from moemesh.schedule.search.bound import Shortest, lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import State, evaluated, improve
-from moemesh.schedule.search.problem import Objective, Problem, make_problem
+from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 
 #: Operations that list scheduling, and evaluations, go through in all (about a second).
@@ -124,7 +124,7 @@ def search(
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
     found = [
-        _Found(cost=question.cost(schedule), schedule=schedule, origin=schedule.name)
+        _FittingSchedule(cost=question.cost(schedule), schedule=schedule, origin=schedule.name)
         for schedule in _hand_made(question, fitting)
     ]
     hand_made = {one.schedule.name: one.cost for one in found}
@@ -150,7 +150,7 @@ def search(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _FittingSchedule:
     """A schedule that fits, and where it comes from."""
 
     cost: float
@@ -159,8 +159,8 @@ class _Found:
 
 
 def _search_placement(
-    question: _Question, problem: Problem, known: Sequence[_Found], effort: float
-) -> tuple[_Found | None, float]:
+    question: _Question, problem: SearchProblem, known: Sequence[_FittingSchedule], effort: float
+) -> tuple[_FittingSchedule | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
     bound = lower_bound(problem, _shortest(question, problem))
     states: list[tuple[str, State]] = []
@@ -192,10 +192,10 @@ def _search_placement(
             if exact.complete and question.costs.backward is None:
                 bound = exact.cost
     schedule = problem.schedule("searched", best.letters)
-    return _Found(cost=question.cost(schedule), schedule=schedule, origin=origin), bound
+    return _FittingSchedule(cost=question.cost(schedule), schedule=schedule, origin=origin), bound
 
 
-def _heuristics(problem: Problem, effort: float) -> Iterator[State]:
+def _heuristics(problem: SearchProblem, effort: float) -> Iterator[State]:
     """Results of list scheduling, with as many flag settings as the effort allows."""
     settings = list(policies(problem))
     affordable = max(int(GREEDY_OPERATIONS * effort / problem.num_operations), 1)
@@ -254,7 +254,7 @@ def _question(
     )
 
 
-def _problems(question: _Question, chunks: Sequence[int]) -> list[Problem]:
+def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]:
     """A problem for every placement that the costs fit. Raises ValueError when there is none, or
     when a rank cannot hold one microbatch."""
     if not chunks or min(chunks) < 1:
@@ -266,7 +266,7 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[Problem]:
         for placement in (v_shape(ranks, count), looped(ranks, count)):
             if placement not in placements and (ranks > 1 or count == chunks[0]):
                 placements.append(placement)
-    problems: list[Problem] = []
+    problems: list[SearchProblem] = []
     misfits: list[ValueError] = []
     for placement in placements:
         try:
@@ -303,7 +303,7 @@ def _require_size(question: _Question, chunks: Sequence[int]) -> None:
         )
 
 
-def _require_room(question: _Question, problems: Sequence[Problem], rank: int) -> None:
+def _require_room(question: _Question, problems: Sequence[SearchProblem], rank: int) -> None:
     """One microbatch must fit on a rank, in every placement."""
     for problem in problems:
         need = sum(problem.whole[stage] for stage in problem.stages[rank])
@@ -331,7 +331,7 @@ def _hand_made(question: _Question, chunks: Sequence[int]) -> Iterator[Schedule]
                 yield schedule
 
 
-def _shortest(question: _Question, problem: Problem) -> Shortest:
+def _shortest(question: _Question, problem: SearchProblem) -> Shortest:
     """Shortest times, with the full backwards and blocks that hand-made schedules may use."""
     bound = question.costs.bind(problem.schedule("bound", [[]] * problem.num_ranks))
     microbatches = range(problem.num_microbatches)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moemesh.schedule.search.problem import Problem
+from moemesh.schedule.search.problem import SearchProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Shortest:
         return max(0, min(self.full[stage], self.block) - self.inner[stage])
 
 
-def shortest_times(problem: Problem, full: list[float], block: float = math.inf) -> Shortest:
+def shortest_times(problem: SearchProblem, full: list[float], block: float = math.inf) -> Shortest:
     """The shortest times over the microbatches. `full` is the shortest full backward per stage,
     for hand-made schedules that do not split it."""
     m, stages = problem.num_microbatches, problem.num_stages
@@ -54,12 +54,12 @@ def shortest_times(problem: Problem, full: list[float], block: float = math.inf)
     )
 
 
-def lower_bound(problem: Problem, times: Shortest) -> float:
+def lower_bound(problem: SearchProblem, times: Shortest) -> float:
     """No schedule of this placement and memory has a smaller objective."""
     return max(_rank_bound(problem, times, rank) for rank in range(problem.num_ranks))
 
 
-def least_busy(problem: Problem, times: Shortest, rank: int) -> float:
+def least_busy(problem: SearchProblem, times: Shortest, rank: int) -> float:
     """The least time that a rank works, with as many blocks as help."""
     m, stages = problem.num_microbatches, problem.num_stages
     forwards: list[float] = []
@@ -76,7 +76,7 @@ def least_busy(problem: Problem, times: Shortest, rank: int) -> float:
     return total + sum(min(0, times.block - a - b) for a, b in pairs)
 
 
-def _rank_bound(problem: Problem, times: Shortest, rank: int) -> float:
+def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     first, last = problem.stages[rank][0], problem.stages[rank][-1]
     m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
     up, down = _forwards(times, first, last), _backwards(times, last, first)
@@ -127,7 +127,7 @@ def _round_trip(times: Shortest, stage: int, stages: int) -> float:
     return path
 
 
-def _most_forwards(problem: Problem, rank: int) -> float:
+def _most_forwards(problem: SearchProblem, rank: int) -> float:
     """The most forward time that a rank's memory can hold at once."""
     m = problem.num_microbatches
     items = [
@@ -138,7 +138,7 @@ def _most_forwards(problem: Problem, rank: int) -> float:
     return _knapsack(items, problem.caps[rank])
 
 
-def _most_gradients(problem: Problem, rank: int) -> float:
+def _most_gradients(problem: SearchProblem, rank: int) -> float:
     """The most gradient time that memory can hold back at once."""
     m, stages = problem.num_microbatches, problem.num_stages
     items: list[tuple[float, float]] = []
@@ -167,7 +167,7 @@ def _size_per_value(item: tuple[float, float]) -> float:
     return item[1] / item[0] if item[0] > 0 else math.inf
 
 
-def _memory_bound(problem: Problem, times: Shortest, rank: int) -> float:
+def _memory_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
     """Memory times time: every context occupies its share for its whole journey."""
     cap, m = problem.caps[rank], problem.num_microbatches
     if math.isinf(cap) or cap <= 0:

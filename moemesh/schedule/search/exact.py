@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
-from moemesh.schedule.search.problem import Letters, Problem
+from moemesh.schedule.search.problem import Letters, SearchProblem
 
 _T = TypeVar("_T")
 
 
-class Exact(NamedTuple):
+class ExactSearch(NamedTuple):
     """The best order found, None when none is better than the bound that was given; whether the
     tree was searched to its end; how many partial orders were looked at."""
 
@@ -28,7 +28,7 @@ class Exact(NamedTuple):
     nodes: int
 
 
-def applies(problem: Problem) -> bool:
+def applies(problem: SearchProblem) -> bool:
     """Whether memory leaves the argument whole: one stage on each rank and no weight gradient that
     holds more than its context did, or room for everything."""
     single = all(len(stages) == 1 for stages in problem.stages)
@@ -41,7 +41,7 @@ def applies(problem: Problem) -> bool:
     )
 
 
-def branch_and_bound(problem: Problem, best: float, *, max_nodes: int) -> Exact:
+def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> ExactSearch:
     """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
     tree = _Tree(problem, best)
     stack = [_root(problem)]
@@ -57,7 +57,7 @@ def branch_and_bound(problem: Problem, best: float, *, max_nodes: int) -> Exact:
         # The last is looked at first: the likeliest.
         stack.extend(reversed(children))
     letters = None if tree.found is None else tree.letters(tree.found)
-    return Exact(letters, tree.best, not stack, tree.nodes)
+    return ExactSearch(letters, tree.best, not stack, tree.nodes)
 
 
 class _Node(NamedTuple):
@@ -73,7 +73,7 @@ class _Node(NamedTuple):
     letter: int
 
 
-def _root(problem: Problem) -> _Node:
+def _root(problem: SearchProblem) -> _Node:
     m, stages = problem.num_microbatches, problem.num_stages
     left: list[float] = [0.0] * problem.num_ranks
     for op, cost in enumerate(problem.cost):
@@ -84,7 +84,7 @@ def _root(problem: Problem) -> _Node:
 
 
 class _Tree:
-    def __init__(self, problem: Problem, best: float) -> None:
+    def __init__(self, problem: SearchProblem, best: float) -> None:
         self.problem, self.best = problem, best
         self.nodes = 0
         self.found: _Node | None = None

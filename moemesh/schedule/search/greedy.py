@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moemesh.schedule.search.problem import Letters, Problem
+from moemesh.schedule.search.problem import Letters, SearchProblem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class GreedyPolicy:
     """How a rank chooses. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
     forward and an input gradient that are both ready; "alternate" takes the other of the last.
     `gap`: while the next input is on its way, a weight gradient runs if the wait is at least that
@@ -30,7 +30,7 @@ class Policy:
     deepest: bool
 
 
-def policies(problem: Problem) -> Iterator[Policy]:
+def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
     """All flag settings, the likelier ones first."""
     chunks = [len(stages) for stages in problem.stages]
     seen: set[tuple[int, ...]] = set()
@@ -48,10 +48,10 @@ def policies(problem: Problem) -> Iterator[Policy]:
         for deepest in (False, True) if several else (False,):
             for prefer in ("I", "alternate", "F"):
                 for limits in profiles:
-                    yield Policy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
+                    yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
 
 
-def _profiles(problem: Problem) -> Iterator[list[int]]:
+def _profiles(problem: SearchProblem) -> Iterator[list[int]]:
     """How many microbatches each rank may have in flight."""
     ranks, microbatches = problem.num_ranks, problem.num_microbatches
     # One microbatch enters a rank in the time that the slowest rank works on one.
@@ -65,7 +65,7 @@ def _profiles(problem: Problem) -> Iterator[list[int]]:
     yield [microbatches] * ranks
 
 
-def busy(problem: Problem) -> list[float]:
+def busy(problem: SearchProblem) -> list[float]:
     """Time that every rank works."""
     m, stages = problem.num_microbatches, problem.num_stages
     total: list[float] = [0] * problem.num_ranks
@@ -74,7 +74,7 @@ def busy(problem: Problem) -> list[float]:
     return total
 
 
-def round_trips(problem: Problem) -> list[float]:
+def round_trips(problem: SearchProblem) -> list[float]:
     """Per rank, the time from the end of microbatch 0's first forward there until its last input
     gradient there can start."""
     m, stages = problem.num_microbatches, problem.num_stages
@@ -91,7 +91,7 @@ def round_trips(problem: Problem) -> list[float]:
     return found
 
 
-def greedy(problem: Problem, policy: Policy) -> Letters | None:
+def greedy(problem: SearchProblem, policy: GreedyPolicy) -> Letters | None:
     """The orders that `policy` takes; None when it gets stuck."""
     run = _Run(problem, policy)
     heapq.heapify(run.events)
@@ -109,7 +109,7 @@ def greedy(problem: Problem, policy: Policy) -> Letters | None:
 class _Run:
     """State of one list scheduling."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: SearchProblem, policy: GreedyPolicy) -> None:
         self.problem, self.policy = problem, policy
         ranks, stages = problem.num_ranks, problem.num_stages
         self.num_stages, self.m = stages, problem.num_microbatches

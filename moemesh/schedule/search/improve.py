@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moemesh.schedule.search.problem import Letters, Problem, Times
+from moemesh.schedule.search.problem import Evaluation, Letters, SearchProblem
 
 #: Steps without a better best before the search gives up.
 PATIENCE = 60
@@ -23,7 +23,7 @@ class State:
 
     letters: Letters
     operations: list[list[int]]
-    times: Times
+    times: Evaluation
     evaluations: int = 0
 
     @property
@@ -32,7 +32,7 @@ class State:
         return self.times.cost, sum(self.times.by_rank)
 
 
-def evaluated(problem: Problem, letters: Letters) -> State | None:
+def evaluated(problem: SearchProblem, letters: Letters) -> State | None:
     """The state of these letters; None when they break precedence or memory, or deadlock."""
     operations: list[list[int]] = []
     for rank, order in enumerate(letters):
@@ -44,7 +44,7 @@ def evaluated(problem: Problem, letters: Letters) -> State | None:
     return None if times is None else State(letters=letters, operations=operations, times=times)
 
 
-def improve(problem: Problem, start: State, *, budget: int, target: float) -> State:
+def improve(problem: SearchProblem, start: State, *, budget: int, target: float) -> State:
     """The best state found from `start` within `budget` evaluations or until `target` is reached.
 
     Each step takes the best neighbour that was not visited before, even when it is worse, so that
@@ -90,7 +90,7 @@ def improve(problem: Problem, start: State, *, budget: int, target: float) -> St
     )
 
 
-def neighbours(problem: Problem, state: State) -> Iterator[tuple[int, list[int]]]:
+def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list[int]]]:
     """(rank, new letters of that rank) for every move on the longest path."""
     for rank, first, last in critical_blocks(problem, state):
         order = state.letters[rank]
@@ -106,7 +106,7 @@ def neighbours(problem: Problem, state: State) -> Iterator[tuple[int, list[int]]
                 yield rank, _moved(order, position, target)
 
 
-def critical_blocks(problem: Problem, state: State) -> list[tuple[int, int, int]]:
+def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int, int]]:
     """Blocks of the longest path, from its end: (rank, first, last) are positions in the order."""
     times = state.times
     rank = times.by_rank.index(times.cost)

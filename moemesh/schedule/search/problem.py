@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("F", "I", "W")
 Letters = list[list[int]]
 
 
-class Times(NamedTuple):
+class Evaluation(NamedTuple):
     """One evaluation: the objective, its value on every rank, ends and starts of operations."""
 
     cost: float
@@ -34,7 +34,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """One pipe, one placement, whole sequences, split backwards.
 
     ``stages[r]`` are the stages of rank r, ascending. ``cost[id]``, ``source[id]`` (-1 for none)
@@ -116,7 +116,7 @@ class Problem:
             found.append(letter * microbatches + count)
         return found
 
-    def evaluate(self, orders: list[list[int]]) -> Times | None:
+    def evaluate(self, orders: list[list[int]]) -> Evaluation | None:
         """Times of orders of operations; None when they deadlock."""
         cost, source, delay = self.cost, self.source, self.delay
         ends: list[float] = [-1] * len(cost)
@@ -150,7 +150,7 @@ class Problem:
         if left:
             return None
         by_rank = [clock - start for clock, start in zip(clocks, self.origins, strict=True)]
-        return Times(max(by_rank), by_rank, starts, ends)
+        return Evaluation(max(by_rank), by_rank, starts, ends)
 
     def schedule(self, name: str, letters: Letters) -> Schedule:
         """The letters as a schedule."""
@@ -201,7 +201,7 @@ def make_problem(
     memory_cap: Sequence[float],
     activation: Amount,
     weight_memory: Amount,
-) -> Problem:
+) -> SearchProblem:
     """The problem of a placement; `memory_cap` per rank, infinite without one. Raises ValueError
     when the costs do not fit its stages."""
     stages, ranks = len(placement), max(placement) + 1
@@ -239,7 +239,7 @@ def make_problem(
                     crosses = placement[other] != placement[stage]
                     delay.append(bound.message(Op(name, other, microbatch), op) if crosses else 0)
     whole, kept, parts = amounts(shape, activation, weight_memory)
-    return Problem(
+    return SearchProblem(
         placement=placement,
         num_ranks=ranks,
         num_microbatches=num_microbatches,
