@@ -15,7 +15,7 @@ VERSION = import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 
 	needed, and $(PYTHON) is ' + sys.version.split()[0] + ': make PYTHON=python3.12, say')
 OUT ?= runs/tiny
 
-.PHONY: train test test-slow check format bench gpu docs clean
+.PHONY: train test test-slow check house format bench gpu docs clean
 
 # A build with a local version (2.13.0+cpu) is newer than the same without one, so pip takes it. A
 # Python that the pinned version has no wheel for gets the newest that it has.
@@ -43,6 +43,10 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright -p .
 	$(BIN)/lint-imports
+
+# Lines, files, functions and names of the package.
+house: $(VENV)/ready
+	"$(BIN)/python" -m tests.house
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -99,7 +99,7 @@ def parallelize(
 class ParallelModel(Shown):
     """The part of a model that one rank trains; :func:`parallelize` makes it."""
 
-    parallel: hub.ParallelModel
+    parallel: hub.RankModel
     config: RunConfig
     #: Steps done; keys the random numbers of a router with jitter.
     num_steps: int = 0

@@ -32,7 +32,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DataStrategy, Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.ledger import Ledger
@@ -95,7 +95,7 @@ def plan_of(settings: MemorySettings, strategy: str) -> Plan:
 class _Contender:
     """A model under one strategy, and its optimizer."""
 
-    parallel: ParallelModel
+    parallel: RankModel
     optimizer: Optimizer
     settings: MemorySettings
     plan: Plan

@@ -32,7 +32,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.expert.replicas import replicated, take_rank_tokens
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.loads import max_over_mean
 from moemesh.trace.timeline import TimelineRecorder
 
@@ -93,7 +93,7 @@ def measure(mesh: Mesh, settings: ReplicasSettings) -> dict[str, Any]:
     }
 
 
-def _build(mesh: Mesh, settings: ReplicasSettings, plan: Plan) -> ParallelModel:
+def _build(mesh: Mesh, settings: ReplicasSettings, plan: Plan) -> RankModel:
     return parallelize(
         _model(settings),
         plan,
@@ -105,7 +105,7 @@ def _build(mesh: Mesh, settings: ReplicasSettings, plan: Plan) -> ParallelModel:
 
 
 def _compare(
-    contenders: dict[str, ParallelModel], settings: ReplicasSettings, name: str
+    contenders: dict[str, RankModel], settings: ReplicasSettings, name: str
 ) -> dict[str, Any]:
     """Medians over rounds; the first round is not counted."""
     walls: dict[str, list[float]] = {key: [] for key in contenders}
@@ -136,7 +136,7 @@ def _compare(
 
 
 def _step(
-    parallel: ParallelModel, settings: ReplicasSettings, name: str, step: int
+    parallel: RankModel, settings: ReplicasSettings, name: str, step: int
 ) -> tuple[float, float, float, list[list[int]]]:
     """Seconds of the slowest rank, processor seconds of the busiest, most seconds of planning, and
     the tokens that each rank computed in each layer."""
@@ -158,7 +158,7 @@ def _step(
     return wall, cpu, planning, _rank_tokens(parallel, batch)
 
 
-def _batch(parallel: ParallelModel, settings: ReplicasSettings, name: str, step: int) -> Batch:
+def _batch(parallel: RankModel, settings: ReplicasSettings, name: str, step: int) -> Batch:
     """This rank's sequences of one step, their experts chosen by the workload."""
     axis = parallel.mesh["dp"]
     own = shard_range(settings.sequences, axis.size, axis.index)
@@ -191,7 +191,7 @@ def _objective(part: ModelPart, output: Output, batch: Batch) -> Tensor:
     return output.losses_T.mean()
 
 
-def _rank_tokens(parallel: ParallelModel, batch: Batch) -> list[list[int]]:
+def _rank_tokens(parallel: RankModel, batch: Batch) -> list[list[int]]:
     """Tokens that each rank computed in each layer."""
     mesh = parallel.mesh
     if parallel.has_replicas:

@@ -121,7 +121,7 @@ CONTEXTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelModel:
+class RankModel:
     """The model of one rank: its stages with their seams set, the placements of the parameters of
     all ranks, the reducer of its gradients, the executor of its schedule, `notes` on decisions for
     the log, whether experts have replicas on any rank, and the `homes` of experts that have
@@ -159,7 +159,7 @@ def parallelize(
     tokens_per_rank: int,
     schedule: Schedule | None = None,
     tuning: Tuning = FULL,
-) -> ParallelModel:
+) -> RankModel:
     """Build this rank's part of the model; on a mesh of one rank that is the plain model.
 
     `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
@@ -224,7 +224,7 @@ def parallelize(
             reshard=plan.reshard,
             without_backward=model.without_backward,
         )
-    return ParallelModel(
+    return RankModel(
         model=model,
         mesh=mesh,
         placements=where,

@@ -17,7 +17,7 @@ from moemesh.trace.timeline import Timeline, WorkRecord
 Steps = Sequence[tuple[float, float]]
 
 
-class Message(NamedTuple):
+class PipelineMessage(NamedTuple):
     """A message: made by one record, taken by one of another rank."""
 
     producer: WorkRecord
@@ -33,7 +33,7 @@ class _Key(NamedTuple):
     slice: int
 
 
-def flows(timeline: Timeline) -> tuple[Message, ...]:
+def flows(timeline: Timeline) -> tuple[PipelineMessage, ...]:
     """The messages between ranks, ordered by their producers.
 
     The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the stage
@@ -44,11 +44,11 @@ def flows(timeline: Timeline) -> tuple[Message, ...]:
     for record in timeline.records:
         if (key := _key(record)) is not None:
             found[key].append(record)
-    pairs: list[Message] = []
+    pairs: list[PipelineMessage] = []
     for key, producers in found.items():
         consumers = found.get(key._replace(stage=key.stage + (1 if key.forward else -1)), [])
         if len(consumers) == len(producers):
-            pairs += map(Message, producers, consumers)
+            pairs += map(PipelineMessage, producers, consumers)
     return tuple(flow for flow in pairs if flow.producer.rank != flow.consumer.rank)
 
 

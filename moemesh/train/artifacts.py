@@ -34,7 +34,7 @@ from moemesh.model.router import Router
 from moemesh.model.transformer import Transformer
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
@@ -308,7 +308,7 @@ class Artifacts:
         self,
         folder: RunFolder,
         config: RunConfig,
-        parallel: ParallelModel,
+        parallel: RankModel,
         optimizer: Optimizer,
         say: Callable[[str, str], None],
     ) -> None:

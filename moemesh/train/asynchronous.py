@@ -32,7 +32,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.norm import GradientNorm, clip_gradients, gradient_norm
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.parallel.pipeline.versions import WeightVersions
@@ -116,7 +116,7 @@ class TrainingStream:
 
     def __init__(
         self,
-        parallel: ParallelModel,
+        parallel: RankModel,
         optimizer: Optimizer,
         train: TrainConfig,
         *,

@@ -27,7 +27,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.load import load_recorded, resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train import saving
 from moemesh.train.finding import Finding
 from moemesh.train.optimizer import Optimizer, has_master
@@ -49,7 +49,7 @@ class Bundles:
     """The bundles of a run; all ranks call its methods together."""
 
     def __init__(
-        self, run: Path, config: RunConfig, parallel: ParallelModel, optimizer: Optimizer
+        self, run: Path, config: RunConfig, parallel: RankModel, optimizer: Optimizer
     ) -> None:
         self._run, self._config = run, config
         self._parallel, self._optimizer = parallel, optimizer

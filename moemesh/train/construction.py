@@ -6,11 +6,11 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.schedule.action import Schedule
 
 
-def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> ParallelModel:
+def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> RankModel:
     """The model with fresh weights; `schedule` in place of the plan's. All ranks call. Raises
     ValueError for a plan that cannot be carried out."""
     data, train = config.data, config.train

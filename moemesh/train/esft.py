@@ -21,7 +21,7 @@ from moemesh.config.esft_table import KEPT_TABLE, most_relevant, read_table, rel
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Windows
 from moemesh.model.router import Routing
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.report.esft_scores import relevance_map
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.batches import own_batches
@@ -56,7 +56,7 @@ def write_scores(source: Path, request: EsftRequest, overrides: Sequence[str]) -
 
 
 def score_table(
-    parallel: ParallelModel, config: RunConfig, windows: Windows, request: EsftRequest
+    parallel: RankModel, config: RunConfig, windows: Windows, request: EsftRequest
 ) -> dict[str, Any]:
     """The table of a model on these ranks; all ranks call, and all get it."""
     model = config.model
@@ -102,7 +102,7 @@ def score_table(
 
 
 @contextmanager
-def _summed(parallel: ParallelModel, layers: Sequence[int]) -> Iterator[Tensor]:
+def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
     """Inside, forwards add this rank's gate scores and choices of each expert, to [L, 2, E]."""
     found = torch.zeros(
         len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,

@@ -30,7 +30,7 @@ from moemesh.model.faults import NO_FAULT
 from moemesh.model.router import Routing
 from moemesh.model.transformer import ModelPart, Output
 from moemesh.parallel.expert.replicas import take_rank_tokens
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.schedule.action import Op
 from moemesh.schedule.generators import one_f_one_b
@@ -58,7 +58,7 @@ _MOST_SIGHTINGS = 32
 class Look:
     """The sightings of this rank in the step of `microbatches`."""
 
-    def __init__(self, parallel: ParallelModel, microbatches: Sequence[Batch]) -> None:
+    def __init__(self, parallel: RankModel, microbatches: Sequence[Batch]) -> None:
         self._parallel, self.mesh = parallel, parallel.mesh
         self._num_microbatches = len(microbatches)
         self._seen: dict[tuple[object, ...], Sighting] = {}
@@ -327,7 +327,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(part)
 
 
-def _synchronous(parallel: ParallelModel, num_microbatches: int) -> Pipeline:
+def _synchronous(parallel: RankModel, num_microbatches: int) -> Pipeline:
     """The pipeline itself; of an asynchronous schedule one that does not update in between."""
     pipeline = parallel.pipeline
     schedule = pipeline.schedule
@@ -344,7 +344,7 @@ def _synchronous(parallel: ParallelModel, num_microbatches: int) -> Pipeline:
     )
 
 
-def first_look(parallel: ParallelModel) -> tuple[str, ...]:
+def first_look(parallel: RankModel) -> tuple[str, ...]:
     """Names of the parameters whose sums of gradients, of the step that just ended, are not finite
     on any rank; all ranks call."""
     reducer = parallel.reducer
@@ -355,7 +355,7 @@ def first_look(parallel: ParallelModel) -> tuple[str, ...]:
 
 
 def examine(
-    parallel: ParallelModel,
+    parallel: RankModel,
     optimizer: Optimizer | None,
     microbatches: Sequence[Batch],
     sample_ids: Sequence[int],
@@ -389,7 +389,7 @@ def examine(
     return origin(parallel, sightings, sample_ids, parameters)
 
 
-def examine_state(parallel: ParallelModel, optimizer: Optimizer) -> Finding | None:
+def examine_state(parallel: RankModel, optimizer: Optimizer) -> Finding | None:
     """Where weights or moments are not finite; None where all are. All ranks call."""
     look = Look(parallel, ())
     look.at_weights(optimizer)
@@ -402,6 +402,6 @@ def _of_all_ranks(look: Look) -> list[Sighting]:
     return [sighting(one) for rank in gather_json(own, look.mesh.control) for one in rank]
 
 
-def _forget_tokens(parallel: ParallelModel) -> None:
+def _forget_tokens(parallel: RankModel) -> None:
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)

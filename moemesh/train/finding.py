@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moemesh.comm.collectives import gather_json
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 
 #: So many sample ids, experts and parameters are named.
 MOST_NAMED = 16
@@ -122,7 +122,7 @@ def order(one: Sighting) -> tuple[int, ...]:
 
 
 def origin(
-    parallel: ParallelModel,
+    parallel: RankModel,
     sightings: Sequence[Sighting],
     sample_ids: Sequence[int],
     parameters: tuple[str, ...],
@@ -139,7 +139,7 @@ def origin(
     return Finding(phase="unrepeated", parameters=parameters[:MOST_NAMED])
 
 
-def _is_damage(parallel: ParallelModel, finding: Finding) -> bool:
+def _is_damage(parallel: RankModel, finding: Finding) -> bool:
     """Whether a weight has finite copies beside the one that is not; all ranks call."""
     name = re.sub(r"^optimizer\.[^.]+\.", "", finding.name)
     where, data = parallel.placements.get(name), parallel.reducer.data

@@ -13,7 +13,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train import saving
 from moemesh.train.construction import construct
 from moemesh.train.conversion import open_weights, to_stderr
@@ -39,7 +39,7 @@ def on_ranks(config: RunConfig, arguments: Sequence[str], work: Callable[[Mesh],
     return 0
 
 
-def load(config: RunConfig, mesh: Mesh, source: Path) -> ParallelModel:
+def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
     """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
     parallel = construct(config, mesh)
     # Masters, so that weights are rounded once; an optimizer without state beside them.

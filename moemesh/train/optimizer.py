@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 
 #: torch's names of the per-element state that a checkpoint must carry.
 STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -50,7 +50,7 @@ class Optimizer:
     """AdamW (Loshchilov & Hutter, 2019) or SGD on the masters of what a rank owns."""
 
     @classmethod
-    def of(cls, parallel: ParallelModel, config: TrainConfig) -> Optimizer:
+    def of(cls, parallel: RankModel, config: TrainConfig) -> Optimizer:
         """The optimizer of what this rank owns of a model; an update also publishes the weights."""
         reducer = parallel.reducer
         return cls(

@@ -30,7 +30,7 @@ from moemesh.comm.collectives import all_reduce_
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import gradient_squares, norm_of
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
 from moemesh.parallel.pipeline.program import Objective
 from moemesh.trace.timeline import TimelineRecorder
@@ -81,7 +81,7 @@ class Step:
 class _Undo:
     """A copy of all state that an update changes: the optimizer's, and the routers' biases."""
 
-    def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
+    def __init__(self, parallel: RankModel, optimizer: Optimizer) -> None:
         self._optimizer, self._snapshot = optimizer, optimizer.snapshot()
         self._buffers = [(buffer, buffer.clone()) for buffer in parallel.model.buffers()]
 
@@ -112,7 +112,7 @@ class PostValidation:
 
     def __init__(
         self,
-        parallel: ParallelModel,
+        parallel: RankModel,
         optimizer: Optimizer,
         train: TrainConfig,
         stop_requested: Callable[[], bool],

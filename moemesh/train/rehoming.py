@@ -20,7 +20,7 @@ from moemesh.balance.compiled import plain_loops
 from moemesh.comm.collectives import gather_json
 from moemesh.parallel.expert.homes import move_experts, set_homes, stacks_of_experts
 from moemesh.parallel.ownership import OwnRange
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer, has_master
 
 #: Experts stay while the hottest rank is within this much of the best that can be had.
@@ -49,7 +49,7 @@ class _WholeState(NamedTuple):
 class Rehoming:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
-    def __init__(self, parallel: ParallelModel, optimizer: Optimizer, every: int) -> None:
+    def __init__(self, parallel: RankModel, optimizer: Optimizer, every: int) -> None:
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
         config = parallel.model.config
         self._layers, self._num_experts = list(config.routed_layers), config.num_experts

@@ -14,10 +14,10 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.model.batch import Batch
 from moemesh.model.faults import NO_FAULT, RoutingError, check_experts, describe_logit
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 
 
-def refuse_replayed(parallel: ParallelModel, microbatches: Sequence[Batch]) -> None:
+def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
     """Raise RoutingError on every rank when a routing to be replayed is none, on any rank.
 
     Either all ranks replay or none does; all ranks call.
@@ -42,7 +42,7 @@ def refuse_replayed(parallel: ParallelModel, microbatches: Sequence[Batch]) -> N
         )
 
 
-def _check_replayed(parallel: ParallelModel, batch: Batch, widths: dict[int, int]) -> None:
+def _check_replayed(parallel: RankModel, batch: Batch, widths: dict[int, int]) -> None:
     layers = parallel.model.config.routed_layers
     seq_len = batch.tokens_BS.shape[1]
     positions = torch.arange(seq_len, device=batch.sequences_B.device)
@@ -61,7 +61,7 @@ def _check_replayed(parallel: ParallelModel, batch: Batch, widths: dict[int, int
             raise RoutingError(f"layer {layer}: microbatches differ in experts per token")
 
 
-def refuse_bad_logits(parallel: ParallelModel, fault_L: Tensor, seq_len: int) -> None:
+def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> None:
     """Raise RoutingError on every rank when a router's logit was not finite on any rank.
 
     `fault_L`: the first fault here in each MoE layer of the model. All ranks call, and they do so

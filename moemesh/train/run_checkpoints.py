@@ -9,7 +9,7 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train import saving
 from moemesh.train.console import Console
 from moemesh.train.failure import go_on
@@ -27,7 +27,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: RunFolder,
-        parallel: ParallelModel,
+        parallel: RankModel,
         optimizer: Optimizer,
         config: TrainConfig,
         console: Console,

@@ -23,7 +23,7 @@ from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard
 from moemesh.checkpoint.tree import Sharded, shard_of
 from moemesh.config.layout import Layout
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import Placement
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.run_folder import RunFolder
@@ -31,7 +31,7 @@ from moemesh.watch.lease import LeaseLost
 
 
 def contents(
-    parallel: ParallelModel, optimizer: Optimizer, state: Mapping[str, object]
+    parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object]
 ) -> tuple[list[Shard], dict[str, object]]:
     """The shards that this rank saves, which share memory with the training, and `state` with what
     belongs to them."""
@@ -57,7 +57,7 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 
 def save_weights(
-    folder: Path, step: int, parallel: ParallelModel, optimizer: Optimizer, state: dict[str, object]
+    folder: Path, step: int, parallel: RankModel, optimizer: Optimizer, state: dict[str, object]
 ) -> None:
     """Write weights and buffers alone as ``folder/step-<step>`` from all ranks; raises
     CheckpointError on every rank when one fails. Numbers that are not finite are kept."""
@@ -68,7 +68,7 @@ def save_weights(
 
 
 def newest(
-    folder: RunFolder, parallel: ParallelModel, on_skip: Callable[[int, str], None]
+    folder: RunFolder, parallel: RankModel, on_skip: Callable[[int, str], None]
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, the same on every rank; None when there is none. One
     with numbers that are not finite only where all have such."""
@@ -89,7 +89,7 @@ def newest(
     return found
 
 
-def load(checkpoint: Checkpoint, parallel: ParallelModel, optimizer: Optimizer) -> None:
+def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> None:
     """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
     shards = list(_owned(parallel, "model", _weights(parallel, optimizer)))
     moments: dict[str, dict[str, Tensor]] = {}
@@ -109,7 +109,7 @@ class WeightSource(Protocol):
         ...
 
 
-def load_weights(weights: WeightSource, parallel: ParallelModel, optimizer: Optimizer) -> None:
+def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimizer) -> None:
     """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
     each reads only what it holds."""
     weights.load_into(
@@ -118,14 +118,12 @@ def load_weights(weights: WeightSource, parallel: ParallelModel, optimizer: Opti
     optimizer.round_masters()
 
 
-def _weights(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
     """What this rank owns of every parameter: masters of what trains, the weights of the rest."""
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
 
 
-def _counted(
-    parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]
-) -> Iterator[Shard]:
+def _counted(parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
     """The shards that this rank saves: every logical element is counted by one rank."""
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
@@ -133,7 +131,7 @@ def _counted(
             yield from _shards(parallel, prefix, where, own, tensors[name])
 
 
-def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+def _owned(parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
     """The shards that this rank reads: all it owns, what others own too."""
     for name, own in parallel.reducer.held.items():
         if name in tensors:
@@ -141,7 +139,7 @@ def _owned(parallel: ParallelModel, prefix: str, tensors: Mapping[str, Tensor]) 
 
 
 def _shards(
-    parallel: ParallelModel, prefix: str, where: Placement, own: OwnRange, tensor: Tensor
+    parallel: RankModel, prefix: str, where: Placement, own: OwnRange, tensor: Tensor
 ) -> Iterator[Shard]:
     """`tensor`, a state of what this rank owns of a parameter, as parts of logical tensors."""
     slices = where.slices(parallel.mesh)
@@ -170,7 +168,7 @@ def _parts(
         yield shard_of(name, Sharded(part, shape, offset))
 
 
-def _buffers(parallel: ParallelModel, *, owned: bool = False) -> list[Shard]:
+def _buffers(parallel: RankModel, *, owned: bool = False) -> list[Shard]:
     """The routers' biases: whole and equal on every rank that holds the layer; `owned`: only those
     that this rank saves."""
     return [
@@ -180,7 +178,7 @@ def _buffers(parallel: ParallelModel, *, owned: bool = False) -> list[Shard]:
     ]
 
 
-def _first_holder(parallel: ParallelModel, buffer: str) -> int:
+def _first_holder(parallel: RankModel, buffer: str) -> int:
     """The first pipeline rank that holds the module of this buffer."""
     module = buffer.rpartition(".")[0] + "."
     found = (where for name, where in parallel.placements.items() if name.startswith(module))

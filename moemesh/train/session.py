@@ -14,7 +14,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
@@ -54,7 +54,7 @@ class RowBounds:
 
     def __init__(
         self,
-        parallel: ParallelModel,
+        parallel: RankModel,
         microbatches: int,
         step: int,
         *,
@@ -161,7 +161,7 @@ class Session:
     samples: Samples
     console: Console
     stop: StopRequest
-    parallel: ParallelModel
+    parallel: RankModel
     optimizer: Optimizer
     artifacts: Artifacts
     rehoming: Rehoming

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 
 
-def state_bytes(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, int]:
+def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
     """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
     gathered weights the most that a step has held."""
     reducer = parallel.reducer

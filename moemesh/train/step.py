@@ -29,7 +29,7 @@ from moemesh.model.transformer import ModelPart, Output
 from moemesh.ops.host_copy import HostCopy, constant, upload
 from moemesh.parallel.expert.replicas import take_rank_tokens
 from moemesh.parallel.norm import GradientNorm, clip_gradients, norm_of, summed_squares
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
@@ -125,7 +125,7 @@ def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
     return losses_T.sum() if mask_T is None else losses_T.masked_fill(~mask_T, 0.0).sum()
 
 
-def count_over_step(parallel: ParallelModel, microbatches: Sequence[Batch]) -> StepCounts:
+def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepCounts:
     """The counts of the step, over all replicas and microbatches."""
     scope = parallel.model.config.aux_loss_scope
     depths = range(1, parallel.model.config.num_mtp_layers + 1)
@@ -164,7 +164,7 @@ class StepSums:
     for the tokens of each rank, where experts have replicas.
     """
 
-    def __init__(self, parallel: ParallelModel, counts: StepCounts) -> None:
+    def __init__(self, parallel: RankModel, counts: StepCounts) -> None:
         self._num_tokens, self._num_scopes = max(counts.num_tokens, 1), max(counts.num_scopes, 1)
         self._model, self._mesh = parallel.model, parallel.mesh
         config = parallel.model.config
@@ -233,14 +233,14 @@ class StepSums:
                 all_reduce_(tensor, self._mesh[axis], caller=caller, phase="optimizer")
 
 
-def forget_rank_tokens(parallel: ParallelModel) -> None:
+def forget_rank_tokens(parallel: RankModel) -> None:
     """Tokens that replicas computed outside of a step: in validation, or a warm-up taken back."""
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)
 
 
 def gradients_of_step(
-    parallel: ParallelModel,
+    parallel: RankModel,
     microbatches: Sequence[Batch],
     recorder: TimelineRecorder,
     *,
@@ -274,7 +274,7 @@ def gradients_of_step(
 
 
 def update(
-    parallel: ParallelModel, optimizer: Optimizer, result: StepResult, *, lr: float, clip: float
+    parallel: RankModel, optimizer: Optimizer, result: StepResult, *, lr: float, clip: float
 ) -> None:
     """Clip, step the optimizer, move the routers' biases; nothing when the step is skipped.
 
@@ -287,7 +287,7 @@ def update(
     move_selection_biases(parallel, result.counts_LE)
 
 
-def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
+def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
     """One step of the routers' biases here; `counts_LE`: tokens of each expert, of all layers."""
     model = parallel.model
     places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
@@ -298,14 +298,14 @@ def move_selection_biases(parallel: ParallelModel, counts_LE: Tensor) -> None:
             moe.router.update_selection_bias(upload(counts_E, parallel.mesh.device))
 
 
-def evaluate(parallel: ParallelModel, batches: Sequence[Batch]) -> float:
+def evaluate(parallel: RankModel, batches: Sequence[Batch]) -> float:
     """Mean negative log-likelihood (nats per token) of `batches`, without gradients."""
     total, count = sum_losses(parallel, batches)
     return total / max(count, 1)
 
 
 @torch.no_grad()
-def sum_losses(parallel: ParallelModel, batches: Sequence[Batch]) -> tuple[float, float]:
+def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, float]:
     """Summed negative log-likelihood (nats) of the tokens of `batches` that carry loss, and their
     number, over all ranks; all ranks call."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)

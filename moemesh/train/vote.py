@@ -23,7 +23,7 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.transfers import broadcast
 from moemesh.config.run import RunConfig
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 
 #: Integers as wide as the elements of a tensor.
@@ -73,7 +73,7 @@ class CopiesDiffer(RuntimeError):
 class Vote:
     """Compares the copies of this rank's weights; all ranks call its methods together."""
 
-    def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
+    def __init__(self, parallel: RankModel, optimizer: Optimizer) -> None:
         self._parallel, self._optimizer = parallel, optimizer
         names = dict(parallel.model.named_parameters())
         buffers = dict(parallel.model.named_buffers())

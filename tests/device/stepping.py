@@ -17,7 +17,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.experts import Experts
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
@@ -56,8 +56,8 @@ def steps_on_rank(
     plan_keys: dict[str, Any],
     shape: Shape,
     steps: int,
-    change: Callable[[ParallelModel], None] | None = None,
-    after: Callable[[ParallelModel, list[Batch]], None] | None = None,
+    change: Callable[[RankModel], None] | None = None,
+    after: Callable[[RankModel, list[Batch]], None] | None = None,
     tuning: Tuning = FULL,
 ) -> Counted:
     """`steps` steps; the regions are "gradients" and "update" of the last one. `change` is made to

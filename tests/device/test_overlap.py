@@ -16,7 +16,7 @@ from moemesh.bench.simulated_device.counts import Arrival, Exchange, Kernel, Que
 from moemesh.bench.simulated_device.timeline import RankTimeline, simulate
 from moemesh.config import buckets
 from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.step import PipelineStep, duration
 from tests.device.stepping import Counted, steps_on_rank
@@ -55,17 +55,17 @@ class Case(NamedTuple):
     plan: dict[str, Any]
     callers: tuple[str, ...]
     planned: float
-    without: dict[str, Any] | Callable[[ParallelModel], None]
+    without: dict[str, Any] | Callable[[RankModel], None]
     global_batch: int = 8
 
 
-def gather_when_read(parallel: ParallelModel) -> None:
+def gather_when_read(parallel: RankModel) -> None:
     units = parallel.reducer.units
     assert units is not None and units._next
     units._next.clear()
 
 
-def sum_at_the_end(parallel: ParallelModel) -> None:
+def sum_at_the_end(parallel: RankModel) -> None:
     parallel.reducer.arm = lambda parameters: None  # pyright: ignore
 
 
@@ -98,7 +98,7 @@ def _step(rank: int, *args: Any) -> Counted:
 
 
 def queued(
-    plan: dict[str, Any], batch: int, change: Callable[[ParallelModel], None] | None = None
+    plan: dict[str, Any], batch: int, change: Callable[[RankModel], None] | None = None
 ) -> list[list[Queued]]:
     ranks = plan.get("dp", 1) * plan.get("pp", 1)
     model = MODEL if "pp" in plan else SHALLOW
@@ -107,7 +107,7 @@ def queued(
 
 
 def timelines(
-    plan: dict[str, Any], batch: int, change: Callable[[ParallelModel], None] | None = None
+    plan: dict[str, Any], batch: int, change: Callable[[RankModel], None] | None = None
 ) -> list[RankTimeline]:
     return simulate(queued(plan, batch, change), machine(), launch=0.0)
 

@@ -12,7 +12,7 @@ import pytest
 from moemesh.config.plan import Context, DataStrategy, Dispatcher, ScheduleName
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train.generation import chooser, continuation
 from moemesh.train.step import evaluate
 from tests.device.stepping import Counted, steps_on_rank
@@ -70,7 +70,7 @@ QUICK = "one", "exact"
 ASYNCHRONOUS = "pipedream", "pipedream_2bw", "ampnet"
 
 
-def use(parallel: ParallelModel, batches: list[Batch]) -> None:
+def use(parallel: RankModel, batches: list[Batch]) -> None:
     """Validation, and where a sequence is whole on a rank generation."""
     assert math.isfinite(evaluate(parallel, batches))
     if parallel.mesh["pp"].size == parallel.mesh["cp"].size == 1:

@@ -14,7 +14,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.faults import RoutingError
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder, WorkRecord
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.post_validated import PostValidation, Step
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
         return [r.step for r in self.records[rank] if r.kind == "redo" and r.step is not None]
 
 
-def _spoil(parallel: ParallelModel, faults: tuple[Fault, ...]) -> Callable[[int], None]:
+def _spoil(parallel: RankModel, faults: tuple[Fault, ...]) -> Callable[[int], None]:
     """Plants the faults behind the sums over replicas; call the result before each step."""
     factors: dict[str, float] = {}
     finish = parallel.reducer.finish
@@ -102,7 +102,7 @@ class LateLast(PostValidation):
         super()._end(step)
 
 
-def _break(parallel: ParallelModel, layer: int) -> None:
+def _break(parallel: RankModel, layer: int) -> None:
     moe = parallel.model.moe_layers().get(layer)
     if moe is not None:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def _configs(case: Case) -> tuple[ModelConfig, Plan, TrainConfig]:
     return ModelConfig(**case.model), Plan(**case.plan), TrainConfig(**case.train)
 
 
-def _start(mesh: Mesh, case: Case) -> tuple[ParallelModel, Optimizer]:
+def _start(mesh: Mesh, case: Case) -> tuple[RankModel, Optimizer]:
     config, plan, train = _configs(case)
     tokens = plan.tokens_per_rank(case.shape.seq_len, case.shape.global_batch)
     dtype = getattr(torch, train.dtype)

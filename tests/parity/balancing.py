@@ -23,7 +23,7 @@ from moemesh.model.moe import MoE
 from moemesh.parallel import norm
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import rehoming
 from moemesh.train.optimizer import Optimizer, learning_rate
@@ -129,7 +129,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
     }
 
 
-def owned(parallel: ParallelModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
+def owned(parallel: RankModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
     """(name, logical shape, slices, tensor) of what this rank owns; each expert by itself."""
     found = []
     for name, shape, slices, tensor in training_owned(parallel, parallel.reducer.weights):

@@ -14,7 +14,7 @@ import pytest
 from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from tests.parity import training
 from tests.parity.test_parity import MODEL as THREE_LAYERS
 from tests.parity.test_parity import TRAIN, assert_same
@@ -51,7 +51,7 @@ def bounded_on_rank(
     """As `training.train_on_rank`; on the ranks `bounded` experts take three rows at a time."""
     parallelize = training.parallelize
 
-    def with_bound(*arguments: Any, **keys: Any) -> ParallelModel:
+    def with_bound(*arguments: Any, **keys: Any) -> RankModel:
         parallel = parallelize(*arguments, **keys)
         for moe in parallel.model.moe_layers().values():
             moe.experts.max_rows = 3 if mesh.rank in bounded else None

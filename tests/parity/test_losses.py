@@ -11,7 +11,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.faults import RoutingError
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.parity.test_parity import LONELY, MODEL, PADDED, TRAIN, assert_same
@@ -142,7 +142,7 @@ def test_options_do_something() -> None:
         assert all(sum(layer) < total for layer in one_device(model, Shape()).loads[0])
 
 
-def model_on_rank(mesh: Mesh, plan: Plan, config: ModelConfig) -> ParallelModel:
+def model_on_rank(mesh: Mesh, plan: Plan, config: ModelConfig) -> RankModel:
     tokens = plan.tokens_per_rank(7, 5)
     return parallelize(config, plan, mesh, seed=0, dtype=torch.float64, tokens_per_rank=tokens)
 

@@ -14,7 +14,7 @@ from moemesh.config.plan import Plan
 from moemesh.model import router
 from moemesh.model.dispatcher import LocalDispatcher
 from moemesh.ops.saved import SavedForBackward
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.ledger import Ledger, LedgerTotal
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
@@ -61,7 +61,7 @@ SENT_AGAIN = {
 }
 
 
-def build(mesh: Mesh, model: dict[str, Any], plan: Plan, dtype: str) -> ParallelModel:
+def build(mesh: Mesh, model: dict[str, Any], plan: Plan, dtype: str) -> RankModel:
     tokens = plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
     return parallelize(
         ModelConfig(**model),
@@ -73,7 +73,7 @@ def build(mesh: Mesh, model: dict[str, Any], plan: Plan, dtype: str) -> Parallel
     )
 
 
-def step(parallel: ParallelModel, plan: Plan) -> dict[str, Any]:
+def step(parallel: RankModel, plan: Plan) -> dict[str, Any]:
     """Loads, losses and gradients of one step."""
     batches = microbatches(parallel.model.config, plan, SHAPE, 1, parallel.mesh)
     result = gradients_of_step(parallel, batches, TimelineRecorder(parallel.mesh.rank))

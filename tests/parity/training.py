@@ -20,7 +20,7 @@ from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.ownership import OwnRange, boxes, part_of, rows
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.parallel.placement import Placement
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
@@ -166,7 +166,7 @@ def train_on_rank(
 Part: TypeAlias = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]
 
 
-def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
+def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     """What this rank owns and counts of `tensors`, states of parameters by name."""
     found: list[Part] = []
     for name, own in parallel.reducer.held.items():
@@ -185,7 +185,7 @@ def owned(parallel: ParallelModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     return found
 
 
-def chosen(parallel: ParallelModel, where: Placement, own: OwnRange, tensor: Tensor) -> list[Part]:
+def chosen(parallel: RankModel, where: Placement, own: OwnRange, tensor: Tensor) -> list[Part]:
     """The same of a stack that holds some experts of a layer only: each of them as a part of the
     whole stack."""
     found: list[Part] = []

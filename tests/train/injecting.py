@@ -14,7 +14,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch, Context
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.examination import examine, first_look
 from moemesh.train.finding import Finding
@@ -60,7 +60,7 @@ class Hit(NamedTuple):
 
 @contextmanager
 def injected(
-    parallel: ParallelModel, batches: Sequence[Batch], where: Injection
+    parallel: RankModel, batches: Sequence[Batch], where: Injection
 ) -> Iterator[list[Hit]]:
     """Inside, every run of the step meets the value; the list fills with what was hit."""
     hits: list[Hit] = []
@@ -78,7 +78,7 @@ def injected(
         yield hits
 
 
-def _parameter(parallel: ParallelModel, where: Injection) -> tuple[str, nn.Parameter, int | None]:
+def _parameter(parallel: RankModel, where: Injection) -> tuple[str, nn.Parameter, int | None]:
     """Name, tensor and local row (None: the expert is not here, or there are no experts)."""
     prefix = f"layers.{where.layer}."
     if where.expert is None:
@@ -92,7 +92,7 @@ def _parameter(parallel: ParallelModel, where: Injection) -> tuple[str, nn.Param
 
 @contextmanager
 def _weight(
-    parallel: ParallelModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
+    parallel: RankModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
 ) -> Iterator[None]:
     _, parameter, row = _parameter(parallel, where)
     if row is None or not parameter.untyped_storage().size():
@@ -110,7 +110,7 @@ def _weight(
 
 @contextmanager
 def _weight_gradient(
-    parallel: ParallelModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
+    parallel: RankModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
 ) -> Iterator[None]:
     _, parameter, row = _parameter(parallel, where)
     calls = 0
@@ -156,7 +156,7 @@ class _Place:
 
 @contextmanager
 def _activation(
-    parallel: ParallelModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
+    parallel: RankModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
 ) -> Iterator[None]:
     layer = parallel.model.layers[str(where.layer)]
     place = _Place(layer, batches)
@@ -183,7 +183,7 @@ def _activation(
 
 @contextmanager
 def _gradient(
-    parallel: ParallelModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
+    parallel: RankModel, batches: Sequence[Batch], where: Injection, hits: list[Hit]
 ) -> Iterator[None]:
     layer = parallel.model.layers[str(where.layer)]
     place = _Place(layer, batches)
@@ -211,7 +211,7 @@ def _gradient(
 
 
 @contextmanager
-def _loss(parallel: ParallelModel, where: Injection, hits: list[Hit]) -> Iterator[None]:
+def _loss(parallel: RankModel, where: Injection, hits: list[Hit]) -> Iterator[None]:
     """A loss that is not finite for one target, in the data of every rank; its gradient is."""
     vocabulary = parallel.model.vocabulary
     plain = vocabulary.cross_entropy
@@ -280,7 +280,7 @@ def inject_on_rank(
     return found
 
 
-def _state(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def _state(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
     weights = {
         name: tensor
         for named in (parallel.model.named_parameters(), parallel.model.named_buffers())

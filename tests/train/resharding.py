@@ -12,7 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import saving
 from moemesh.train.console import Console
@@ -70,7 +70,7 @@ def chain_on_rank(
     return found
 
 
-def states(parallel: ParallelModel, optimizer: Optimizer) -> dict[str, list[Part]]:
+def states(parallel: RankModel, optimizer: Optimizer) -> dict[str, list[Part]]:
     """Weights as they are used, masters and moments, of what this rank owns."""
     held = {
         "weights": parallel.reducer.weights,

@@ -20,7 +20,7 @@ from moemesh.config.load import load_run
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
-from moemesh.parallel.parallelize import ParallelModel
+from moemesh.parallel.parallelize import RankModel
 from moemesh.train import replay
 from moemesh.train import session as sessions
 from moemesh.train.bundle import Bundle
@@ -95,7 +95,7 @@ def run_on_rank(
     (bad,) = samples.ids_at((bad_step - 1) * BATCH, 1)
     tokens_S = torch.from_numpy(samples.batch(np.array([bad]))[0])[0]
 
-    def spoil(parallel: ParallelModel) -> ParallelModel:
+    def spoil(parallel: RankModel) -> RankModel:
         is_bad = False
 
         def begin(_: object, args: tuple[Any, ...]) -> None:
@@ -110,9 +110,9 @@ def run_on_rank(
             parallel.model.layers["2"].attention.register_forward_hook(end)
         return parallel
 
-    held: list[ParallelModel] = []
+    held: list[RankModel] = []
 
-    def build(*args: Any, **options: Any) -> ParallelModel:
+    def build(*args: Any, **options: Any) -> RankModel:
         parallel = construct(*args, **options)
         held.append(parallel if damage else spoil(parallel))
         return held[-1]

@@ -18,7 +18,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.router import Router, Routing
-from moemesh.parallel.parallelize import ParallelModel, parallelize
+from moemesh.parallel.parallelize import RankModel, parallelize
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram, StreamExecutor
 from moemesh.parallel.pipeline.message_driven import MessageDrivenExecutor
 from moemesh.planner.traffic.tensors import StagePlacement
@@ -80,7 +80,7 @@ def step_on_rank(
 
 
 def stream(
-    parallel: ParallelModel,
+    parallel: RankModel,
     optimizer: Optimizer,
     plan: Plan,
     train: TrainConfig,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moemesh.schedule.search.problem import Evaluation, Letters, SearchProblem
+from moemesh.schedule.search.problem import Letters, SearchProblem, TimedOrders
 
 #: Steps without a better best before the search gives up.
 PATIENCE = 60
@@ -23,7 +23,7 @@ class State:
 
     letters: Letters
     operations: list[list[int]]
-    times: Evaluation
+    times: TimedOrders
     evaluations: int = 0
 
     @property

@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("F", "I", "W")
 Letters = list[list[int]]
 
 
-class Evaluation(NamedTuple):
+class TimedOrders(NamedTuple):
     """One evaluation: the objective, its value on every rank, ends and starts of operations."""
 
     cost: float
@@ -116,7 +116,7 @@ class SearchProblem:
             found.append(letter * microbatches + count)
         return found
 
-    def evaluate(self, orders: list[list[int]]) -> Evaluation | None:
+    def evaluate(self, orders: list[list[int]]) -> TimedOrders | None:
         """Times of orders of operations; None when they deadlock."""
         cost, source, delay = self.cost, self.source, self.delay
         ends: list[float] = [-1] * len(cost)
@@ -150,7 +150,7 @@ class SearchProblem:
         if left:
             return None
         by_rank = [clock - start for clock, start in zip(clocks, self.origins, strict=True)]
-        return Evaluation(max(by_rank), by_rank, starts, ends)
+        return TimedOrders(max(by_rank), by_rank, starts, ends)
 
     def schedule(self, name: str, letters: Letters) -> Schedule:
         """The letters as a schedule."""
