@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.settings import LinksSettings
 from moemesh.bench.device import measure_device
 from moemesh.bench.link_fit import fit
 from moemesh.bench.links_rank import GroupShape, measure_shape
 from moemesh.bench.ranks import on_ranks
-from moemesh.bench.settings import LinksSettings
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.divisors import divisors

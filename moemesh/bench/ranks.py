@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.settings import HostSettings
 from moemesh.bench import hosts
-from moemesh.bench.options import BenchError, Settings
-from moemesh.bench.settings import HostSettings
+from moemesh.bench.settings import BenchError, Settings
 from moemesh.comm import cuda, launch
 from moemesh.comm.supervisor import python_command
 from moemesh.trace.machine import keep_freed_memory

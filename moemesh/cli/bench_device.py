@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moemesh.bench.settings import DeviceSettings
+from benchmarks.settings import DeviceSettings
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
 from moemesh.cli.table import table
@@ -26,7 +26,6 @@ def bench_device(
     over peak and bytes over bandwidth, and 4 us for each launch; the planner's time of the layer
     comes from its sizes alone. Exposed is what of an exchange no kernel runs beside.
     """
-    from moemesh.bench import kernels
 
     result = kernels.run(settings, found)
     if result is None:

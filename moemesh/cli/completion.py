@@ -40,13 +40,13 @@ def _of_plan(name: str, *more: str) -> Complete:
 
 
 def _operations() -> tuple[str, ...]:
-    from moemesh.bench.settings import OPERATIONS
+    from benchmarks.settings import OPERATIONS
 
     return ("all", *OPERATIONS)
 
 
 def _workloads() -> tuple[str, ...]:
-    from moemesh.bench.routing_shape import WORKLOADS
+    from benchmarks.routing_shape import WORKLOADS
 
     return ("all", *WORKLOADS)
 

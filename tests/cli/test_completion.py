@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from moemesh.bench.settings import OPERATIONS
+from benchmarks.settings import OPERATIONS
 from moemesh.config.plan import Dispatcher, ScheduleName
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.bench import drill
-from moemesh.bench.drill import FAULTS
 from moemesh.comm.mismatch import mismatch
 from moemesh.comm.signs import Seen
 from moemesh.comm.supervisor import Ended
@@ -18,6 +16,7 @@ from moemesh.trace.word_file import RANK_BYTES, Collective, Word, read_word
 from moemesh.train.failure import write_verdict
 from tests import commands
 from tests.comm.looks import RESET, Clock, collective, seen, told, word
+from tests.drill.trials import FAULTS
 
 
 def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str = "0-3"):
