@@ -1,6 +1,7 @@
-"""Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory, ..."""
+"""The verbs of the benchmarks: layer, dispatch, pipeline, balance, replicas, memory, and so on."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +12,9 @@ from benchmarks.routing_shape import WORKLOADS
 from benchmarks.settings import (
     BalancersSettings,
     CheckpointSettings,
+    DeviceSettings,
     DispatchSettings,
     LayerSettings,
-    LinksSettings,
     LoadSettings,
     MemorySettings,
     PipelineSettings,
@@ -22,10 +23,15 @@ from benchmarks.settings import (
 )
 from benchmarks.shapes import SHAPES
 from moemesh.bench.settings import BenchError, described
-from moemesh.cli import completion
-from moemesh.cli.application import AsJson, bench_app
+from moemesh.cli.application import AsJson, run
+from moemesh.cli.examples import Verbs
 from moemesh.cli.options import options_from
 from moemesh.trace.strict_json import strict_json
+
+app = Verbs(
+    help="Measure the library's own claims, against bounds and peers of the same run.",
+    add_completion=False,
+)
 
 #: Below the help of a verb; click keeps the lines of a block that begins with a backspace.
 _LOADS = f"\b\nLoads, as routed tokens per expert:\n{described(WORKLOADS)}"
@@ -36,6 +42,11 @@ OutFile = Annotated[
 ]
 #: Where a rank that the verb itself started leaves the result.
 FoundFile = Annotated[Path | None, typer.Option("--found", hidden=True)]
+
+
+def main(*verb: str) -> None:
+    """Run the benchmark of this name, or the one that the command line names."""
+    run(app, "python -m benchmarks", [*verb, *sys.argv[1:]])
 
 
 def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | None = None) -> None:
@@ -50,8 +61,8 @@ def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | N
     typer.echo(strict_json(result, indent=2) if as_json else text(result))
 
 
-@bench_app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
-@options_from(LayerSettings, workload=completion.workloads)
+@app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
+@options_from(LayerSettings)
 def bench_layer(
     settings: LayerSettings,
     out: OutFile = None,
@@ -66,10 +77,11 @@ def bench_layer(
 
 
 bench_layer.__doc__ = f"{bench_layer.__doc__}\n\n{_SHAPES}"
+app.command("layers", hidden=True)(bench_layer)
 
 
-@bench_app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)
-@options_from(DispatchSettings, dispatcher=completion.dispatchers, workload=completion.workloads)
+@app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)
+@options_from(DispatchSettings)
 def bench_dispatch(
     settings: DispatchSettings, as_json: AsJson = False, found: FoundFile = None
 ) -> None:
@@ -77,7 +89,7 @@ def bench_dispatch(
 
     All take turns; a step takes as long as its slowest rank. Example:
 
-        moemesh bench dispatch --workload W3 --hosts 2 --link 1gbit
+        python -m benchmarks.dispatch --workload W3 --hosts 2 --link 1gbit
     """
     from benchmarks import dispatch
     from benchmarks.text import dispatch_text
@@ -85,41 +97,8 @@ def bench_dispatch(
     _print(dispatch.run(settings, found), dispatch_text, as_json)
 
 
-# The plural, beside `bench links`.
-bench_app.command("layers", hidden=True)(bench_layer)
-
-
-@bench_app.command("links", short_help="Collectives over sizes and groups.")
-@options_from(LinksSettings, operations=completion.collectives)
-def bench_links(
-    settings: LinksSettings,
-    name: Annotated[str, typer.Option(help="Name of the cluster in the file.")] = "measured",
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
-    ] = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Time collectives over sizes, group sizes and members per node; write a Cluster file.
-
-    `estimate` and `plan` take their times from the file. Example:
-
-        moemesh bench links --hosts 2 --link 1gbit --out cluster.toml
-    """
-    from benchmarks.text import links_text
-    from moemesh.bench import links
-    from moemesh.bench.link_cluster import cluster_file
-
-    if out is not None and not out.parent.is_dir():
-        raise BenchError(f"--out {out}: there is no folder {out.parent}")
-    result = links.run(settings, found)
-    if result is not None and out is not None:
-        out.write_text(cluster_file(result, name), encoding="utf-8")
-    _print(result, links_text, as_json)
-
-
-@bench_app.command("pipeline", short_help="The executor of pipelines.")
-@options_from(PipelineSettings, schedule=completion.schedules)
+@app.command("pipeline", short_help="The executor of pipelines.")
+@options_from(PipelineSettings)
 def bench_pipeline(
     settings: PipelineSettings,
     out: OutFile = None,
@@ -133,7 +112,7 @@ def bench_pipeline(
     _print(pipeline.run(settings, found), pipeline_text, as_json, out)
 
 
-@bench_app.command("balance", short_help="Balancers of experts, side by side.")
+@app.command("balance", short_help="Balancers of experts, side by side.")
 @options_from(BalancersSettings)
 def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:
     """Compare expert balancers with the published one, on loads of every shape."""
@@ -143,7 +122,7 @@ def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:
     _print(balance.run(settings), balancers_text, as_json)
 
 
-@bench_app.command("replicas", short_help="Steps with spare slots and without.", epilog=_LOADS)
+@app.command("replicas", short_help="Steps with spare slots and without.", epilog=_LOADS)
 @options_from(ReplicasSettings)
 def bench_replicas(
     settings: ReplicasSettings,
@@ -158,7 +137,7 @@ def bench_replicas(
     _print(replicas.run(settings, found), replicas_text, as_json, out)
 
 
-@bench_app.command("memory", short_help="Every plan.data: memory, traffic, time.")
+@app.command("memory", short_help="Every plan.data: memory, traffic, time.")
 @options_from(MemorySettings)
 def bench_memory(
     settings: MemorySettings,
@@ -170,7 +149,7 @@ def bench_memory(
 
     Peak and state bytes of a rank stand beside the predicted ones. Example:
 
-        moemesh bench memory --rounds 15
+        python -m benchmarks.memory --rounds 15
     """
     from benchmarks import memory
     from benchmarks.text import memory_text
@@ -178,7 +157,7 @@ def bench_memory(
     _print(memory.run(settings, found), memory_text, as_json, out)
 
 
-@bench_app.command("tokenize", short_help="Text into tokens.")
+@app.command("tokenize", short_help="Text into tokens.")
 @options_from(TokenizeSettings)
 def bench_tokenize(
     settings: TokenizeSettings, out: OutFile = None, as_json: AsJson = False
@@ -190,7 +169,7 @@ def bench_tokenize(
     _print(tokenize.run(settings), tokenize_text, as_json, out)
 
 
-@bench_app.command("checkpoint", short_help="Seconds that a step waits for a save.")
+@app.command("checkpoint", short_help="Seconds that a step waits for a save.")
 @options_from(CheckpointSettings)
 def bench_checkpoint(
     settings: CheckpointSettings,
@@ -202,7 +181,7 @@ def bench_checkpoint(
 
     Example:
 
-        moemesh bench checkpoint --megabytes 1024 --folder /shared/runs
+        python -m benchmarks.checkpoint --megabytes 1024 --folder /shared/runs
     """
     from benchmarks import checkpoint
     from benchmarks.text import checkpoint_text
@@ -210,7 +189,7 @@ def bench_checkpoint(
     _print(checkpoint.run(settings, found), checkpoint_text, as_json, out)
 
 
-@bench_app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")
+@app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")
 @options_from(LoadSettings)
 def bench_load(
     settings: LoadSettings,
@@ -223,9 +202,28 @@ def bench_load(
     Bytes read beside those needed, and memory beside the model's, of the rank with the most.
     Example:
 
-        moemesh bench load --megabytes 8192
+        python -m benchmarks.load --megabytes 8192
     """
     from benchmarks import load
     from benchmarks.text import load_text
 
     _print(load.run(settings, found), load_text, as_json, out)
+
+
+@app.command("device", short_help="Kernels, waits, exposed exchanges of a MoE layer on GPUs.")
+@options_from(DeviceSettings)
+def bench_device(
+    settings: DeviceSettings,
+    as_json: AsJson = False,
+    found: FoundFile = None,
+) -> None:
+    """Count kernels, bytes, waits and exposed exchanges of a MoE layer on simulated CUDA devices.
+
+    Runs anywhere, no GPU needed. The roofline is the sum over kernels of the larger of operations
+    over peak and bytes over bandwidth, and 4 us for each launch; the planner's time of the layer
+    comes from its sizes alone. Exposed is what of an exchange no kernel runs beside.
+    """
+    from benchmarks import device
+    from benchmarks.text import device_text
+
+    _print(device.run(settings, found), device_text, as_json)

@@ -1,4 +1,4 @@
-"""`moemesh bench balance`: expert balancers side by side on loads of every shape.
+"""`benchmarks.balance`: expert balancers side by side on loads of every shape.
 
 Static placement against the published algorithm in torch (written here as published: Python loops
 over small tensors), exact-load quotas against FasterMoE's shadowing, permuted homes and nothing,
@@ -248,3 +248,9 @@ def run(settings: BalancersSettings) -> dict[str, Any]:
         "drift": drift(settings),
         "next_step": next_step(settings),
     }
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("balance")

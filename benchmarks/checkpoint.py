@@ -1,4 +1,4 @@
-"""`moemesh bench checkpoint`: how long a step waits for a save, written behind it and not.
+"""`benchmarks.checkpoint`: how long a step waits for a save, written behind it and not.
 
 Every rank holds its share of a state of the asked size. In turns, all ranks save it while they wait
 and behind the steps; hash the same bytes; and write and sync them, as the disk's own speed. A time
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import CheckpointSettings
-from moemesh.bench.ranks import on_ranks
 from moemesh.checkpoint.digests import hash_bytes
 from moemesh.checkpoint.files import CHUNK_BYTES, write_file
 from moemesh.checkpoint.load import Shard
@@ -121,3 +121,9 @@ def _finish(saver: Saver) -> None:
     outcome = saver.finish()
     if outcome is None or outcome.problem is not None:
         raise UserError(f"the save failed: {outcome and outcome.problem}")
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("checkpoint")

@@ -1,4 +1,4 @@
-"""`moemesh bench device`: one MoE layer on simulated CUDA devices, by its kernels and exchanges.
+"""`benchmarks.device`: one MoE layer on simulated CUDA devices, by its kernels and exchanges.
 
 Forward and backward in bfloat16, counted in the second call, beside transformers' layer of the same
 sizes. The roofline is that of the implementation, kernel by kernel, on the data sheet of a cluster:
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from benchmarks.exposure import exposed_exchanges
 from benchmarks.layer_rank import INIT_STD, single_sequence
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import DeviceSettings
 from benchmarks.shapes import SHAPES, LayerShape
 from benchmarks.simulated_device import CUDA, Kernel, SimulatedDevice
 from benchmarks.simulated_device.timeline import kernel_seconds
-from moemesh.bench.ranks import on_ranks
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.model.moe import MoE
 from moemesh.planner.layout import PlannedLayout
@@ -177,3 +177,9 @@ def _transformers_layer(shape: LayerShape) -> Layer | None:
         return (found[0] if isinstance(found, tuple) else found).view(x_TH.shape)
 
     return block, forward
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("device")

@@ -1,4 +1,4 @@
-"""`moemesh bench dispatch`: every dispatcher under a given load, against the bare all-to-all.
+"""`benchmarks.dispatch`: every dispatcher under a given load, against the bare all-to-all.
 
 All contenders take turns in every round, one step of each, so that what else the machine does hits
 all alike. A step counts as long as its slowest rank takes, planning included.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Bench, against_transformers, measure
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import DispatchSettings
-from moemesh.bench.ranks import on_ranks
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
@@ -73,3 +73,9 @@ def measured(settings: DispatchSettings, mesh: Mesh) -> dict[str, Any]:
     peer = against_transformers(bench) if mesh.rank == 0 and bench.with_layer else None
     (peer, *_) = collectives.gather_json(peer, mesh["world"])
     return {"settings": settings.to_json(), "workloads": found, "single_process": peer}
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("dispatch")

@@ -1,4 +1,4 @@
-"""``moemesh bench layer``: one MoE layer, forward and backward, as a multiple of what bounds it.
+"""`benchmarks.layer`: one MoE layer, forward and backward, as a multiple of what bounds it.
 
 Every number of ranks is measured in processes of its own that the launcher starts, with the
 allocator set as in training. The bounds are measured in the same processes, taking turns with the
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.layer_rank import measure
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import LayerSettings
 from benchmarks.shapes import SHAPES
-from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import counts_in
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
@@ -86,3 +86,9 @@ def _machine(keeps_freed_memory: bool) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "keeps_freed_memory": keeps_freed_memory,
     }
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("layer")

@@ -1,4 +1,4 @@
-"""One rank of ``moemesh bench layer``: build its part of the layer, time it, count it.
+"""One rank of `benchmarks.layer`: build its part of the layer, time it, count it.
 
 Legend: T own tokens, K slots per token, E experts, L local experts, H hidden.
 """

@@ -1,4 +1,4 @@
-"""`moemesh bench load`: weights from a folder of transformers onto ranks, against a plain read.
+"""`benchmarks.load`: weights from a folder of transformers onto ranks, against a plain read.
 
 A folder of the asked size is written first: an MoE model with random numbers. Then every rank reads
 the slices of its shards, as `moemesh train` does, into memory that is there already; and, in turns,
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import LoadSettings
-from moemesh.bench.ranks import on_ranks
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights
 from moemesh.checkpoint.huggingface.write import write_folder
@@ -206,3 +206,9 @@ def _drop_from_cache(file: Path) -> None:
         drop_from_cache(handle)
     finally:
         os.close(handle)
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("load")

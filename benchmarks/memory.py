@@ -1,4 +1,4 @@
-"""`moemesh bench memory`: every `plan.data` side by side, in memory, traffic and seconds of a step.
+"""`benchmarks.memory`: every `plan.data` side by side, in memory, traffic and seconds of a step.
 
 The same model, weights and tokens on the same ranks, all of them data-parallel. Memory is measured
 first, for one strategy after the other: the bytes of all tensors that exist at the fullest moment
@@ -23,8 +23,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import MemorySettings
-from moemesh.bench.ranks import on_ranks
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout, shard_range
@@ -284,3 +284,9 @@ def _seconds(mesh: Mesh, settings: MemorySettings) -> dict[str, list[float]]:
             if number >= _STEPS_BEFORE:
                 seconds[name].append(slowest)
     return seconds
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("memory")

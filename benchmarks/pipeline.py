@@ -1,4 +1,4 @@
-"""``moemesh bench pipeline``: what the executor costs, and how near it comes to its simulation.
+"""`benchmarks.pipeline`: what the executor costs, and how near it comes to its simulation.
 
 Stages without a model: they pass a message on, and sleep as long as they are told. Without sleep a
 step measures the executor's own time an action, messages included; with sleep its makespan is set
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import PipelineSettings
-from moemesh.bench.ranks import on_ranks
 from moemesh.comm import launch
 from moemesh.comm.channels import Channels
 from moemesh.comm.collectives import gather_json
@@ -124,3 +124,9 @@ def _result(
         found |= {"seconds": measured, "simulated_seconds": simulated}
         found["measured_over_simulated"] = measured / simulated
     return found
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("pipeline")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ranks import on_ranks
 from benchmarks.settings import ReplicasSettings
 from benchmarks.workloads import workload
-from moemesh.bench.ranks import on_ranks
 from moemesh.bench.settings import counts_in
 from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
@@ -206,3 +206,9 @@ def _rank_tokens(parallel: ParallelModel, batch: Batch) -> list[list[int]]:
             ]
         )
     return torch.tensor(gather_json(own_LP.tolist(), mesh.control)).sum(0).tolist()
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("replicas")

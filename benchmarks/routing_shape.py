@@ -1,4 +1,4 @@
-"""Names and sizes of the routings that a benchmark imposes (`bench/workloads.py` makes them)."""
+"""Names and sizes of the routings that a benchmark imposes (`workloads.py` makes them)."""
 
 # Light to import: the command reads it to know its options.
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Settings of every benchmark: the options of `moemesh bench`, checked before a rank starts."""
+"""Settings of every benchmark: the options of its verb, checked before a rank starts."""
 
 # Light to import: the command reads it to know its options.
 from dataclasses import dataclass
@@ -6,46 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from benchmarks.routing_shape import WORKLOADS, RoutingShape
 from benchmarks.shapes import SHAPES
-from moemesh.bench.settings import BenchError, Settings, check_divides, counts_in, names_in
+from moemesh.bench.settings import (
+    BenchError,
+    HostSettings,
+    Settings,
+    check_divides,
+    counts_in,
+    names_in,
+)
 
 if TYPE_CHECKING:
     from moemesh.config.plan import Plan
 
 #: In the order of the table. "all" means these.
 DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto")
-#: Collectives of `bench links`.
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostSettings(Settings):
-    """Ranks on nodes, or on emulated hosts; 0 nodes or hosts are none."""
-
-    ranks: Annotated[int, "Ranks; all share the experts.", {"min": 1}] = 4
-    ranks_per_node: Annotated[int, "Ranks of a node; 0: one node.", {"min": 0}] = 0
-    hosts: Annotated[int, "Emulate as many hosts (Linux, root); 0: none.", {"min": 0}] = 0
-    link: Annotated[str, "Rate of each host's link."] = "1gbit"
-
-    def check(self) -> None:
-        from moemesh.bench.hosts import link_rate
-
-        check_divides("ranks-per-node", self.node, "ranks", self.ranks)
-        if self.hosts:
-            link_rate(self.link)
-            check_divides("hosts", self.hosts, "ranks", self.ranks)
-            if self.ranks_per_node not in (0, self.ranks // self.hosts):
-                raise BenchError(
-                    f"{self.hosts} hosts of {self.ranks // self.hosts} ranks are not "
-                    f"ranks-per-node {self.ranks_per_node}"
-                )
-
-    @property
-    def node(self) -> int:
-        """Ranks of one node."""
-        if self.hosts:
-            return max(1, self.ranks // self.hosts)
-        return self.ranks_per_node or self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +59,7 @@ class LayerSettings(Settings):
 class DeviceSettings(Settings):
     """One MoE layer on simulated devices; `cluster` has their data sheet and links."""
 
-    shape: Annotated[Literal["A", "B", "tiny"], "Shape, as of `bench layer`."] = "B"
+    shape: Annotated[Literal["A", "B", "tiny"], "Shape, as of `benchmarks.layer`."] = "B"
     cluster: Annotated[str, "Preset or file: rates of its devices and links."] = "dgx_h100"
     ranks: Annotated[int, "Devices that share the experts; 1: no exchanges.", {"min": 1}] = 4
 
@@ -128,43 +102,6 @@ class DispatchSettings(HostSettings):
         assert self.dispatchers and self.workloads
         for name in self.workloads:
             RoutingShape(self.experts, self.top_k, self.groups).check(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinksSettings(HostSettings):
-    """Collectives: `sizes` of the full tensor in bytes."""
-
-    ranks: Annotated[int, "Ranks at hand."] = 4
-    sizes: Annotated[str, "Bytes of the full tensor, with commas; k, m, g."] = "1k,8k,64k,512k,4m"
-    operations: Annotated[str, "Names with commas, or all."] = "all"
-    rounds: Annotated[int, "Timed repetitions.", {"min": 1}] = 9
-    device: Annotated[Literal["cpu", "cuda"], "Device of the tensors."] = "cpu"
-
-    def check(self) -> None:
-        if self.ranks < 2:
-            raise BenchError(f"ranks ({self.ranks}): a link joins at least 2")
-        super().check()
-        assert self.wanted
-        if self.hosts and self.device == "cuda":
-            raise BenchError("hosts are emulated for ranks on the CPU: device cpu, or hosts 0")
-        if not self.num_bytes:
-            raise BenchError(f"sizes {self.sizes!r}: at least one is needed, such as 1k,64k,4m")
-
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        return names_in(self.operations, OPERATIONS, "operation")
-
-    @property
-    def num_bytes(self) -> tuple[int, ...]:
-        """Sizes in bytes, ascending. Raises BenchError for what is no size."""
-        found: set[int] = set()
-        for word in filter(None, (part.strip().lower() for part in self.sizes.split(","))):
-            unit = word[-1] if word[-1] in "kmg" else ""
-            number = word.removesuffix(unit)
-            if not number.isdecimal() or not 4 <= int(number) * _UNITS[unit] <= 2**32:
-                raise BenchError(f"sizes: {word!r} is no size from 4 to 4g, such as 64k")
-            found.add(int(number) * _UNITS[unit])
-        return tuple(sorted(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +172,7 @@ class ReplicasSettings(Settings):
                 )
 
 
-#: Values of `plan.data` in the order of the table of `bench memory`; the first is the base.
+#: Values of `plan.data` in the order of the table of `benchmarks.memory`; the first is the base.
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3", "parameter_server")
 
 

@@ -1,4 +1,4 @@
-"""The MoE layers that `bench layer` and `bench device` measure."""
+"""The MoE layers that `benchmarks.layer` and `benchmarks.device` measure."""
 
 from __future__ import annotations
 

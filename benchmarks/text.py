@@ -87,36 +87,6 @@ def _contender_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def links_text(found: dict[str, Any]) -> str:
-    """A row for each operation and shape of group: times by size, and the fits."""
-    settings, device = found["settings"], found["device"]
-    sizes = sorted({size for row in found["links"] for size in row["bytes"]})
-    header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
-    rows = []
-    for row in found["links"]:
-        fit = row["fit"]
-        times = dict(zip(row["bytes"], row["seconds"], strict=True))
-        rows.append(
-            (
-                row["operation"],
-                str(row["ranks"]),
-                str(row["members_per_node"]),
-                *(f"{times[size] * 1e3:.3f}" if size in times else "" for size in sizes),
-                f"{fit['alpha'] * 1e6:.1f}",
-                f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-",
-                f"{fit['error']:.1%}",
-                f"{fit['root_error']:.1%}",
-            )
-        )
-    rates = ", ".join(f"{name} {peak / 1e9:.1f}" for name, peak in device["peak_flops"].items())
-    where = f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else ""
-    return (
-        f"{settings['ranks']} ranks{where}: milliseconds, medians of the slowest rank\n"
-        f"{table((*header, 'α µs', '1/β MB/s', 'error', 'with √S'), rows)}\n"
-        f"a device: GFLOP/s {rates}; {device['memory_bandwidth'] / 1e9:.1f} GB/s of memory"
-    )
-
-
 def pipeline_text(found: dict[str, Any]) -> str:
     """The executor's time, and with stages that sleep the makespan beside the simulated one."""
     overhead = found["overhead_seconds_per_action"] * 1e6
@@ -281,5 +251,48 @@ def load_text(found: dict[str, Any]) -> str:
     )
 
 
+def device_text(found: dict[str, Any]) -> str:
+    """A row for each way to compute the layer, and one for each dispatcher's exchanges."""
+    planned = found["planned"]
+    rows = [
+        (
+            row["name"],
+            " + ".join(map(str, row["kernels"])),
+            f"{sum(row['bytes']) / 1e9:.2f}",
+            " + ".join(map(str, row["waits"])),
+            _fine(row["roofline_seconds"]),
+            f"{row['roofline_seconds'] / planned['device']:.2f}",
+        )
+        for row in found["rows"]
+    ]
+    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner")
+    text = (
+        f"shape {found['shape']}, bfloat16, one simulated device; data sheet: {found['cluster']}\n"
+        f"{table(header, rows, left=1)}\n"
+        f"planner: {_fine(planned['device'])} ms on the device, {_fine(planned['with_host'])} with "
+        "the host of the stack that it is calibrated on"
+    )
+    if not found["exposed"]:
+        return text
+    rows = [
+        (
+            f"{row['dispatcher']}, {row['chunks']} chunk{'s' * (row['chunks'] > 1)}",
+            *(_fine(row[key]) for key in ("seconds", "kernels", "exchanges", "exposed", "late")),
+            f"{row['exposed'] / row['exchanges']:.0%}",
+        )
+        for row in found["exposed"]
+    ]
+    header = ("", "ms", "kernels", "exchanges", "exposed", "late", "share")
+    return (
+        f"{text}\n\nexperts over {found['ranks']} simulated devices, behind the router, "
+        f"milliseconds\n{table(header, rows, left=1)}"
+    )
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+def _fine(seconds: float) -> str:
+    """Milliseconds with three digits: of what takes microseconds."""
+    return f"{seconds * 1e3:.3f}"

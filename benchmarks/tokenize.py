@@ -1,4 +1,4 @@
-"""`moemesh bench tokenize`: text into tokens, against the package tokenizers by itself.
+"""`benchmarks.tokenize`: text into tokens, against the package tokenizers by itself.
 
 A byte-level BPE is trained on Python's own library sources and applied to them, cut into documents:
 by `encode_batch_fast` and `encode_batch` of the package on a list of texts in memory, by
@@ -140,3 +140,9 @@ def _train(tokenizers: Any, documents: list[str], vocabulary: int, path: Path) -
     )
     made.train_from_iterator(documents, trainer)
     made.save(str(path))
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("tokenize")

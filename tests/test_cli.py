@@ -12,7 +12,6 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.settings import LayerSettings
 from moemesh import __version__, cli
 from moemesh.cli.application import app
 from moemesh.train.preparation import Preparation
@@ -65,7 +64,7 @@ def run(
         ["--help"],
         ["--version"],
         ["train", "--help"],
-        ["bench", "layer", "--help"],
+        ["bench", "links", "--help"],
         ["config", "--help"],
     ],
 )
@@ -185,19 +184,6 @@ def test_train_passes_on_what_it_was_told(
         (None, [], None, [], None, False, None),
         (None, [], None, [], None, True, None),
     ]
-
-
-def test_bench_passes_on_what_it_was_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[object, ...]] = []
-    fake(monkeypatch, "moemesh.bench", "layer", run=lambda *given: calls.append(given))
-    arguments = ["--shape", "A", "--ranks", "4", "--dtype", "bfloat16", "--rounds", "7", "--json"]
-    assert run(capsys, monkeypatch, "bench", "layer", *arguments)[0] == 0
-    ((settings, found),) = calls
-    told = LayerSettings(shape="A", ranks="4", dtype="bfloat16", rounds=7)
-    assert settings == told and found is None
-    assert told.words()[:4] == ["--shape", "A", "--ranks", "4"]
 
 
 class SomethingWrongError(ValueError):

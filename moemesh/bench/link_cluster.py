@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.settings import LinksSettings
 from moemesh.bench.link_fit import LinkFit
+from moemesh.bench.settings import LinksSettings
 from moemesh.config.cluster import Cluster, LinkCurve
 
 #: The peak in units of which the planner's loss with few rows is given (`planner/timing/compute`).

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.settings import LinksSettings
 from moemesh.bench.device import measure_device
 from moemesh.bench.link_fit import fit
 from moemesh.bench.links_rank import GroupShape, measure_shape
 from moemesh.bench.ranks import on_ranks
+from moemesh.bench.settings import LinksSettings
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.config.divisors import divisors
@@ -39,7 +39,7 @@ def shapes(num_ranks: int, node_size: int) -> list[GroupShape]:
 def run(settings: LinksSettings, found: Path | None = None) -> dict[str, Any] | None:
     """Measure on the ranks that `settings` ask for; None where another rank has the result."""
     return on_ranks(
-        "links",
+        ("moemesh", "bench", "links"),
         settings,
         lambda ranks: measured(settings, ranks.device),
         num_ranks=settings.ranks,

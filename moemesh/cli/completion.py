@@ -40,15 +40,9 @@ def _of_plan(name: str, *more: str) -> Complete:
 
 
 def _operations() -> tuple[str, ...]:
-    from benchmarks.settings import OPERATIONS
+    from moemesh.bench.settings import OPERATIONS
 
     return ("all", *OPERATIONS)
-
-
-def _workloads() -> tuple[str, ...]:
-    from benchmarks.routing_shape import WORKLOADS
-
-    return ("all", *WORKLOADS)
 
 
 models = _presets("", "shapes")
@@ -58,7 +52,6 @@ routings = _presets("routings")
 dispatchers = _of_plan("dispatcher")
 schedules = _of_plan("schedule")
 collectives = words(_operations)
-workloads = words(_workloads)
 
 
 def settings(incomplete: str) -> list[str]:

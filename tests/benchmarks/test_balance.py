@@ -1,4 +1,4 @@
-"""`moemesh bench balance` on a small case: all tables, and what they must say."""
+"""`benchmarks.balance` on a small case: all tables, and what they must say."""
 
 from __future__ import annotations
 

@@ -238,9 +238,9 @@ def test_all_means_every_one() -> None:
     assert len(settings.workloads) == 9 and measure.FIRST_STEPS["W7"] + 10 > 35
 
 
-def moemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [commands.python(), "-m", "moemesh", "bench", "dispatch", *arguments],
+        [commands.python(), "-m", "benchmarks.dispatch", *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -249,7 +249,7 @@ def moemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_starts_its_ranks_and_prints_one_object() -> None:
     options = "--ranks 2 --experts 8 --top-k 2 --tokens 32 --hidden 16 --rounds 2 --json"
-    done = moemesh("--workload", "W3", "--dispatcher", "all_to_all", *options.split())
+    done = benchmark("--workload", "W3", "--dispatcher", "all_to_all", *options.split())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["settings"]["tokens"] == 32
@@ -259,6 +259,6 @@ def test_the_command_starts_its_ranks_and_prints_one_object() -> None:
 
 
 def test_a_mistake_ends_with_exit_code_2_and_one_message() -> None:
-    done = moemesh("--workload", "W9")
+    done = benchmark("--workload", "W9")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("moemesh: no workload 'W9'")

@@ -1,4 +1,4 @@
-"""`moemesh bench layer`: what it prints, and that its bounds do exactly the work they must do."""
+"""`benchmarks.layer`: what it prints, and that its bounds do exactly the work they must do."""
 
 import json
 import sys

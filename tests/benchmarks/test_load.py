@@ -1,4 +1,4 @@
-"""`moemesh bench load`: every rank reads the bytes that it needs, and takes no further memory."""
+"""`benchmarks.load`: every rank reads the bytes that it needs, and takes no further memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moemesh bench memory` measures what it says: states and traffic are the predicted ones."""
+"""`benchmarks.memory` measures what it says: states and traffic are the predicted ones."""
 
 from __future__ import annotations
 

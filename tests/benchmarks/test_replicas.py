@@ -1,4 +1,4 @@
-"""`moemesh bench replicas` measures what it says: even ranks, and steps of the same model."""
+"""`benchmarks.replicas` measures what it says: even ranks, and steps of the same model."""
 
 import pytest
 

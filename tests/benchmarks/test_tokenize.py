@@ -1,4 +1,4 @@
-"""bench tokenize: every contender makes all documents, and ratios are to the first."""
+"""`benchmarks.tokenize`: every contender makes all documents, and ratios are to the first."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import LinksSettings
 from moemesh import cli
+from moemesh.bench.settings import LinksSettings
 from moemesh.cli.clusters import cluster_text
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.cluster_keys import KEYS

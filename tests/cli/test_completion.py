@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.settings import OPERATIONS
+from moemesh.bench.settings import OPERATIONS
 from moemesh.config.plan import Dispatcher, ScheduleName
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names
@@ -35,11 +35,9 @@ def ask(monkeypatch: Patch, line: str, shell: str = "bash") -> None:
         ("estimate --plan ", set(preset_names("plans"))),
         ("dispatch ", set(preset_names("routings"))),
         ("dispatch --dispatcher ", set(get_args(Dispatcher))),
-        ("bench dispatch --dispatcher deepep,hier", {"deepep,hierarchical"}),
         ("schedule ", {*get_args(ScheduleName), "search"}),
-        ("bench pipeline --schedule zb_h", {"zb_h1", "zb_h2"}),
         ("bench links --operations ", {"all", *OPERATIONS}),
-        ("bench layer --workload W1", {"W1"}),
+        ("bench links --operations send,all_to", {"send,all_to_all"}),
         ("train --set ", {f"{key}=" for key in all_keys()}),
         ("config show --set plan.schedule=zb_h", {"plan.schedule=zb_h1", "plan.schedule=zb_h2"}),
         ("layout --set model.preset=ti", {"model.preset=tiny"}),

@@ -1,18 +1,32 @@
-"""The development verb drill: faults in tiny runs."""
+"""``python -m tests.drill``: faults in tiny runs, in processes that start preloaded.
+
+A trial then leaves out the seconds in which Python and torch are loaded (:mod:`tests.commands`).
+"""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moemesh.cli.application import AsJson, Overrides, app
+from moemesh.cli.application import AsJson, Overrides, run
+from moemesh.cli.examples import Verbs
 from moemesh.trace.strict_json import strict_json
+from tests import commands
+from tests.drill import faults  # noqa: F401  # adds its rows
+from tests.drill import soak as soaks
+from tests.drill import trials as drills
+from tests.drill.figures import HEADER as FIGURES
+from tests.drill.figures import figures
+from tests.drill.results import HEADER, ResultsFile, markdown
+
+app = Verbs(add_completion=False)
 
 
-@app.command(hidden=True, short_help="Inject faults into tiny runs and check how they end.")
+@app.command()
 def drill(
     trials: Annotated[int, typer.Option(min=1, help="Trials of each fault.")] = 1,
     only: Annotated[
@@ -37,6 +51,9 @@ def drill(
     out: Annotated[
         Path | None, typer.Option(metavar="RUN", help="The new folder of a soak's run.")
     ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Start every process anew, as a user's command does.")
+    ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,16 +64,10 @@ def drill(
     faults. --soak is one run of `train` instead, with a kill, a stop, an endless loop or an
     exception --every 300 seconds, whose effective time and false alarms are counted.
     """
-
-    from tests.drill import faults  # noqa: F401  # adds its rows
-    from tests.drill import trials as drills
-    from tests.drill.figures import HEADER as FIGURES
-    from tests.drill.figures import figures
-    from tests.drill.results import HEADER, ResultsFile, markdown
-
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    python = sys.executable if cold else commands.python()
     if soak:
-        _soak(soak, every, out, overrides or [], seed, results)
+        _soak(soak, every, out, overrides or [], seed, results, python)
         return
     known = [name for name, one in drills.FAULTS.items() if one.is_short or not short]
     if unknown := [name for name in only or [] if name not in drills.FAULTS]:
@@ -66,7 +77,7 @@ def drill(
         only or known,
         trials=trials,
         seed=seed,
-        python=sys.executable,
+        python=python,
         results=kept,
         say=lambda text: typer.echo(text, err=True),
     )
@@ -90,27 +101,28 @@ def _soak(
     overrides: list[str],
     seed: int,
     results: Path | None,
+    python: str,
 ) -> None:
     """Carry out a soak and print its report as JSON."""
-    import tempfile
-
-    from tests.drill import soak
-    from tests.drill.results import ResultsFile
-
     if out is not None and out.exists():
         raise typer.BadParameter(f"--out: {out} exists; a soak begins a new run")
     if malformed := [one for one in overrides if "=" not in one]:
         raise typer.BadParameter(f"--set {malformed[0]}: not SECTION.KEY=VALUE")
     with tempfile.TemporaryDirectory(prefix="moemesh-soak-") as folder:
-        report = soak.soak(
+        report = soaks.soak(
             seconds,
             every=every,
             out=out or Path(folder) / "run",
             overrides=overrides,
             seed=seed,
+            python=python,
             say=lambda text: typer.echo(text, err=True),
         )
     ResultsFile(results).add_soak(report)
     typer.echo(strict_json(report, indent=1))
-    if not soak.is_good(report):
+    if not soaks.is_good(report):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(app, "python -m tests.drill")

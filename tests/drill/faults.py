@@ -1,4 +1,4 @@
-"""The faults of `moemesh drill` besides ranks that end or hang: storage, signals, numbers, data.
+"""The faults of the drill besides ranks that end or hang: storage, signals, numbers, data.
 
 Importing this module adds its rows to :data:`tests.drill.trials.FAULTS`, behind those of ranks.
 """

@@ -55,6 +55,12 @@ class Spec:
         return json.dumps(asdict(self))
 
 
+def environment() -> dict[str, str]:
+    """The environment of a process of the drill, which imports this package wherever it starts."""
+    paths = (os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent.parent))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

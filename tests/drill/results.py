@@ -1,4 +1,4 @@
-"""Results of `moemesh drill`: the outcome of a trial, a row a fault, and the file that keeps them.
+"""Results of the drill: the outcome of a trial, a row a fault, and the file that keeps them.
 
 The file has one JSON object a line, written as soon as a trial has ended, so that a drill that was
 cut off loses one trial and goes on from there.

@@ -1,4 +1,4 @@
-"""`moemesh drill --soak`: one run of `moemesh train` for minutes or hours, with or without faults.
+"""The soak of the drill: one run of `moemesh train` for minutes or hours, with or without faults.
 
 With faults it measures the share of the time in which steps were computed that counted, and the
 seconds from a fault to the verdict and on to the next step. Without, it counts false alarms.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.comm.supervisor import python_command
-from tests.drill.rank import ORDER, SOAK, Spec, read_notes
+from tests.drill.rank import ORDER, SOAK, Spec, environment, read_notes
 
 #: Two ranks, small enough for two cores; all else is the default of `moemesh train`.
 SETTINGS = {
@@ -61,7 +61,7 @@ def soak(
     draw, actions = random.Random(seed), list[str]()
     start = time.monotonic()
     with (folder / "console").open("w") as console:
-        run = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(command, env=environment(), stdout=console, stderr=subprocess.STDOUT)
         due = start + every
         while run.poll() is None and (now := time.monotonic()) < start + seconds:
             if every and now >= due and due <= start + seconds - every / 2:

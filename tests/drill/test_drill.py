@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import commands
+from tests.drill import faults, trials
 from tests.drill.figures import figures
 from tests.drill.rank import Spec
 from tests.drill.results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
@@ -25,10 +26,10 @@ from tests.waiting import PATIENCE
 
 def test_the_short_form() -> None:
     """Every fault ends with the right verdict on the right rank, and with the oracle's bits."""
-    assert drill_faults.__doc__ and len(FAULTS) > 20  # its rows are there, too
+    assert faults.__doc__ and len(FAULTS) > 20  # its rows are there, too
     names = [name for name, one in FAULTS.items() if one.is_short]
     problems: list[str] = []
-    rows = drill.run(names, trials=1, seed=1, python=commands.python(), say=problems.append)
+    rows = trials.run(names, trials=1, seed=1, python=commands.python(), say=problems.append)
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
     assert len(rows) == len(names) >= 4
     assert all(row.outcomes[0].recovered is not False for row in rows)
@@ -37,7 +38,7 @@ def test_the_short_form() -> None:
 @pytest.mark.slow
 def test_the_long_form() -> None:
     problems: list[str] = []
-    rows = drill.run(list(FAULTS), trials=3, seed=2, python=commands.python(), say=problems.append)
+    rows = trials.run(list(FAULTS), trials=3, seed=2, python=commands.python(), say=problems.append)
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
 
 
@@ -99,13 +100,13 @@ def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.Mo
 
         return Fault(name, "R5", one)
 
-    monkeypatch.setattr(drill, "FAULTS", {name: trial(name) for name in ("a", "b")})
-    whole = drill.run(["a", "b"], trials=3, seed=1, say=lambda _: None)
+    monkeypatch.setattr(trials, "FAULTS", {name: trial(name) for name in ("a", "b")})
+    whole = trials.run(["a", "b"], trials=3, seed=1, say=lambda _: None)
     assert [name for name, _ in drawn] == ["a", "b"] * 3
     once, kept = sorted(drawn), ResultsFile(tmp_path / "results.jsonl")
     drawn.clear()
-    drill.run(["a"], trials=2, seed=1, results=kept, say=lambda _: None)
-    rows = drill.run(["a", "b"], trials=3, seed=1, results=kept, say=lambda _: None)
+    trials.run(["a"], trials=2, seed=1, results=kept, say=lambda _: None)
+    rows = trials.run(["a", "b"], trials=3, seed=1, results=kept, say=lambda _: None)
     assert sorted(drawn) == once and rows == whole
 
 
@@ -115,11 +116,11 @@ def report_of(out: Path) -> dict[str, object]:
 
 def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     """Every start meets the fault: the budget ends it, and everything says what was wrong."""
-    trials = Drill(tmp_path, commands.python())
-    folder = trials.new_folder()
+    drill = Drill(tmp_path, commands.python())
+    folder = drill.new_folder()
     out = folder / "run"
     spec = Spec(action="raise", rank=1, step=3, place="collective", folder=str(folder), once=False)
-    done = trials.moemesh(trials.arguments(out, "dp=2 ep=2"), spec)
+    done = drill.moemesh(drill.arguments(out, "dp=2 ep=2"), spec)
     assert done.returncode == 1, done.stderr
     report = report_of(out)
     assert (report["kind"], report["rank"], report["step"]) == ("RuntimeError", 1, 3)
@@ -140,10 +141,10 @@ def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
 def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
-    trials = Drill(tmp_path)
-    whole = trials.oracle("dp=2 ep=2")
-    out = trials.new_folder() / "run"
-    arguments = trials.arguments(out, "dp=2 ep=2", train__steps=2000)
+    drill = Drill(tmp_path)
+    whole = drill.oracle("dp=2 ep=2")
+    out = drill.new_folder() / "run"
+    arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
     first = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
     end = time.monotonic() + 120
     while not (out / "checkpoints" / "step-4").exists():
@@ -152,7 +153,7 @@ def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
     pid = process_of_rank(1, out)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    arguments = trials.arguments(out, "dp=2 ep=2", train__steps=2000)
+    arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
     again = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
     end = time.monotonic() + 120
     while "resumed" not in (out / "events.jsonl").read_text():

@@ -1,4 +1,4 @@
-"""`moemesh drill`: faults in tiny runs, one after the other, and a table of how they ended.
+"""The trials of the drill: faults in tiny runs, one after the other, and a table of how they ended.
 
 A row of the table is a function, registered by :func:`fault`, that carries one trial out and says
 how it ended. A run that recovers must have the losses of the run without a fault, bit for bit.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.comm.supervisor import python_command
-from tests.drill.rank import FIRED, JUDGED, WENT_ON, Spec, read_time
+from tests.drill.rank import FIRED, JUDGED, WENT_ON, Spec, environment, read_time
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
 
 #: Of every run: small enough that a trial takes the seconds of its starts.
@@ -95,6 +95,7 @@ class Drill:
         module = ["moemesh"] if spec is None else ["tests.drill.rank", spec.text()]
         return subprocess.run(
             python_command(*module, *arguments, python=self.python),
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_SECONDS,

@@ -1,0 +1,74 @@
+"""The verb `bench links`: what the links of a machine carry."""
+
+# No `from __future__ import annotations` in these files: typer reads the annotations.
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moemesh.bench.settings import BenchError, LinksSettings
+from moemesh.cli import completion
+from moemesh.cli.application import AsJson, bench_app
+from moemesh.cli.options import options_from
+from moemesh.cli.table import table
+from moemesh.trace.memory import format_bytes
+from moemesh.trace.strict_json import strict_json
+
+
+@bench_app.command("links", short_help="Collectives over sizes and groups.")
+@options_from(LinksSettings, operations=completion.collectives)
+def bench_links(
+    settings: LinksSettings,
+    name: Annotated[str, typer.Option(help="Name of the cluster in the file.")] = "measured",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
+    ] = None,
+    as_json: AsJson = False,
+    found: Annotated[Path | None, typer.Option("--found", hidden=True)] = None,
+) -> None:
+    """Time collectives over sizes, group sizes and members per node; write a Cluster file.
+
+    `estimate` and `plan` take their times from the file. Example:
+
+        moemesh bench links --hosts 2 --link 1gbit --out cluster.toml
+    """
+    from moemesh.bench import links
+    from moemesh.bench.link_cluster import cluster_file
+
+    if out is not None and not out.parent.is_dir():
+        raise BenchError(f"--out {out}: there is no folder {out.parent}")
+    result = links.run(settings, found)
+    if result is not None and out is not None:
+        out.write_text(cluster_file(result, name), encoding="utf-8")
+    if result is not None:
+        typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
+
+
+def links_text(found: dict[str, Any]) -> str:
+    """A row for each operation and shape of group: times by size, and the fits."""
+    settings, device = found["settings"], found["device"]
+    sizes = sorted({size for row in found["links"] for size in row["bytes"]})
+    header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
+    rows = []
+    for row in found["links"]:
+        fit = row["fit"]
+        times = dict(zip(row["bytes"], row["seconds"], strict=True))
+        rows.append(
+            (
+                row["operation"],
+                str(row["ranks"]),
+                str(row["members_per_node"]),
+                *(f"{times[size] * 1e3:.3f}" if size in times else "" for size in sizes),
+                f"{fit['alpha'] * 1e6:.1f}",
+                f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-",
+                f"{fit['error']:.1%}",
+                f"{fit['root_error']:.1%}",
+            )
+        )
+    rates = ", ".join(f"{name} {peak / 1e9:.1f}" for name, peak in device["peak_flops"].items())
+    where = f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else ""
+    return (
+        f"{settings['ranks']} ranks{where}: milliseconds, medians of the slowest rank\n"
+        f"{table((*header, 'α µs', '1/β MB/s', 'error', 'with √S'), rows)}\n"
+        f"a device: GFLOP/s {rates}; {device['memory_bandwidth'] / 1e9:.1f} GB/s of memory"
+    )
