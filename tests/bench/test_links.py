@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from moemesh.bench.device import side_loss
-from moemesh.bench.link_cluster import cluster_of
-from moemesh.bench.link_fit import LinkFit, fit, hops_and_volume
-from moemesh.bench.links import shapes
-from moemesh.bench.links_rank import GroupShape, measure_shape
+from moemesh.bench.link_cluster import LinkFit, cluster_of, fit, hops_and_volume
+from moemesh.bench.links import GroupShape, measure_shape, shapes
 from moemesh.bench.settings import OPERATIONS, LinksSettings
 from moemesh.cli.benches import links_text
 from moemesh.comm.mesh import Mesh
