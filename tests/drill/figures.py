@@ -243,5 +243,5 @@ def _goodput(counts: _Counts, soaks: Sequence[dict[str, Any]]) -> Figure:
         f"{_GOODPUT:.0%} effective time with a fault every 5 minutes; restart in 15 s",
         "; ".join(parts),
         all(met) if met else None,
-        "" if met else "moemesh drill --soak 7200",
+        "" if met else "python -m tests.drill --soak 7200",
     )
