@@ -53,7 +53,7 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/ready
-	$(BIN)/moemesh bench layer
+	"$(BIN)/python" -m benchmarks.layer
 
 # On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): all that was never run on one,
 # into one file to send back (docs/gpu.md, tests/gpu_session.py). Goes on behind a failure.

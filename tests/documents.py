@@ -80,7 +80,7 @@ def text_of(document: str) -> str:
 def package_floors() -> list[list[str]]:
     """The packages of each floor, from the top."""
     config = tomllib.loads(text_of("pyproject.toml"))
-    layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
+    _, *layers = config["tool"]["importlinter"]["contracts"][0]["layers"]  # benchmarks is none
     return [[name.strip().rpartition(".")[2] for name in row.split("|")] for row in layers]
 
 
@@ -112,6 +112,7 @@ def tree(old: str) -> str:
 
     for path in sorted(filter(is_shown, (ROOT / "moemesh").iterdir()), key=place):
         add(path, 1)
+    add(ROOT / "benchmarks", 0)
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 

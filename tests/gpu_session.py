@@ -92,8 +92,8 @@ def commands(num_gpus: int) -> list[Command]:
             "profile", ("moemesh", "train", "--out", f"{one}_profile", "--profile", "3"), TRAIN
         ),
         # No GPU is used by these two: what was counted, and the speed of the host, to compare with.
-        Command("bench device", ("moemesh", "bench", "device")),
-        Command("bench layer", ("moemesh", "bench", "layer", "--ranks", "1")),
+        Command("bench device", ("benchmarks.device",)),
+        Command("bench layer", ("benchmarks.layer", "--ranks", "1")),
     ]
     return found
 

@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from moemesh import __version__, cli
-from moemesh.bench.settings import LayerSettings
 from moemesh.cli.application import app
 from moemesh.train.preparation import Preparation
 from tests.waiting import PATIENCE
@@ -65,7 +64,7 @@ def run(
         ["--help"],
         ["--version"],
         ["train", "--help"],
-        ["bench", "layer", "--help"],
+        ["bench", "links", "--help"],
         ["config", "--help"],
     ],
 )
@@ -187,19 +186,6 @@ def test_train_passes_on_what_it_was_told(
     ]
 
 
-def test_bench_passes_on_what_it_was_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[object, ...]] = []
-    fake(monkeypatch, "moemesh.bench", "layer", run=lambda *given: calls.append(given))
-    arguments = ["--shape", "A", "--ranks", "4", "--dtype", "bfloat16", "--rounds", "7", "--json"]
-    assert run(capsys, monkeypatch, "bench", "layer", *arguments)[0] == 0
-    ((settings, found),) = calls
-    told = LayerSettings(shape="A", ranks="4", dtype="bfloat16", rounds=7)
-    assert settings == told and found is None
-    assert told.words()[:4] == ["--shape", "A", "--ranks", "4"]
-
-
 class SomethingWrongError(ValueError):
     """Stands for a package's own kind of ValueError."""
 
@@ -223,7 +209,7 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
     )
     script += "lambda: print(*sys.modules)); from moemesh.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "moemesh.cli.clusters" in done.stdout and "moemesh.cli.benches" not in done.stdout
+    assert "moemesh.cli.clusters" in done.stdout and "benchmarks.application" not in done.stdout
 
 
 def test_only_our_own_value_errors_are_the_users(

@@ -1,1 +1,1 @@
-"""Measuring: links, layers and whole steps, against bounds measured in the same run."""
+"""Measuring a machine: its links and devices for a cluster file, and the checks of `doctor`."""

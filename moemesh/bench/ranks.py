@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moemesh.bench import hosts
-from moemesh.bench.options import BenchError, Settings
-from moemesh.bench.settings import HostSettings
+from moemesh.bench.settings import BenchError, HostSettings, Settings
 from moemesh.comm import cuda, launch
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.watch.supervisor import python_command
@@ -20,7 +19,7 @@ TIMEOUT_SECONDS = 1200.0
 
 
 def on_ranks(
-    verb: str,
+    command: Sequence[str],
     settings: Settings,
     measure: Callable[[launch.Ranks], Any],
     *,
@@ -32,8 +31,8 @@ def on_ranks(
 
     The result is made of JSON's types. A process that is a rank measures itself: rank 0 returns
     the result, or writes it to `found`; all others return None. Any other process starts the ranks
-    with `moemesh bench VERB`, the settings and a file for `found`. A rank that fails ends this
-    process with its exit code.
+    with `command` (a module and its first arguments), the settings and a file for `found`. A rank
+    that fails ends this process with its exit code.
     """
     if launch.joined():
         ranks = launch.start(device, TIMEOUT_SECONDS)
@@ -47,17 +46,17 @@ def on_ranks(
         return result if ranks.rank == 0 and found is None else None
     with tempfile.TemporaryDirectory(prefix="moemesh-bench-") as folder:
         file = Path(folder) / "found.json"
-        arguments = ["bench", verb, *settings.words(), "--found", str(file)]
+        command = python_command(*command, *settings.words(), "--found", str(file))
         if isinstance(settings, HostSettings) and settings.hosts:
             with hosts.hosts(settings.hosts, settings.link) as names:
                 hosts.run_ranks(
                     names,
                     ranks_per_host=settings.node,
-                    command=python_command("moemesh", *arguments),
+                    command=command,
                     timeout=TIMEOUT_SECONDS,
                 )
         else:
             cuda.check(device, num_ranks)
-            if code := launch.launch(num_ranks, arguments):
+            if code := launch.launch(num_ranks, [], entry=command[1:]):
                 raise SystemExit(code)
         return json.loads(file.read_text())

@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moemesh.cli.application import USER_ERROR, app
-from moemesh.cli.application import main as _main
+from moemesh.cli.application import USER_ERROR, app, run
 
 __all__ = ["USER_ERROR", "import_verbs", "main"]
 
@@ -31,10 +30,8 @@ VERBS: dict[str, tuple[str, ...]] = {
     "pipelines": ("schedule",),
     "balancing": ("balance",),
     "benches": ("bench",),
-    "bench_device": ("bench",),
     "repro": ("repro",),
     "watching": ("watch",),
-    "drill": ("drill",),
 }
 
 
@@ -61,4 +58,4 @@ def main() -> None:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         words = line.split()[1:]
     import_verbs(words)
-    _main()
+    run(app, "moemesh")

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from textwrap import wrap
@@ -90,7 +90,7 @@ config_app = Verbs(help="Configurations: show, check, schema, diff, migrate.")
 cluster_app = Verbs(help="Descriptions of machines: init, show, list.")
 data_app = Verbs(help="Training data: show a batch with its loss mask.")
 checkpoint_app = Verbs(help="Checkpoints of a run: ls, verify, diff, prune.")
-bench_app = Verbs(help="Measure parts of the library.")
+bench_app = Verbs(help="Measure the links between ranks.")
 esft_app = Verbs(help="Expert-specialised fine-tuning: scores of the experts of a task.")
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
@@ -136,13 +136,14 @@ def root(
     """Train mixture-of-experts transformers over a mesh of devices."""
 
 
-def main() -> None:
-    """Run the command. Mistakes of the user end in one message on stderr and exit code 2."""
+def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None) -> None:
+    """Run the command line `words` (None: this process's) of `program`, and end with its exit code.
+    Mistakes of the user end in one message on stderr and exit code 2."""
     if isinstance(sys.stdout, TextIOWrapper):
         # As stderr: a name in a file of others that the terminal cannot show is escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = app(prog_name="moemesh", standalone_mode=False)
+        code = commands(words, prog_name=program, standalone_mode=False)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

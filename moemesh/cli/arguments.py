@@ -36,8 +36,17 @@ WORDS: dict[str, str] = {
     "cluster list": "clusters hardware machines devices ls", "partition": "split cut alpa stages",
     "schedule": "simulate simulator pipeline bubble", "balance": "eplb rebalance place placement",
     "bench": "benchmark measure speed", "repro": "reproduce repeat",
-    "watch": "tail follow monitor top logs status", "drill": "fault faults chaos",
+    "watch": "tail follow monitor top logs status",
 }  # fmt: skip
+
+#: Former verbs of the command that stand beside the package, and how a checkout runs them.
+IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m benchmarks.layer"} | {
+    f"bench {name}": f"python -m benchmarks.{name}"
+    for name in (
+        *("layer", "dispatch", "pipeline", "balance", "replicas"),
+        *("memory", "tokenize", "checkpoint", "load", "device"),
+    )
+}
 
 
 def _nearest_verb(word: str, group: str) -> str:
@@ -84,8 +93,13 @@ class Group(_CommandLine, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is not None or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        near = _nearest_verb(args[0].lower(), ctx.command_path.partition(" ")[2])
-        fix = f"moemesh {near}" if near else f"one of {', '.join(self.list_commands(ctx))}"
+        group, word = ctx.command_path.partition(" ")[2], args[0].lower()
+        if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
+            fix = f"{elsewhere}, in a checkout"
+        elif near := _nearest_verb(word, group):
+            fix = f"moemesh {near}"
+        else:
+            fix = f"one of {', '.join(self.list_commands(ctx))}"
         message = f"`{ctx.command_path}` has no verb `{args[0]}`"
         raise _refusal(ctx, _problem("unknown-option", args[0], message, fix))
 

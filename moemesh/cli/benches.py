@@ -1,92 +1,18 @@
-"""Verbs that measure: bench layer, links, dispatch, pipeline, balance, replicas, memory, ..."""
+"""The verb `bench links`: what the links of a machine carry."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moemesh.bench.options import BenchError, described
-from moemesh.bench.routing_shape import WORKLOADS
-from moemesh.bench.settings import (
-    BalancersSettings,
-    CheckpointSettings,
-    DispatchSettings,
-    LayerSettings,
-    LinksSettings,
-    LoadSettings,
-    MemorySettings,
-    PipelineSettings,
-    ReplicasSettings,
-    TokenizeSettings,
-)
-from moemesh.bench.shapes import SHAPES
+from moemesh.bench.settings import BenchError, LinksSettings
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, bench_app
 from moemesh.cli.options import options_from
+from moemesh.cli.table import table
+from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
-
-#: Below the help of a verb; click keeps the lines of a block that begins with a backspace.
-_LOADS = f"\b\nLoads, as routed tokens per expert:\n{described(WORKLOADS)}"
-_SHAPES = "\b\nShapes:\n" + described({name: str(shape) for name, shape in SHAPES.items()})
-
-OutFile = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON object there.")
-]
-#: Where a rank that the verb itself started leaves the result.
-FoundFile = Annotated[Path | None, typer.Option("--found", hidden=True)]
-
-
-def _print(result: Any, text: Callable[[Any], str], as_json: bool, out: Path | None = None) -> None:
-    """The result for a person or a program; None: another process prints it."""
-    if result is None:
-        return
-    if out is not None:
-        try:
-            out.write_text(strict_json(result, indent=2))
-        except OSError as error:
-            raise BenchError(f"--out {out}: {error.strerror or error}") from error
-    typer.echo(strict_json(result, indent=2) if as_json else text(result))
-
-
-@bench_app.command("layer", short_help="One MoE layer against its bounds.", epilog=_LOADS)
-@options_from(LayerSettings, workload=completion.workloads)
-def bench_layer(
-    settings: LayerSettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Time one MoE layer against its bare matrix products and exchanges."""
-    from moemesh.bench import layer
-    from moemesh.cli.bench_text import layer_text
-
-    _print(layer.run(settings, found), layer_text, as_json, out)
-
-
-bench_layer.__doc__ = f"{bench_layer.__doc__}\n\n{_SHAPES}"
-
-
-@bench_app.command("dispatch", short_help="All dispatchers under a load.", epilog=_LOADS)
-@options_from(DispatchSettings, dispatcher=completion.dispatchers, workload=completion.workloads)
-def bench_dispatch(
-    settings: DispatchSettings, as_json: AsJson = False, found: FoundFile = None
-) -> None:
-    """Time every dispatcher under a given load, against the bare all-to-all.
-
-    All take turns; a step takes as long as its slowest rank. Example:
-
-        moemesh bench dispatch --workload W3 --hosts 2 --link 1gbit
-    """
-    from moemesh.bench import dispatch
-    from moemesh.cli.bench_text import dispatch_text
-
-    _print(dispatch.run(settings, found), dispatch_text, as_json)
-
-
-# The plural, beside `bench links`.
-bench_app.command("layers", hidden=True)(bench_layer)
 
 
 @bench_app.command("links", short_help="Collectives over sizes and groups.")
@@ -98,7 +24,7 @@ def bench_links(
         Path | None, typer.Option("--out", metavar="CLUSTER.toml", help="Write a Cluster file.")
     ] = None,
     as_json: AsJson = False,
-    found: FoundFile = None,
+    found: Annotated[Path | None, typer.Option("--found", hidden=True)] = None,
 ) -> None:
     """Time collectives over sizes, group sizes and members per node; write a Cluster file.
 
@@ -108,124 +34,41 @@ def bench_links(
     """
     from moemesh.bench import links
     from moemesh.bench.link_cluster import cluster_file
-    from moemesh.cli.bench_text import links_text
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: there is no folder {out.parent}")
     result = links.run(settings, found)
     if result is not None and out is not None:
         out.write_text(cluster_file(result, name), encoding="utf-8")
-    _print(result, links_text, as_json)
+    if result is not None:
+        typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
 
 
-@bench_app.command("pipeline", short_help="The executor of pipelines.")
-@options_from(PipelineSettings, schedule=completion.schedules)
-def bench_pipeline(
-    settings: PipelineSettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Time the executor of pipelines, with empty stages or with stages that sleep."""
-    from moemesh.bench import pipeline
-    from moemesh.cli.bench_text import pipeline_text
-
-    _print(pipeline.run(settings, found), pipeline_text, as_json, out)
-
-
-@bench_app.command("balance", short_help="Balancers of experts, side by side.")
-@options_from(BalancersSettings)
-def bench_balance(settings: BalancersSettings, as_json: AsJson = False) -> None:
-    """Compare expert balancers with the published one, on loads of every shape."""
-    from moemesh.bench import balance
-    from moemesh.cli.bench_text import balancers_text
-
-    _print(balance.run(settings), balancers_text, as_json)
-
-
-@bench_app.command("replicas", short_help="Steps with spare slots and without.", epilog=_LOADS)
-@options_from(ReplicasSettings)
-def bench_replicas(
-    settings: ReplicasSettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Time training steps with spare slots and without, in turns, under skewed routing."""
-    from moemesh.bench import replicas
-    from moemesh.cli.bench_text import replicas_text
-
-    _print(replicas.run(settings, found), replicas_text, as_json, out)
-
-
-@bench_app.command("memory", short_help="Every plan.data: memory, traffic, time.")
-@options_from(MemorySettings)
-def bench_memory(
-    settings: MemorySettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Compare replicate, ZeRO 1 to 3 and a parameter server, in turns in one run.
-
-    Peak and state bytes of a rank stand beside the predicted ones. Example:
-
-        moemesh bench memory --rounds 15
-    """
-    from moemesh.bench import memory
-    from moemesh.cli.bench_text import memory_text
-
-    _print(memory.run(settings, found), memory_text, as_json, out)
-
-
-@bench_app.command("tokenize", short_help="Text into tokens.")
-@options_from(TokenizeSettings)
-def bench_tokenize(
-    settings: TokenizeSettings, out: OutFile = None, as_json: AsJson = False
-) -> None:
-    """Compare `moemesh tokenize` with the package tokenizers by itself, in turns on one text."""
-    from moemesh.bench import tokenizing
-    from moemesh.cli.bench_text import tokenize_text
-
-    _print(tokenizing.run(settings), tokenize_text, as_json, out)
-
-
-@bench_app.command("checkpoint", short_help="Seconds that a step waits for a save.")
-@options_from(CheckpointSettings)
-def bench_checkpoint(
-    settings: CheckpointSettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Save the same state while the steps wait and behind them, in turns in one run.
-
-    Example:
-
-        moemesh bench checkpoint --megabytes 1024 --folder /shared/runs
-    """
-    from moemesh.bench import checkpoint
-    from moemesh.cli.bench_text import checkpoint_text
-
-    _print(checkpoint.run(settings, found), checkpoint_text, as_json, out)
-
-
-@bench_app.command("load", short_help="Weights of transformers onto ranks, against a plain read.")
-@options_from(LoadSettings)
-def bench_load(
-    settings: LoadSettings,
-    out: OutFile = None,
-    as_json: AsJson = False,
-    found: FoundFile = None,
-) -> None:
-    """Write a folder of weights, and load the slices of every rank, in turns with a plain read.
-
-    Bytes read beside those needed, and memory beside the model's, of the rank with the most.
-    Example:
-
-        moemesh bench load --megabytes 8192
-    """
-    from moemesh.bench import load
-    from moemesh.cli.bench_text import load_text
-
-    _print(load.run(settings, found), load_text, as_json, out)
+def links_text(found: dict[str, Any]) -> str:
+    """A row for each operation and shape of group: times by size, and the fits."""
+    settings, device = found["settings"], found["device"]
+    sizes = sorted({size for row in found["links"] for size in row["bytes"]})
+    header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
+    rows = []
+    for row in found["links"]:
+        fit = row["fit"]
+        times = dict(zip(row["bytes"], row["seconds"], strict=True))
+        rows.append(
+            (
+                row["operation"],
+                str(row["ranks"]),
+                str(row["members_per_node"]),
+                *(f"{times[size] * 1e3:.3f}" if size in times else "" for size in sizes),
+                f"{fit['alpha'] * 1e6:.1f}",
+                f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-",
+                f"{fit['error']:.1%}",
+                f"{fit['root_error']:.1%}",
+            )
+        )
+    rates = ", ".join(f"{name} {peak / 1e9:.1f}" for name, peak in device["peak_flops"].items())
+    where = f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else ""
+    return (
+        f"{settings['ranks']} ranks{where}: milliseconds, medians of the slowest rank\n"
+        f"{table((*header, 'α µs', '1/β MB/s', 'error', 'with √S'), rows)}\n"
+        f"a device: GFLOP/s {rates}; {device['memory_bandwidth'] / 1e9:.1f} GB/s of memory"
+    )

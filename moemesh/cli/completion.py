@@ -45,12 +45,6 @@ def _operations() -> tuple[str, ...]:
     return ("all", *OPERATIONS)
 
 
-def _workloads() -> tuple[str, ...]:
-    from moemesh.bench.routing_shape import WORKLOADS
-
-    return ("all", *WORKLOADS)
-
-
 models = _presets("", "shapes")
 clusters = _presets("clusters")
 plans = _presets("plans")
@@ -58,7 +52,6 @@ routings = _presets("routings")
 dispatchers = _of_plan("dispatcher")
 schedules = _of_plan("schedule")
 collectives = words(_operations)
-workloads = words(_workloads)
 
 
 def settings(incomplete: str) -> list[str]:

@@ -83,11 +83,11 @@ class UserError(ValueError):
 def is_user_error(error: BaseException) -> bool:
     """Whether `error` is a message for the user rather than a fault of ours.
 
-    True for UserError and for every kind of ValueError that a package of ours defines; a bare
+    True for every UserError and for every kind of ValueError that a package of ours defines; a bare
     ValueError from a library says nothing the user could act on.
     """
     ours = type(error).__module__.partition(".")[0] == "moemesh"
-    return isinstance(error, ValueError) and ours
+    return isinstance(error, UserError) or (isinstance(error, ValueError) and ours)
 
 
 class ConfigError(UserError):

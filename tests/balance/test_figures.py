@@ -62,7 +62,7 @@ def test_speed_against_the_published_function() -> None:
     """58 layers, 256 experts, 288 slots, 32 GPUs, hierarchical: 100 times faster, in one run."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("numba")
-    from moemesh.bench.balance import torch_published
+    from benchmarks.balance import torch_published
 
     sizes = (288, 8, 4, 32)
     ratios: dict[str, list[float]] = {"fast": [], "quality": []}

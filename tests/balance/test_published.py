@@ -20,7 +20,7 @@ def test_equal_to_the_transcription(place: tuple[int, int, int, int]) -> None:
     Equal loads of different experts are interchangeable.
     """
     torch = pytest.importorskip("torch")
-    from moemesh.bench.balance import torch_published
+    from benchmarks.balance import torch_published
 
     several = shapes(3, 64, seed=8)
     several["all different"] = np.exp(np.random.default_rng(0).normal(0, 1, (3, 64)))

@@ -37,7 +37,7 @@ def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None
     names = "all_to_all,hierarchical"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "moemesh", "bench", "dispatch", "--json", "--rounds", "3"),
+            *(sys.executable, "-m", "benchmarks.dispatch", "--json", "--rounds", "3"),
             *("--dispatcher", names, *options.split()),
         ],
         capture_output=True,

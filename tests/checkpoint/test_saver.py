@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.bench.simulated_device import SimulatedDevice
+from benchmarks.simulated_device import SimulatedDevice
 from moemesh.checkpoint import files, job, saver, writing
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import CheckpointError, Shard, candidates, open_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import typer
 
 from moemesh import cli
 from moemesh.cli.application import app
-from moemesh.cli.arguments import WORDS
+from moemesh.cli.arguments import IN_A_CHECKOUT, WORDS
 
 
 def verbs() -> Iterator[tuple[str, Any]]:
@@ -181,3 +182,13 @@ def test_the_help_of_groups_names_their_verbs() -> None:
     for group in ("checkpoint", "cluster", "config"):
         told = command.commands[group].help.split(": ")[1].rstrip(".")
         assert set(told.split(", ")) == set(command.commands[group].commands)
+
+
+def test_a_verb_that_left_the_package_is_told_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, command in IN_A_CHECKOUT.items():
+        told = said([*verb.split(), "--help"], monkeypatch, capsys)
+        assert f"    fix: {command}, in a checkout\n" in told
+        assert importlib.util.find_spec(command.removeprefix("python -m ")) is not None
+    assert not IN_A_CHECKOUT.keys() & VERBS.keys()

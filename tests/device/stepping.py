@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moemesh.bench.simulated_device import SimulatedDevice
-from moemesh.bench.simulated_device.counts import Queued
+from benchmarks.simulated_device import SimulatedDevice
+from benchmarks.simulated_device.counts import Queued
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.bench.simulated_device import SimulatedDevice
+from benchmarks.simulated_device import SimulatedDevice
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.bench.simulated_device import SimulatedDevice
+from benchmarks.simulated_device import SimulatedDevice
 from moemesh.model.attention_core import attention
 from moemesh.model.visibility import Visibility, document_starts
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moemesh.bench.simulated_device import CUDA, DeviceTensor, MixedDevices, SimulatedDevice
+from benchmarks.simulated_device import CUDA, DeviceTensor, MixedDevices, SimulatedDevice
 from moemesh.ops.host_copy import HostCopy, upload
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from moemesh.bench.kernels import roofline_seconds, run
-from moemesh.bench.settings import DeviceSettings
-from moemesh.bench.simulated_device import Kernel, SimulatedDevice
-from moemesh.bench.simulated_device.timeline import LAUNCH_SECONDS
+from benchmarks.device import roofline_seconds, run
+from benchmarks.settings import DeviceSettings
+from benchmarks.simulated_device import Kernel, SimulatedDevice
+from benchmarks.simulated_device.timeline import LAUNCH_SECONDS
 from moemesh.config.cluster import load_cluster
 from moemesh.config.train import TrainConfig
 from moemesh.ops.fusion import or_else

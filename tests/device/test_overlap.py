@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from moemesh.bench.simulated_device.counts import Arrival, Exchange, Kernel, Queued
-from moemesh.bench.simulated_device.timeline import RankTimeline, simulate
+from benchmarks.simulated_device.counts import Arrival, Exchange, Kernel, Queued
+from benchmarks.simulated_device.timeline import RankTimeline, simulate
 from moemesh.config import buckets
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.parallel.parallelize import RankModel

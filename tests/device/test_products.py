@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.bench.simulated_device import SimulatedDevice
+from benchmarks.simulated_device import SimulatedDevice
 from moemesh.ops import swiglu
 from moemesh.ops.fusion import or_else
 from moemesh.ops.grouped_gemm import grouped_gemm, grouped_weight_gradient, row_ends

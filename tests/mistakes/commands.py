@@ -276,10 +276,8 @@ COMMANDS: list[Mistake] = [
     Mistake("config migrate none.toml", ("none.toml",)),
     Mistake("config migrate damaged.json", ("damaged.json", "not valid TOML"), foreign=True),
     # bench
-    Mistake("bench layer --shape C", ("--shape", "C")),
-    Mistake("bench layer --ranks 0", ("--ranks", "0")),
-    Mistake("bench layer --rounds many", ("--rounds", "many")),
-    Mistake("bench dispatch --workload W9", ("W9", "W0")),
+    Mistake("bench layer --shape C", ("layer", "python -m benchmarks.layer")),
+    Mistake("drill --short", ("drill", "python -m tests.drill")),
     Mistake("bench links --sizes big", ("sizes", "big")),
     Mistake("bench links --operations all_to_some", ("all_to_some", "all_to_all")),
     Mistake("bench links --link fast --hosts 2", ("link", "fast")),

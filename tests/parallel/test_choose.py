@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moemesh.bench.crossing import rows_between
+from benchmarks.crossing import rows_between
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.ops import permute as permute_module

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.workloads import workload
 from moemesh.balance.compiled import plain_loops
-from moemesh.bench.workloads import workload
 from moemesh.comm.mesh import Mesh
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moemesh.bench.contenders import apply_experts
-from moemesh.bench.workloads import rank_tokens, workload
+from benchmarks.contenders import apply_experts
+from benchmarks.workloads import rank_tokens, workload
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig

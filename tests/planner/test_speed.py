@@ -115,8 +115,6 @@ def test_what_is_no_length(text: str) -> None:
         "layout --model tiny --plan dp=2 --json --seq-len",
         "partition --model tiny --cluster laptop_cpu --global-batch 8 --stages 1 --json --seq-len",
         "dispatch --json --tokens",
-        "bench dispatch --tokens",
-        "bench memory --seq-len",
         "evaluate folder --data text.txt --seq-len",
         "generate folder --prompt text --max-tokens",
         "esft scores folder text.txt --seq-len",

@@ -162,7 +162,7 @@ def test_a_cpu_without_a_cluster_has_no_mfu(tmp_path: Path) -> None:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from moemesh.trace import progress_words
+from moemesh.watch import progress_words
 progress_words.attach(Path(os.environ["MOEMESH_LAUNCHER"]) / "words", int(os.environ["RANK"]))
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
 Path(sys.argv[1], os.environ["RANK"]).touch()

@@ -6,8 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
-from moemesh.bench.drill_rank import Spec
 from tests import commands
+from tests.drill.rank import Spec
 from tests.train.runs import arguments, metrics
 from tests.waiting import PATIENCE
 from tests.without_linux import MODULE
@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_two_ranks_and_names_the_one_that_is_killed(tmp_path:
     assert two.returncode == 0 and "resumed from step 2" in two.stdout, two.stderr
     spec = Spec(action="kill", rank=1, step=6, place="forward", folder=str(tmp_path))
     words = arguments(out, train__steps=8, train__checkpoint_every=2, **TWO)
-    killed = elsewhere("moemesh.bench.drill_rank", spec.text(), *words)
+    killed = elsewhere("tests.drill.rank", spec.text(), *words)
     assert killed.returncode == 137, killed.stderr
     assert "moemesh: rank 1 was killed by SIGKILL\n" in killed.stderr
     assert json.loads((out / "failure.json").read_text())["rank"] == 1

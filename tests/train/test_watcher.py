@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from moemesh.bench.drill_rank import WatcherSpec as FaultSpec
 from moemesh.train import watcher
 from moemesh.train.failure import report_id, write_node_verdict
 from moemesh.train.watcher import Watcher, WatcherSpec
@@ -29,6 +28,7 @@ from moemesh.watch.signs import GONE, Seen
 from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Limits, Verdict
 from moemesh.watch.word_file import Word, WordFile
+from tests.drill.rank import WatcherSpec as FaultSpec
 from tests.train.runs import arguments, losses, metrics, moemesh
 from tests.waiting import PATIENCE, until
 
@@ -124,7 +124,7 @@ def test_how_a_process_of_another_parent_ended() -> None:
 PROCESS = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
-from moemesh.trace import progress_words as words
+from moemesh.watch import progress_words as words
 from moemesh.watch.meeting import STACK_SIGNAL, WORDS, stack_file
 folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"))
@@ -273,7 +273,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     assert moemesh(*arguments(whole, **keys)).returncode == 0
     fault = FaultSpec(action=action, rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
-    command = [*TORCHRUN, "--max-restarts=1", "-m", "moemesh.bench.drill_rank", fault.text()]
+    command = [*TORCHRUN, "--max-restarts=1", "-m", "tests.drill.rank", fault.text()]
     done = subprocess.run(
         [sys.executable, *command, *arguments(out, **keys)],
         capture_output=True,
@@ -295,7 +295,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
 def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
     fault = FaultSpec(action="loop", rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
-    command = [*TORCHRUN, "-m", "moemesh.bench.drill_rank", fault.text()]
+    command = [*TORCHRUN, "-m", "tests.drill.rank", fault.text()]
     done = subprocess.run(
         [sys.executable, *command, *arguments(out, plan__dp=2, train__steps=8)],
         capture_output=True,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.bench.contenders import peak_bytes
+from benchmarks.contenders import peak_bytes
 from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moemesh.bench import drill
-from moemesh.bench.drill import FAULTS
 from moemesh.train.failure import write_verdict
 from moemesh.watch import progress_words
 from moemesh.watch.signs import Seen
@@ -17,6 +15,8 @@ from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import mismatch
 from moemesh.watch.word_file import RANK_BYTES, Collective, Word, read_word
 from tests import commands
+from tests.drill import trials
+from tests.drill.trials import FAULTS
 from tests.watch.looks import RESET, Clock, collective, seen, told, word
 
 
@@ -208,6 +208,6 @@ def test_the_report_has_all_calls(tmp_path: Path) -> None:
 def test_an_operation_too_many_of_one_rank() -> None:
     problems: list[str] = []
     name = "an operation that one rank alone calls"
-    (row,) = drill.run([name], trials=2, seed=3, python=commands.python(), say=problems.append)
+    (row,) = trials.run([name], trials=2, seed=3, python=commands.python(), say=problems.append)
     assert all(one.is_good for one in row.outcomes), "\n".join(problems)
     assert name in FAULTS

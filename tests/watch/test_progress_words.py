@@ -112,7 +112,7 @@ def test_who_is_not_attached_writes_nothing() -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from moemesh.trace import progress_words as words
+from moemesh.watch import progress_words as words
 words.attach(Path(sys.argv[1]), 0)
 step = 0
 while True:

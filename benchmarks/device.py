@@ -1,0 +1,185 @@
+"""`benchmarks.device`: one MoE layer on simulated CUDA devices, by its kernels and exchanges.
+
+Forward and backward in bfloat16, counted in the second call, beside transformers' layer of the same
+sizes. The roofline is that of the implementation, kernel by kernel, on the data sheet of a cluster:
+the larger of operations over peak and bytes over bandwidth, and a launch each. Beside it stands the
+planner's time of the same layer, a prediction from the sizes alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.exposure import exposed_exchanges
+from benchmarks.layer_rank import INIT_STD, single_sequence
+from benchmarks.ranks import on_ranks
+from benchmarks.settings import DeviceSettings
+from benchmarks.shapes import SHAPES, LayerShape
+from benchmarks.simulated_device import CUDA, Kernel, SimulatedDevice
+from benchmarks.simulated_device.timeline import kernel_seconds
+from moemesh.config.cluster import Cluster, load_cluster
+from moemesh.model.moe import MoE
+from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.shapes.shape import from_model_config
+from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
+from moemesh.planner.timing.compute import PricedStep, expert_block
+from moemesh.planner.timing.layer_time import longer
+from moemesh.planner.timing.price import pricing, software_of
+
+
+def run(settings: DeviceSettings, found: Path | None = None) -> dict[str, Any] | None:
+    """The tables; None where another rank has them. ConfigError for a cluster that cannot be read,
+    or whose file has unknown constants."""
+    machine, size = load_cluster(settings.cluster), SHAPES[settings.shape]
+    planned = planned_seconds(size, machine)
+    exposed: list[dict[str, Any]] | None = []
+    if settings.ranks > 1:
+        measure = partial(exposed_exchanges, size, machine)
+        ranks = settings.ranks
+        exposed = on_ranks("device", settings, measure, num_ranks=ranks, found=found)
+        if exposed is None:
+            return None
+    contenders = [
+        ("moemesh", True, _own_layer),
+        ("moemesh, nothing compiled", False, _own_layer),
+        ("transformers, grouped_mm", True, _transformers_layer),
+    ]
+    rows = [
+        {"name": name, **counted}
+        for name, fuses, make in contenders
+        if (counted := count_layer(size, machine, make, fuses=fuses)) is not None
+    ]
+    return {
+        "shape": settings.shape,
+        "cluster": machine.name,
+        "torch": torch.__version__,
+        "rows": rows,
+        "planned": planned._asdict(),
+        "ranks": settings.ranks,
+        "exposed": exposed,
+    }
+
+
+class PlannedLayer(NamedTuple):
+    """The planner's seconds of a MoE layer, forward and backward: of its device alone, and with
+    what the calibrated software stack's host adds."""
+
+    device: float
+    with_host: float
+
+
+def planned_seconds(shape: LayerShape, machine: Cluster) -> PlannedLayer:
+    """From the sizes, by the time model of `moemesh plan`."""
+    priced = pricing(machine)
+    model = from_model_config(shape.config)
+    layout = PlannedLayout(seq_len=shape.tokens, global_batch=1)
+    work = PricedStep(
+        model=model_row(model),
+        layout=layout_row(model, layout, software_of(layout)),
+        hardware=hardware_row(priced.device),
+        constants=priced.constants,
+    )
+    block = expert_block(work)
+    # The backward computes both gradients of every product.
+    forward = float(block.products + block.elementwise)
+    host = float(block.overhead)
+    return PlannedLayer(
+        3 * forward, float(longer(forward, host)) + float(longer(2 * forward, 2 * host))
+    )
+
+
+Layer = tuple[nn.Module, Callable[[Tensor], Tensor]]
+
+
+def count_layer(
+    shape: LayerShape,
+    machine: Cluster,
+    make: Callable[[LayerShape], Layer | None],
+    *,
+    fuses: bool = True,
+) -> dict[str, Any] | None:
+    """Counts of forward and backward; None where the layer is not installed."""
+    with SimulatedDevice(fuses=fuses) as device:
+        made = make(shape)
+        if made is None:
+            return None
+        module, forward = made
+        for turn in ("warm-up ", ""):
+            module.zero_grad(set_to_none=True)
+            x_TH = torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+            x_TH.requires_grad_()
+            with device.region(f"{turn}forward"):
+                y_TH = forward(x_TH)
+            upstream_TH = torch.ones_like(y_TH)
+            with device.region(f"{turn}backward"):
+                y_TH.backward(upstream_TH)
+        parts = [device.totals("forward"), device.totals("backward")]
+        launched = [kernel for part in parts for kernel in part.launched]
+        return {
+            "kernels": [part.kernels for part in parts],
+            "bytes": [part.bytes for part in parts],
+            "waits": [part.waits for part in parts],
+            "lines": sorted({wait.line for part in parts for wait in part.waited}),
+            "roofline_seconds": roofline_seconds(launched, machine),
+        }
+
+
+def roofline_seconds(kernels: Iterable[Kernel], machine: Cluster) -> float:
+    """The least time of these kernels, one after the other, on a device of `machine`."""
+    return sum(kernel_seconds(kernel, machine) for kernel in kernels)
+
+
+def _own_layer(shape: LayerShape) -> Layer:
+    layer = MoE(shape.config)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=INIT_STD)
+    layer.experts.to(torch.bfloat16)
+    layer.to("cuda")
+    context = single_sequence(shape.tokens)
+    moved = {
+        name: value.to(CUDA) for name, value in vars(context).items() if isinstance(value, Tensor)
+    }
+    context = replace(context, **moved)
+    return layer, lambda x_TH: layer(x_TH, context).y_TH
+
+
+def _transformers_layer(shape: LayerShape) -> Layer | None:
+    try:
+        configuration: Any = importlib.import_module("transformers.models.qwen3_moe")
+        modeling: Any = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+        make: Callable[[Any], nn.Module] = modeling.Qwen3MoeSparseMoeBlock
+    except (ImportError, AttributeError):
+        return None
+    config = configuration.Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.width,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        hidden_act="silu",
+    )
+    config._experts_implementation = "grouped_mm"
+    block = make(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=INIT_STD)
+    block = block.to(torch.bfloat16).to("cuda")
+
+    def forward(x_TH: Tensor) -> Tensor:
+        found = block(x_TH[None])
+        return (found[0] if isinstance(found, tuple) else found).view(x_TH.shape)
+
+    return block, forward
+
+
+if __name__ == "__main__":
+    from benchmarks.application import main
+
+    main("device")

@@ -1,0 +1,298 @@
+"""Results of benchmarks as text: a headline and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from moemesh.cli.table import table
+from moemesh.trace.memory_profile import format_bytes
+
+
+def layer_text(found: dict[str, Any]) -> str:
+    """A row for each measurement. MB are 10^6 bytes of the worst rank."""
+    machine = found["machine"]
+    kept = "keeps freed memory" if machine["keeps_freed_memory"] else "default allocator"
+    head = (
+        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{machine['threads_per_rank']} thread(s) per rank, {kept}"
+    )
+    rows = []
+    for result in found["results"]:
+        seconds, ratio, parts = result["seconds"], result["ratio"], result["parts_seconds"]
+        peaks = [peak for peak in result["peak_bytes"] if peak is not None]
+        exchange = seconds.get("all_to_all")
+        rows.append(
+            (
+                result["shape"],
+                result["dtype"],
+                result["workload"] or "router",
+                str(result["ranks"]),
+                _ms(seconds["layer"]["median"]),
+                _ms(seconds["gemm"]["median"]),
+                _ms(exchange["median"]) if exchange else "-",
+                f"{ratio['median']:.3f}",
+                f"{ratio['quartile_1']:.3f} .. {ratio['quartile_3']:.3f}",
+                f"{result['cpu_ratio']['median']:.3f}",
+                f"{max(result['saved_bytes']) / 1e6:.1f}",
+                f"{max(peaks) / 1e6:.1f}" if peaks else "-",
+                " ".join(f"{name} {_ms(value)}" for name, value in parts.items()),
+            )
+        )
+    header = ("shape", "dtype", "load", "ranks", "layer ms", "GEMM ms", "all-to-all ms", "x bound")
+    header += ("quartiles", "x bound, CPU", "saved MB", "peak MB", "slowest parts ms")
+    return f"{head}\n{table(header, rows, left=3)}"
+
+
+def dispatch_text(found: dict[str, Any]) -> str:
+    """A block a workload, a row a contender."""
+    settings = found["settings"]
+    blocks = [
+        f"{settings['mode']}, {settings['ranks']} ranks"
+        + (f" on {settings['hosts']} hosts at {settings['link']}" if settings["hosts"] else "")
+        + f", {settings['tokens']} tokens, hidden {settings['hidden']}, top-{settings['top_k']} of "
+        f"{settings['experts']} experts, {settings['dtype']}, payload {settings['payload']}"
+    ]
+    header = ("", "p50 ms", "p95", "max", "x bare", "exposed ms", "hidden %")
+    header += ("sent", "across", "link", "peak", "dropped")
+    for result in found["workloads"]:
+        named = [(name.replace("_", " "), entry) for name, entry in result["bounds"].items()]
+        for entry in result["dispatchers"]:
+            chunks = f", {entry['chunks']} chunks" if entry["chunks"] > 1 else ""
+            chosen = f" = {entry['chosen']}" if entry["chosen"] != entry["dispatcher"] else ""
+            named.append((entry["dispatcher"] + chosen + chunks, entry))
+        rows = [_contender_row(name, entry) for name, entry in named]
+        blocks.append(f"{result['workload']}\n{table(header, rows)}")
+    if peer := found["single_process"]:
+        blocks.append(
+            f"one process, forward and backward: ours {_ms(peer['ours_seconds'])} ms, "
+            f"transformers {peer['version']} {_ms(peer['transformers_seconds'])} ms"
+        )
+    return "\n\n".join(blocks)
+
+
+def _contender_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    ratio, hidden = entry.get("ratio_to_bare_all_to_all"), entry.get("hidden_share")
+    exposed = entry.get("exposed_seconds")
+    sizes = (entry.get(f"{key}_bytes") for key in ("sent", "across", "link", "peak"))
+    return (
+        name,
+        *(_ms(entry["seconds"][key]) for key in ("p50", "p95", "max")),
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if exposed is None else _ms(exposed),
+        "" if hidden is None else f"{hidden * 100:.0f}",
+        *("" if size is None else format_bytes(size) for size in sizes),
+        str(entry.get("dropped", "")),
+    )
+
+
+def pipeline_text(found: dict[str, Any]) -> str:
+    """The executor's time, and with stages that sleep the makespan beside the simulated one."""
+    overhead = found["overhead_seconds_per_action"] * 1e6
+    lines = [
+        f"{found['schedule']}, {found['ranks']} ranks, {found['microbatches']} microbatches, "
+        f"{found['actions_per_rank']} actions on a rank, median of {found['rounds']} steps",
+        f"executor, messages included   {overhead:8.1f} microseconds an action",
+    ]
+    if "seconds" in found:
+        lines.append(
+            f"sleeping stages               {found['seconds']:8.3f} s, simulated "
+            f"{found['simulated_seconds']:.3f} s, ratio {found['measured_over_simulated']:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def balancers_text(found: dict[str, Any]) -> str:
+    """The tables of static placement, exact loads and drift."""
+    lines = ["static placement: gap to the bound in %, time in us a layer"]
+    for policy in ("hierarchical", "global"):
+        rows = [row for row in found["static"] if row["policy"] == policy]
+        lines += ["", policy, _columns(rows, [name for name in rows[0] if name != "policy"])]
+        ratio, fast = (
+            statistics.median(row["published_us"] / row[name] for row in rows)
+            for name in ("quality_us", "fast_us")
+        )
+        lines.append(f"published in torch / ours, median: {ratio:.0f} (quality), {fast:.0f} (fast)")
+    for title, key in (
+        ("exact loads: imbalance in %", "exact"),
+        ("8 steps of 10 % drift, tolerance 5 %: moved replicas", "drift"),
+    ):
+        lines += ["", title, _columns(found[key], list(found[key][0]))]
+    shown = ", ".join(f"{name} {100 * value:.2f}" for name, value in found["next_step"].items())
+    return "\n".join([*lines, "", f"gap in %, as planned and after 10 % drift: {shown}"])
+
+
+#: Columns that are shares; all are shown in percent.
+_SHARES = ("gap", "nothing", "permuted", "shadowed", "quotas", "stays_on_rank")
+
+
+def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    def shown(name: str, value: Any) -> str:
+        if isinstance(value, float):
+            return f"{100 * value:.2f}" if name.endswith(_SHARES) else f"{value:.1f}"
+        return str(value)
+
+    return table(names, ([shown(name, row[name]) for name in names] for row in rows))
+
+
+def replicas_text(found: Sequence[dict[str, Any]]) -> str:
+    """A row for each number of ranks and load."""
+    header = ("load", "ranks", "balance without", "with", "step ms without", "with", "ratio")
+    header += ("busiest CPU ms without", "with", "ratio", "planning")
+    rows = [
+        (
+            row["workload"],
+            str(result["ranks"]),
+            f"{row['balance']['without']:.2f}",
+            f"{row['balance']['with']:.3f}",
+            *(_ms(row["seconds"][key]) for key in ("without", "with")),
+            f"{row['ratio']:.2f}",
+            *(_ms(row["busiest_rank_cpu_seconds"][key]) for key in ("without", "with")),
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['planning_share']:.2%}",
+        )
+        for result in found
+        for row in result["workloads"]
+    ]
+    return table(header, rows)
+
+
+def memory_text(found: dict[str, Any]) -> str:
+    """A row for each strategy: the rank with the most of everything."""
+    header = ("plan.data", "step ms", "ratio", "peak", "predicted", "ratio")
+    header += ("states", "predicted", "sent", "received")
+    rows = [
+        (
+            name,
+            _ms(row["seconds"]),
+            f"{row['seconds_ratio']:.2f}",
+            *(format_bytes(max(row[key])) for key in ("peak_bytes", "predicted_peak_bytes")),
+            f"{row['peak_ratio']:.2f}",
+            *(
+                format_bytes(max(row[key]))
+                for key in ("state_bytes", "predicted_state_bytes", "wire_bytes", "received_bytes")
+            ),
+        )
+        for name, row in found["strategies"].items()
+    ]
+    settings = found["settings"]
+    head = (
+        f"{found['parameters']:,} parameters, {settings['dtype']}, AdamW, {settings['ranks']} "
+        f"ranks, {settings['microbatches']} microbatch(es); the rank with the most of each"
+    )
+    return f"{head}\n{table(header, rows)}"
+
+
+def tokenize_text(found: dict[str, Any]) -> str:
+    """A row for each way from text to tokens."""
+    header = ("", "seconds", "MB/s", "speed", "cores' time")
+    rows = [
+        (
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['megabytes_per_second']:.2f}",
+            f"{row['speed_ratio']:.2f}",
+            f"{row['cpu_ratio']:.2f}",
+        )
+        for name, row in found["contenders"].items()
+    ]
+    head = f"{found['documents']:,} documents, {found['bytes'] / 1e6:.1f} MB"
+    return f"{head}\n{table(header, rows)}"
+
+
+def checkpoint_text(found: dict[str, Any]) -> str:
+    """A row for each way to save, and for its parts by themselves."""
+    names = {
+        "waiting": "a step waits for the whole save",
+        "behind": "a step waits for a copy",
+        "behind_rest": "the rest of it, behind the steps",
+        "hash": "hashing alone",
+        "write": "hashing and a plain write",
+    }
+    whole = found["seconds"]["waiting"]
+    rows = [
+        (
+            words,
+            f"{found['seconds'][name]:.3f}",
+            f"{found['seconds'][name] / whole:.1%}",
+            f"{found['first_seconds'][name]:.3f}",
+        )
+        for name, words in names.items()
+    ]
+    head = f"{found['bytes'] / 2**20:,.0f} MiB on {found['ranks']} rank(s)"
+    return f"{head}\n{table(('', 'seconds', 'of a save', 'first time'), rows)}"
+
+
+def load_text(found: dict[str, Any]) -> str:
+    """A row for files in the page cache and for files that are not."""
+    header = ("cache", "load s", "plain read s", "speed of it", "GB/s of all ranks")
+    ranks = found["ranks"]
+    needed = sum(rank["needed_bytes"] for rank in ranks)
+    rows = [
+        (
+            name,
+            f"{row['seconds']['load']:.3f}",
+            f"{row['seconds']['plain']:.3f}",
+            f"{row['speed_ratio']:.2f}",
+            f"{needed / row['seconds']['load'] / 1e9:.2f}",
+        )
+        for name, row in found["rounds"].items()
+    ]
+    most = max(rank["read_bytes"] / rank["needed_bytes"] for rank in ranks)
+    peak = max(rank["peak_bytes_beyond_model"] for rank in ranks)
+    largest = max(rank["largest_tensor_bytes"] for rank in ranks)
+    return (
+        f"{format_bytes(found['folder_bytes'])} of weights in bf16, {len(ranks)} ranks\n"
+        f"{table(header, rows)}\n"
+        f"bytes read / needed, at most      {most:.2f}\n"
+        f"memory beyond the model, at most  {format_bytes(peak)} "
+        f"(the largest tensor of a rank: {format_bytes(largest)})"
+    )
+
+
+def device_text(found: dict[str, Any]) -> str:
+    """A row for each way to compute the layer, and one for each dispatcher's exchanges."""
+    planned = found["planned"]
+    rows = [
+        (
+            row["name"],
+            " + ".join(map(str, row["kernels"])),
+            f"{sum(row['bytes']) / 1e9:.2f}",
+            " + ".join(map(str, row["waits"])),
+            _fine(row["roofline_seconds"]),
+            f"{row['roofline_seconds'] / planned['device']:.2f}",
+        )
+        for row in found["rows"]
+    ]
+    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner")
+    text = (
+        f"shape {found['shape']}, bfloat16, one simulated device; data sheet: {found['cluster']}\n"
+        f"{table(header, rows, left=1)}\n"
+        f"planner: {_fine(planned['device'])} ms on the device, {_fine(planned['with_host'])} with "
+        "the host of the stack that it is calibrated on"
+    )
+    if not found["exposed"]:
+        return text
+    rows = [
+        (
+            f"{row['dispatcher']}, {row['chunks']} chunk{'s' * (row['chunks'] > 1)}",
+            *(_fine(row[key]) for key in ("seconds", "kernels", "exchanges", "exposed", "late")),
+            f"{row['exposed'] / row['exchanges']:.0%}",
+        )
+        for row in found["exposed"]
+    ]
+    header = ("", "ms", "kernels", "exchanges", "exposed", "late", "share")
+    return (
+        f"{text}\n\nexperts over {found['ranks']} simulated devices, behind the router, "
+        f"milliseconds\n{table(header, rows, left=1)}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _fine(seconds: float) -> str:
+    """Milliseconds with three digits: of what takes microseconds."""
+    return f"{seconds * 1e3:.3f}"

@@ -1,0 +1,50 @@
+"""`benchmarks.replicas` measures what it says: even ranks, and steps of the same model."""
+
+import pytest
+
+from benchmarks import replicas
+from benchmarks.settings import ReplicasSettings
+from benchmarks.text import replicas_text
+from moemesh.config.errors import UserError
+from moemesh.config.layout import Layout
+from tests.ranks import mesh_on_ranks
+
+SETTINGS = ReplicasSettings(
+    ranks="2",
+    workload="W2",
+    layers=1,
+    hidden=16,
+    width=16,
+    num_experts=16,
+    experts_per_token=2,
+    sequences=4,
+    seq_len=32,
+    rounds=2,
+)
+
+
+def test_replicas_even_out_a_hot_rank() -> None:
+    found, other = mesh_on_ranks(Layout(dp=2, ep=2), replicas.measure, SETTINGS)
+    assert found["workloads"][0]["balance"] == other["workloads"][0]["balance"]
+    row = found["workloads"][0]
+    assert row["balance"]["without"] > 1.3
+    assert row["balance"]["with"] < 1.05
+    assert 0 < row["planning_share"] < 1
+    assert min(*row["seconds"].values(), *row["busiest_rank_cpu_seconds"].values()) > 0
+    assert found["settings"]["workloads"] == ("W2",) and "ranks" not in found["settings"]
+    assert len(replicas_text([found]).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"ranks": "3"}, "divide 32"),
+        ({"ranks": "1"}, "nowhere"),
+        ({"workload": "W9"}, "W9"),
+        ({"spare_slots": 0}, "at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
+    options = {"ranks": "2", "workload": "W2", "spare_slots": 2, "policy": "quota", "rounds": 3}
+    with pytest.raises(UserError, match=says):
+        ReplicasSettings(**options | wrong)  # type: ignore[arg-type]

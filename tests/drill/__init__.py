@@ -1,0 +1,1 @@
+"""Faults in tiny runs, and what came of them: ``python -m tests.drill``."""

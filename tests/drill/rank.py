@@ -1,0 +1,314 @@
+"""A process of the drill: ``moemesh`` with a fault that comes once, on one rank, at one place.
+
+``python -m tests.drill.rank SPEC train ...`` is the launcher and, started by it, each rank.
+SPEC is the JSON of a :class:`Spec`. The library has no code for faults: the updates of the progress
+word, which every rank passes, are where they come, and the judge's verdict is where time is taken.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moemesh.trace import machine
+from moemesh.watch import progress_words
+from moemesh.watch.supervisor import python_command
+
+#: Files in the drill's folder: times (monotonic seconds) of the fault, of the verdict, and of the
+#: first step behind it.
+FIRED, JUDGED, WENT_ON = "fired", "judged", "went-on"
+#: What an action that only looks has found (empty: nothing wrong), and the command and the process
+#: of the launcher, as JSON.
+FOUND, LAUNCHER = "found", "launcher"
+#: Of a soak: the fault that is to come next, and a line for each fault, verdict and first step of a
+#: start; and the action of its :class:`Spec`.
+ORDER, NOTES, SOAK = "order", "notes.jsonl", "soak"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What happens to `rank` in `step`. `place`: "forward", "collective", or a phase of a run.
+
+    `action`: one of :data:`ACTIONS` or of :func:`_act`; `folder`: for times and findings; `once`:
+    not again after a restart.
+    """
+
+    action: str
+    rank: int
+    step: int
+    place: str
+    folder: str
+    once: bool = True
+
+    def text(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process of the drill, which imports this package wherever it starts."""
+    paths = (os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent.parent))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _sleep() -> None:
+    time.sleep(1e6)
+
+
+def _raise() -> None:
+    raise RuntimeError("an exception of the drill")
+
+
+def _exit(code: int) -> Callable[[], None]:
+    return lambda: os._exit(code)
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "loop": _loop,
+    "sleep": _sleep,
+    "raise": _raise,
+    "exit 0": _exit(0),
+    "exit 3": _exit(3),
+}
+
+
+def _act(spec: Spec) -> None:
+    """Carry the action of `spec` out in this process."""
+    folder = Path(spec.folder)
+    if spec.action in ACTIONS:
+        ACTIONS[spec.action]()
+    elif spec.action.startswith("SIG"):
+        name, _, _, target = spec.action.split()
+        pid = os.getpid() if target == "rank" else _launcher(folder)["pid"]
+        os.kill(pid, signal.Signals[name])
+    elif spec.action.startswith("clock"):
+        shift = 3600.0 if spec.action.endswith("forward") else -3600.0
+        now = time.time
+        time.time = lambda: now() + shift
+        (folder / FOUND).write_text("")
+    elif spec.action == "full disk":
+        _limit_files(_FULL_BYTES)
+    elif spec.action == "NaN":
+        _weights(folder)[-1].fill_(float("nan"))
+    elif spec.action == "flip":
+        # Norms are the same on every rank of a stage.
+        _weights(folder, dimensions=1)[0].mul_(1 + 2**-20)
+    elif spec.action == "call":
+        _call_alone()
+    elif spec.action == "sockets":
+        pids = (os.getpid(), _launcher(folder)["pid"])
+        found = machine.open_sockets(pids)
+        (folder / FOUND).write_text("not shown" if found is None else "\n".join(found))
+    else:
+        second = python_command("moemesh", *_launcher(folder)["arguments"])
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        done = subprocess.run(second, capture_output=True, text=True, env=environment)
+        is_refused = done.returncode == 2 and "in use by another run" in done.stderr
+        (folder / FOUND).write_text("" if is_refused else f"{done.returncode}: {done.stderr}")
+
+
+def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
+    """The trained weights of this process with so many dimensions, as tensors to write to."""
+    import torch
+
+    found = [
+        one.data
+        for one in gc.get_objects()
+        if isinstance(one, torch.nn.Parameter) and one.requires_grad and one.dim() == dimensions
+    ]
+    (folder / FOUND).write_text(f"{len(found)} weights")
+    return found
+
+
+def _call_alone() -> None:
+    """An all_reduce over all ranks that the others do not call."""
+    import torch
+
+    from moemesh.comm.mesh import Mesh
+    from moemesh.comm.transfers import all_reduce_
+
+    mesh = next(one for one in gc.get_objects() if isinstance(one, Mesh) and one.world_size > 1)
+    numbers = torch.zeros(1021, device=mesh.device)
+    all_reduce_(numbers, mesh["world"], caller="drill", phase="forward")
+
+
+#: A file can grow up to here on a "full disk": rows of metrics fit, a checkpoint does not.
+_FULL_BYTES = 16 * 1024
+
+
+def _limit_files(size: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+
+def _launcher(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / LAUNCHER).read_text())
+
+
+def arm(spec: Spec) -> None:
+    """Let the fault of `spec` come to this process if it is that rank, and take its times."""
+    folder, rank = Path(spec.folder), int(os.environ.get("RANK", -1))
+    write: Callable[[Any], None] = progress_words._Writer.write  # pyright: ignore[reportPrivateUsage]
+
+    def watched(word: Any) -> None:
+        write(word)
+        if word.step < 1:
+            return
+        if spec.action == "full disk" and word.step >= spec.step + 2:
+            _limit_files(resource.RLIM_INFINITY)
+        if spec.once and (folder / FIRED).exists():
+            if word.phase == b"step" and not (folder / WENT_ON).exists() and _was_judged(folder):
+                _stamp(folder / WENT_ON)
+        elif rank == spec.rank and word.step == spec.step and _is_at(word, spec.place):
+            _stamp(folder / FIRED)
+            _act(spec)
+
+    progress_words._Writer.write = watched  # pyright: ignore
+
+
+def take_time_of_verdicts(folder: Path) -> None:
+    """In the launcher: note when the judge has come to a verdict."""
+    from moemesh.watch.verdict import Judge
+
+    look = Judge.look
+
+    def timed(judge: Judge, now: float, seen: Sequence[Any]) -> Any:
+        verdict = look(judge, now, seen)
+        if verdict is not None and not (folder / JUDGED).exists():
+            _stamp(folder / JUDGED)
+        return verdict
+
+    Judge.look = timed
+
+
+def arm_for_orders(folder: Path) -> None:
+    """Let this process, a rank of a soak, carry out the orders for it: an :data:`ORDER` file has
+    the number of the fault, its action and its rank. A fault comes at a layer of a step, once."""
+    rank = int(os.environ.get("RANK", -1))
+    write: Callable[[Any], None] = progress_words._Writer.write  # pyright: ignore[reportPrivateUsage]
+    first = last = 0
+
+    def watched(word: Any) -> None:
+        nonlocal first, last
+        write(word)
+        if word.step < 1 or word.step == last or not _is_at(word, "forward"):
+            return
+        first, last = first or word.step, word.step
+        if rank == 0 and word.step == first + 1:
+            _note(folder, "went on", step=first)
+        try:
+            order = json.loads((folder / ORDER).read_text())
+        except FileNotFoundError:
+            return
+        if order["rank"] == rank:
+            (folder / ORDER).unlink()
+            _note(folder, "fault", action=order["action"], rank=rank, step=word.step)
+            ACTIONS[order["action"]]()
+
+    progress_words._Writer.write = watched  # pyright: ignore
+
+
+def note_verdicts(folder: Path) -> None:
+    """In the launcher of a soak: note every verdict."""
+    from moemesh.watch.verdict import Judge
+
+    look = Judge.look
+
+    def noted(judge: Judge, now: float, seen: Sequence[Any]) -> Any:
+        verdict = look(judge, now, seen)
+        if verdict is not None:
+            _note(folder, "verdict", kind=verdict.kind, rank=verdict.rank)
+        return verdict
+
+    Judge.look = noted
+
+
+def read_notes(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of a soak noted, in the order of time."""
+    file = folder / NOTES
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted(map(json.loads, lines), key=lambda note: note["time"])
+
+
+def _note(folder: Path, event: str, **facts: Any) -> None:
+    with (folder / NOTES).open("a") as file:
+        file.write(json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n")
+
+
+def read_time(file: Path) -> float | None:
+    """A time that was noted."""
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _is_at(word: Any, place: str) -> bool:
+    if place == "collective":
+        return bool(word.inside) and word.phase == b"step"
+    if place == "forward":
+        return word.layer >= 0 and not word.inside and word.phase == b"step"
+    return word.phase == place.encode() and not word.inside
+
+
+def _was_judged(folder: Path) -> bool:
+    return (folder / JUDGED).exists()
+
+
+def _stamp(file: Path) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(repr(time.monotonic()))
+    os.replace(temporary, file)
+
+
+def main() -> None:
+    """See the module."""
+    spec = Spec(**json.loads(sys.argv[1]))
+    is_rank = "RANK" in os.environ
+    sys.argv = ["moemesh", *sys.argv[2:]]
+    folder, is_soak = Path(spec.folder), spec.action == SOAK
+    if is_soak:
+        arm_for_orders(folder)
+    else:
+        arm(spec)
+    from moemesh.comm import launch
+
+    if not is_rank:
+        launcher = {"pid": os.getpid(), "arguments": sys.argv[1:]}
+        (folder / LAUNCHER).write_text(json.dumps(launcher))
+        if is_soak:
+            note_verdicts(folder)
+        else:
+            take_time_of_verdicts(folder)
+        launch.MODULE = ("tests.drill.rank", spec.text())
+    runpy.run_module("moemesh", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

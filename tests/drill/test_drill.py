@@ -1,0 +1,171 @@
+"""The drill: its short form, the table, and a fault that no run recovers from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import commands
+from tests.drill import faults, trials
+from tests.drill.figures import figures
+from tests.drill.rank import Spec
+from tests.drill.results import HEADER, Fault, Outcome, ResultsFile, Row, markdown
+from tests.drill.trials import FAULTS, Drill, losses
+from tests.sandbox import ROOT
+from tests.train.test_train import process_of_rank
+from tests.waiting import PATIENCE
+
+
+def test_the_short_form() -> None:
+    """Every fault ends with the right verdict on the right rank, and with the oracle's bits."""
+    assert faults.__doc__ and len(FAULTS) > 20  # its rows are there, too
+    names = [name for name, one in FAULTS.items() if one.is_short]
+    problems: list[str] = []
+    rows = trials.run(names, trials=1, seed=1, python=commands.python(), say=problems.append)
+    assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
+    assert len(rows) == len(names) >= 4
+    assert all(row.outcomes[0].recovered is not False for row in rows)
+
+
+@pytest.mark.slow
+def test_the_long_form() -> None:
+    problems: list[str] = []
+    rows = trials.run(list(FAULTS), trials=3, seed=2, python=commands.python(), say=problems.append)
+    assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
+
+
+def test_tables(tmp_path: Path) -> None:
+    """Rows and figures of trials that were kept in a file; a line that was cut off is left out."""
+    kept = ResultsFile(tmp_path / "results.jsonl")
+    good = Outcome(verdict=True, rank=True, named=True, recovered=True, detected=0.2, resumed=1.0)
+    kept.add("kill", 0, good, 3.0)
+    kept.add("kill", 1, Outcome(verdict=True, rank=False, named=True, detected=0.4), 3.0)
+    kept.add("loop", 0, replace(good, detected=4.0, step_seconds=0.5), 3.0)
+    kept.add("loop", 1, replace(good, detected=4.0, step_seconds=0.3, alarms=1), 3.0)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"fault": "loop", "trial": 2, "verd')
+    assert kept.outcomes("kill")[0] == good and sorted(kept.outcomes("loop")) == [0, 1]
+    rows = [
+        Row(Fault(name, figures, lambda drill: good, kind=kind), [*kept.outcomes(name).values()])
+        for name, figures, kind in [("kill", "R4", "kill"), ("loop", "R4 R6", "hang")]
+    ]
+    cells = ["kill", "2", "2/2", "1/2", "2/2", "1/1", "0.30 / 0.40", "1.00 / 1.00", "R4"]
+    assert rows[0].cells() == cells
+    assert [one.is_good for row in rows for one in row.outcomes] == [True, False, True, False]
+    assert markdown(HEADER, [cells]).splitlines()[-1] == f"| {' | '.join(cells)} |"
+    found = {one.name: one for one in figures(rows)}
+    assert list(found) == [f"R{number}" for number in range(1, 13)]
+    paths = [path for one in found.values() for path in one.tests.split() if "/" in path]
+    assert len(paths) > 8 and all((ROOT / path).exists() for path in paths)
+    # A hang of 4 s is in time where ten median steps are 5 s, and late where they are 3 s.
+    assert (
+        "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in found["R4"].measured
+    )
+    assert found["R4"].is_met is False
+    assert (found["R5"].measured, found["R5"].is_met) == ("3 of 4 faults of 2 kinds", False)
+    assert found["R3"].measured == "1 of 2 kills; 2 of 2 other faults"
+
+
+def test_a_figure_is_met_by_enough_trials() -> None:
+    good = Outcome(verdict=True, rank=True, named=True, recovered=True, detected=0.2)
+
+    def rows(trials: int) -> list[Row]:
+        return [
+            Row(Fault(f"{n}", "R3 R5", lambda drill: good, kind="kill"), [good] * trials)
+            for n in range(12)
+        ]
+
+    def met(trials: int) -> dict[str, bool | None]:
+        return {one.name: one.is_met for one in figures(rows(trials))}
+
+    assert met(25)["R3"] is met(25)["R5"] is True and met(8)["R3"] is met(8)["R5"] is None
+
+
+def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials that stand in the file are not repeated; each draws what it would have drawn."""
+    drawn: list[tuple[str, float]] = []
+
+    def trial(name: str) -> Fault:
+        def one(drill: Drill) -> Outcome:
+            drawn.append((name, drill.random.random()))
+            return Outcome(verdict=True)
+
+        return Fault(name, "R5", one)
+
+    monkeypatch.setattr(trials, "FAULTS", {name: trial(name) for name in ("a", "b")})
+    whole = trials.run(["a", "b"], trials=3, seed=1, say=lambda _: None)
+    assert [name for name, _ in drawn] == ["a", "b"] * 3
+    once, kept = sorted(drawn), ResultsFile(tmp_path / "results.jsonl")
+    drawn.clear()
+    trials.run(["a"], trials=2, seed=1, results=kept, say=lambda _: None)
+    rows = trials.run(["a", "b"], trials=3, seed=1, results=kept, say=lambda _: None)
+    assert sorted(drawn) == once and rows == whole
+
+
+def report_of(out: Path) -> dict[str, object]:
+    return json.loads((out / "failure.json").read_text())
+
+
+def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
+    """Every start meets the fault: the budget ends it, and everything says what was wrong."""
+    drill = Drill(tmp_path, commands.python())
+    folder = drill.new_folder()
+    out = folder / "run"
+    spec = Spec(action="raise", rank=1, step=3, place="collective", folder=str(folder), once=False)
+    done = drill.moemesh(drill.arguments(out, "dp=2 ep=2"), spec)
+    assert done.returncode == 1, done.stderr
+    report = report_of(out)
+    assert (report["kind"], report["rank"], report["step"]) == ("RuntimeError", 1, 3)
+    # A save behind step 2 may end before the first failure or after it; after it the second start
+    # went further than the first, and may fail once more.
+    times = report["epoch"]
+    assert report["message"] == "an exception of the drill" and times in (2, 3)
+    assert report["action"] == "ended the run: it came twice at the same place"
+    assert report["collective"]["operation"] and any("drill" in f for f in report["frames"])  # type: ignore[index,union-attr]
+    first = json.loads((out / "failures" / "1" / "failure.json").read_text())
+    assert first["rank"] == 1 and first["action"].startswith("restart 1 of 2, from ")
+    kinds = [json.loads(line)["kind"] for line in (out / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("failed") == times and kinds.count("restart") == times - 1
+    hint, last = done.stderr.splitlines()[-2:]
+    assert hint == "the same command would fail there again: remove the cause first"
+    saved = any((out / "checkpoints").glob("step-*"))
+    goes_on = "checkpoints are untouched; the same command goes on from step 2: "
+    assert last.startswith(goes_on if saved else "no checkpoint was written yet; ")
+    assert last.endswith(f"--out {out}")
+    assert losses(out) and "rank 0 failed" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the rank in /proc")
+def test_a_launcher_that_is_killed_leaves_one_writer(tmp_path: Path) -> None:
+    drill = Drill(tmp_path)
+    whole = drill.oracle("dp=2 ep=2")
+    out = drill.new_folder() / "run"
+    arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
+    first = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
+    end = time.monotonic() + 120
+    while not (out / "checkpoints" / "step-4").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    pid = process_of_rank(1, out)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    arguments = drill.arguments(out, "dp=2 ep=2", train__steps=2000)
+    again = subprocess.Popen([sys.executable, "-m", "moemesh", *arguments])
+    end = time.monotonic() + 120
+    while "resumed" not in (out / "events.jsonl").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(timeout=PATIENCE) == 143
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and len(whole.losses) == 8

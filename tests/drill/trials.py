@@ -1,0 +1,321 @@
+"""The trials of the drill: faults in tiny runs, one after the other, and a table of how they ended.
+
+A row of the table is a function, registered by :func:`fault`, that carries one trial out and says
+how it ended. A run that recovers must have the losses of the run without a fault, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moemesh.watch.supervisor import python_command
+from tests.drill.rank import FIRED, JUDGED, WENT_ON, Spec, environment, read_time
+from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
+
+#: Of every run: small enough that a trial takes the seconds of its starts.
+SETTINGS: dict[str, Any] = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.head_dim": 4,
+    "model.intermediate_size": 32,
+    "model.expert_intermediate_size": 16,
+    "data.seq_len": 16,
+    "data.global_batch": 12,
+    "train.steps": 8,
+    "train.warmup_steps": 2,
+    "train.checkpoint_every": 2,
+    "train.validation_batches": 1,
+    "train.timeout_seconds": 60,
+    "train.device": "cpu",
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "dp=2 ep=2": {"plan.dp": 2, "plan.ep": 2},
+    "pp=2": {"plan.pp": 2, "plan.microbatches": 2},
+    "tp=2 dp=2 ep=4": {"plan.tp": 2, "plan.dp": 2, "plan.ep": 4},
+}
+_TIMEOUT_SECONDS = 400
+
+
+class Ending(NamedTuple):
+    """How a run ended: the loss of every step, and of every tensor of the last checkpoint its
+    shape, dtype, and the digests of its bytes, by its logical name."""
+
+    losses: list[float]
+    tensors: dict[str, Any]
+
+
+class Drill:
+    """Carries trials out in `folder`; runs without a fault are kept for comparison."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        self.folder, self.python = folder, python
+        self.random = random.Random(0)
+        self._oracles: dict[str, Ending] = {}
+        self._num_runs = 0
+        (folder / "text.txt").write_text(
+            "".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400))
+        )
+
+    def new_folder(self) -> Path:
+        """A folder for one run."""
+        self._num_runs += 1
+        folder = self.folder / f"{self._num_runs}"
+        folder.mkdir()
+        return folder
+
+    def tidy(self) -> None:
+        """Delete the folders of all runs: what a drill of hours keeps is in its results."""
+        for number in range(1, self._num_runs + 1):
+            shutil.rmtree(self.folder / f"{number}", ignore_errors=True)
+
+    def arguments(self, out: Path, plan: str, **more: Any) -> list[str]:
+        """``train`` with the settings of the drill; ``train__steps=4`` sets train.steps."""
+        keys = SETTINGS | PLANS[plan] | {"data.path": str(self.folder / "text.txt")}
+        keys |= {name.replace("__", "."): value for name, value in more.items()}
+        words = ["train", "--out", str(out)]
+        for name, value in keys.items():
+            words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        return words
+
+    def moemesh(
+        self, arguments: Sequence[str], spec: Spec | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``moemesh``, with the fault of `spec` if there is one."""
+        module = ["moemesh"] if spec is None else ["tests.drill.rank", spec.text()]
+        return subprocess.run(
+            python_command(*module, *arguments, python=self.python),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+
+    def oracle(self, plan: str) -> Ending:
+        """How the run without a fault ended."""
+        if plan not in self._oracles:
+            out = self.new_folder() / "run"
+            done = self.moemesh(self.arguments(out, plan))
+            if done.returncode or alarms(out):
+                raise RuntimeError(f"the run without a fault failed:\n{done.stderr}")
+            self._oracles[plan] = ending(out)
+        return self._oracles[plan]
+
+    def rank_fault(
+        self, action: str, places: Sequence[str], kind: str, plan: str | None = None
+    ) -> Outcome:
+        """One trial of an `action` on a random rank and step at one of `places`; `kind`: of the
+        failure."""
+        plan = plan or self.random.choice(list(PLANS))
+        place = self.random.choice(places)
+        whole, folder = self.oracle(plan), self.new_folder()
+        out = folder / "run"
+        world = 4 if plan.startswith("tp") else 2
+        # Behind the first steps, which have more time; in a save: of an even step; in a
+        # validation: of the last one.
+        step = self.random.choice((4, 6)) if place == "save" else self.random.randint(4, 7)
+        step = SETTINGS["train.steps"] if place == "validate" else step
+        spec = Spec(
+            action=action,
+            rank=self.random.randrange(world),
+            step=step,
+            place=place,
+            folder=str(folder),
+        )
+        done = self.moemesh(self.arguments(out, plan), spec)
+        fired, judged, went_on = (read_time(folder / name) for name in (FIRED, JUDGED, WENT_ON))
+        reports = sorted((out / "failures").glob("*/failure.json"))
+        if fired is None or judged is None or not reports:
+            return Outcome(verdict=False, problem=f"{spec}: no verdict:\n{done.stderr[-2000:]}")
+        report = json.loads(reports[0].read_text())
+        outcome = Outcome(
+            verdict=report["kind"] == kind,
+            rank=report["rank"] == spec.rank,
+            named=_names_the_place(report, done.stderr, spec),
+            recovered=done.returncode == 0 and ending(out) == whole,
+            detected=judged - fired,
+            resumed=None if went_on is None else went_on - judged,
+            step_seconds=median_step(out),
+            alarms=alarms(out) - 1,
+            place=f"{place}, step {step}, rank {spec.rank}, {plan}",
+        )
+        if outcome.is_good:
+            return outcome
+        said = f"{spec} -> {report['kind']} of rank {report['rank']}\n{done.stderr[-2000:]}"
+        return replace(outcome, problem=said)
+
+
+def _names_the_place(report: dict[str, Any], console: str, spec: Spec) -> bool:
+    """Whether the report and the console say in which step and phase the fault came, and inside of
+    which collective if it was in one."""
+    phase = "step" if spec.place in ("forward", "collective") else spec.place
+    lines = [line for line in console.splitlines() if line.startswith("it was in step ")]
+    if (report.get("phase"), report.get("step")) != (phase, spec.step) or not lines:
+        return False
+    if not lines[0].startswith(f"it was in step {spec.step}"):
+        return False
+    if spec.place == "collective":
+        # Of ranks that are alive the report has the collective in which others wait.
+        return "operation" in report.get("collective", {}) and ", inside " in lines[0]
+    return spec.place == "forward" or f"({phase})" in lines[0]
+
+
+#: All rows, in the order of their definition.
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(
+    name: str, figures: str, *, is_short: bool = False, kind: Kind = ""
+) -> Callable[[Trial], Trial]:
+    """Register a trial as a row; `is_short`: it belongs to the short form, too."""
+
+    def register(trial: Trial) -> Trial:
+        FAULTS[name] = Fault(name, figures, trial, is_short, kind)
+        return trial
+
+    return register
+
+
+#: Where ranks that do not hang are looked for; those that hang have more time outside of steps.
+_PLACES = ("forward", "collective", "save", "validate")
+
+
+@fault("kill -9 in the forward", "R3 R4 R5 R6", is_short=True, kind="kill")
+def _kill_in_forward(drill: Drill) -> Outcome:
+    return drill.rank_fault("kill", ["forward"], "Killed")
+
+
+@fault("kill -9 inside a collective", "R3 R4 R5 R6", kind="kill")
+def _kill_in_collective(drill: Drill) -> Outcome:
+    return drill.rank_fault("kill", ["collective"], "Killed")
+
+
+@fault("kill -9 during a save", "R2 R3 R4 R5 R6", kind="kill")
+def _kill_in_save(drill: Drill) -> Outcome:
+    return drill.rank_fault("kill", ["save"], "Killed")
+
+
+@fault("kill -9 in the validation", "R3 R4 R5 R6", kind="kill")
+def _kill_in_validation(drill: Drill) -> Outcome:
+    return drill.rank_fault("kill", ["validate"], "Killed")
+
+
+@fault("kill -STOP", "R4 R5 R6", kind="stop")
+def _stop(drill: Drill) -> Outcome:
+    return drill.rank_fault("stop", _PLACES, "Stopped")
+
+
+@fault("endless loop", "R4 R5 R6", kind="hang")
+def _endless_loop(drill: Drill) -> Outcome:
+    return drill.rank_fault("loop", ["forward"], "Busy")
+
+
+@fault("sleep without end", "R4 R5 R6", kind="hang")
+def _endless_sleep(drill: Drill) -> Outcome:
+    return drill.rank_fault("sleep", ["forward"], "Hung")
+
+
+@fault("exception", "R5 R6", is_short=True, kind="end")
+def _exception(drill: Drill) -> Outcome:
+    # One stage: a pipeline names its operation in an exception of its own.
+    plan = drill.random.choice([name for name in PLANS if "pp" not in name])
+    return drill.rank_fault("raise", _PLACES, "RuntimeError", plan)
+
+
+@fault("exit(0) inside of a step", "R5 R6", kind="end")
+def _silent_exit(drill: Drill) -> Outcome:
+    return drill.rank_fault("exit 0", ["forward", "collective"], "Exited")
+
+
+@fault("exit(3)", "R5 R6", kind="end")
+def _exit_with_a_code(drill: Drill) -> Outcome:
+    return drill.rank_fault("exit 3", _PLACES, "Exited")
+
+
+@fault("an operation that one rank alone calls", "R4 R5 R6", kind="hang")
+def _call_alone(drill: Drill) -> Outcome:
+    # Of two ranks that differ nobody knows which one is right.
+    return drill.rank_fault("call", ["forward"], "Mismatch", "tp=2 dp=2 ep=4")
+
+
+def run(
+    names: Sequence[str],
+    *,
+    trials: int,
+    seed: int,
+    python: str = sys.executable,
+    results: ResultsFile | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """`trials` of every fault in `names`, those in `results` included; `say` gets the problems as
+    they come. Every fault has its n-th trial before any has the next one, and draws by itself."""
+    results = results or ResultsFile(None)
+    found = {name: results.outcomes(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="moemesh-drill-") as folder:
+        drill = Drill(Path(folder), python)
+        for number in range(trials):
+            for name in names:
+                if number in found[name]:
+                    continue
+                drill.random = random.Random(f"{seed} {name} {number}")
+                start = time.monotonic()
+                outcome = found[name][number] = _one(FAULTS[name], drill)
+                seconds = round(time.monotonic() - start, 1)
+                results.add(name, number, outcome, seconds)
+                say(f"{name}: {'good' if outcome.is_good else 'WRONG'} ({seconds:.0f} s)")
+                if outcome.problem:
+                    say(outcome.problem)
+    return [Row(FAULTS[name], [one for _, one in sorted(found[name].items())]) for name in names]
+
+
+def _one(fault: Fault, drill: Drill) -> Outcome:
+    try:
+        return fault.trial(drill)
+    except subprocess.TimeoutExpired as error:
+        return Outcome(verdict=False, problem=f"no end after {error.timeout:.0f} s")
+    finally:
+        drill.tidy()
+
+
+def ending(out: Path) -> Ending:
+    """How the run in `out` ended."""
+    newest = max((out / "checkpoints").glob("step-*/manifest.json"), key=_step_of, default=None)
+    tensors = {} if newest is None else json.loads(newest.read_text())["tensors"]
+    return Ending(losses(out), tensors)
+
+
+def _step_of(manifest: Path) -> int:
+    number = manifest.parent.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
+
+
+def losses(out: Path) -> list[float]:
+    """The losses of a run, one a step; a step that stands there twice shows."""
+    return [row["loss"] for row in _rows(out / "metrics.jsonl")]
+
+
+def median_step(out: Path) -> float | None:
+    """Median seconds of a step of the run, the first two left out; None where there are none."""
+    seconds = [row["seconds"] for row in _rows(out / "metrics.jsonl")][2:]
+    return statistics.median(seconds) if seconds else None
+
+
+def alarms(out: Path) -> int:
+    """How many failures the run was said to have."""
+    earlier = sum(1 for _ in (out / "failures").glob("*/failure.json"))
+    return earlier + (out / "failure.json").exists()
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)
