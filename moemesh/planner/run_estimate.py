@@ -20,6 +20,7 @@ from moemesh.planner.traffic.own_memory import ELEMENT_BYTES
 from moemesh.planner.traffic.own_states import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.tuned import trained_shares
+from moemesh.trace.run import PlannedStep
 
 
 def estimate_run(
@@ -111,3 +112,10 @@ def _of_what_trains(found: Estimate, config: RunConfig) -> Estimate:
     return replace(
         found, memory=tuned, peak=peak, traffic=ledger, instead=instead, notes=(*found.notes, note)
     )
+
+
+def planned_step(config: RunConfig, cluster: str) -> PlannedStep:
+    """The planner's price of a step on `cluster`. Raises ConfigError where it has none."""
+    seconds = estimate_run(config, cluster).seconds
+    parts = {name: value for name, value in seconds.items() if name != "total"}
+    return PlannedStep(cluster=cluster, seconds=seconds["total"], parts=parts)

@@ -8,19 +8,17 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moemesh.checkpoint.files import replace_by
-from moemesh.comm.collectives import gather_json
 from moemesh.config.cluster import load_cluster
-from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
@@ -38,45 +36,21 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.flops import training_flops
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
-from moemesh.report import page
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.simulate import simulate
-from moemesh.schedule.stage_times import measured_costs
-from moemesh.trace.ledger import Ledger
 from moemesh.trace.load_bins import neighbours
 from moemesh.trace.loads import LayerLoads
-from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
-from moemesh.trace.run import MetricsRow, Run, ledgers_to_json
-from moemesh.trace.timeline import Timeline, TimelineRecorder
+from moemesh.trace.memory_profile import MemoryProfile
+from moemesh.trace.run import MetricsRow
+from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import data_record
 from moemesh.train.failure import keep_failure
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.prediction import planned_step, predicted_for
 from moemesh.train.row_log import Cut, RowLog
 from moemesh.train.run_folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.sinks import Sinks
 from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
 from moemesh.watch import progress_words
-
-# Simulate the schedule of a run with its measured operation times, for comparison.
-#
-# Every operation takes the median time of its kind on its stage. The remaining difference from
-# the measurement is due to messages, uneven microbatches and a busy machine.
-
-
-def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
-    """The simulated timeline of `schedule` on one pipeline of the run, whose ranks are `ranks`.
-
-    The times are those of the last step or, of a stream, of all steps that the timeline has kept.
-    """
-    kept = measured if schedule.update is not None else measured.last_step()
-    own = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
-    costs = measured_costs([record for record in own if record.kind])
-    ideal = simulate(schedule, costs, unit="seconds").timeline
-    records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
-    return replace(ideal, ranks=tuple(ranks), records=records)
-
 
 # Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
 #
@@ -478,66 +452,31 @@ class Artifacts:
 
         What cannot be written is told: the run has ended well, and is saved.
         """
-        control = self.mesh.control
-        ledgers = gather_json(self.mesh.ledger.rows(), control)
-        memories = gather_json(self._memory().to_json(), control)
+        # Late: no step needs the planner and the pages of the report, which are fifty files.
+        from moemesh.train.ending import gather_end, write_end
+
         assert self._last is not None
-        own = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
-        timelines = gather_json(own.to_json(), control)
-        foretold = predicted_for(
-            self.config, self.mesh.rank, on_accelerator=self.mesh.device.type != "cpu"
-        )
-        predictions = gather_json(foretold, control)
+        timeline = replace(self._last.timeline(), digest=self.parallel.pipeline.digest)
+        end = gather_end(self.config, self.mesh, timeline, self._memory())
         if not self._writes:
             return
+        summary = {
+            "steps": self._row.step if self._row else 0,
+            "validation_loss": self._validation,
+            "unigram_loss": self._unigram,
+            "parameters": sum(one.num_elements for one in self.parallel.placements.values()),
+            "trained_parameters": num_trained(
+                self.config.tuning, self.config.model, self.config.plan
+            ),
+        }
+        pipeline = self.parallel.pipeline.schedule
+        drawn = (self.drawn or pipeline) if pipeline.num_ranks > 1 else None
         try:
-            self._write_report(ledgers, memories, timelines, predictions)
+            write_end(self.config, self.folder, self.mesh, end, self._steps, drawn, summary)
         except OSError as error:
             file, reason = error.filename or self.folder.path, error.strerror or error
             text = f"{file} cannot be written ({reason}): the run is saved, its report is not whole"
             self._say(text, "disk")
-
-    def _write_report(
-        self,
-        ledgers: Sequence[Any],
-        memories: Sequence[Any],
-        timelines: Sequence[Any],
-        predictions: Sequence[Any],
-    ) -> None:
-        """The files of the end, from what every rank gave."""
-        entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
-        self.folder.write_json("ledger.json", ledgers_to_json(entries, steps=self._steps))
-        known = {rank: found for rank, found in enumerate(predictions) if found is not None}
-        profiles = MemoryProfiles(
-            ranks=tuple(map(MemoryProfile.from_json, memories)),
-            predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in known.values()),
-        )
-        self.folder.write_json("memory.json", profiles.to_json())
-        if known:
-            expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in known.items()}
-            self.folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
-        timeline = Timeline.merge([Timeline.from_json(t) for t in timelines])
-        self.folder.write_json("timeline.json", timeline.to_json())
-        pipeline = self.parallel.pipeline
-        if pipeline.schedule.num_ranks > 1:
-            ranks = self.mesh.layout.groups("pp")[0]
-            ideal = simulated(self.drawn or pipeline.schedule, timeline, ranks)
-            self.folder.write_json("timeline_simulated.json", ideal.to_json())
-        self.folder.write_json(
-            "summary.json",
-            {
-                "steps": self._row.step if self._row else 0,
-                "validation_loss": self._validation,
-                "unigram_loss": self._unigram,
-                "parameters": self._num_parameters(),
-                "trained_parameters": self._num_trained(),
-            },
-        )
-        run, cluster = Run.load(self.folder.path), self.config.train.cluster
-        if cluster is not None:
-            with suppress(UserError):  # a report without a price is better than none
-                run = replace(run, planned=planned_step(self.config, cluster))
-        page.write(run)
 
     def _memory(self) -> MemoryProfile:
         return MemoryProfile(
@@ -550,12 +489,6 @@ class Artifacts:
             peak=_peak_bytes(self.mesh.device),
             peak_of="allocator" if self.mesh.device.type == "cuda" else "process",
         )
-
-    def _num_parameters(self) -> int:
-        return sum(where.num_elements for where in self.parallel.placements.values())
-
-    def _num_trained(self) -> int:
-        return num_trained(self.config.tuning, self.config.model, self.config.plan)
 
     def summary(self) -> str:
         """The losses that say whether it worked."""

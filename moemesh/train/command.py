@@ -25,12 +25,9 @@ from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.token_cache import cache_beside
 from moemesh.trace.machine import keep_freed_memory
-from moemesh.train.auto_layout import nearest_texts
 from moemesh.train.console import Console
-from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.data_record import changes_samples, refuse_other_data
 from moemesh.train.disk import refuse_full_disk
-from moemesh.train.esft import keep_table
 from moemesh.train.failure import details, go_on, write_failure
 from moemesh.train.kept_schedule import readable, settle
 from moemesh.train.preflight import untrainable
@@ -101,9 +98,12 @@ def train(
         for note in prepared.opened.notes:
             _say_once(note)
     config = with_steps(config, samples)
-    if config.model_path is not None:
-        open_weights(config)
-    open_adapters(config)
+    if config.model_path is not None or config.lora.path is not None:
+        from moemesh.train.conversion import open_adapters, open_weights  # late: few runs need it
+
+        if config.model_path is not None:
+            open_weights(config)
+        open_adapters(config)
     folder = _open_folder(config, path, allowed_changes, samples, takeover=takeover)
     try:
         if config.plan.world_size == 1 and in_this_process:
@@ -175,7 +175,10 @@ def _open_folder(
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed_changes)
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
-    keep_table(config, folder)
+    if config.train.esft is not None:
+        from moemesh.train.esft import keep_table  # late: few runs need it
+
+        keep_table(config, folder)
     for note in settle(config, folder, changes):
         print(note, flush=True)
     return folder
@@ -297,6 +300,8 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     needed = config.plan.world_size
     if world_size == needed:
         return
+    from moemesh.train.auto_layout import nearest_texts  # late: with the planner's search
+
     plan = config.plan
     layouts = "; ".join(nearest_texts(config, world_size)) or "none that can be trained"
     raise WorldSizeError(

@@ -17,7 +17,6 @@ from moemesh.data.input_files import HEAD, find
 from moemesh.data.sources import validation_source
 from moemesh.data.streams import open_stream
 from moemesh.data.tokenizer import DataError
-from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.simulate import simulate
@@ -67,6 +66,9 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
 
 def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
     """What a rank of a run holds in a step, with uniform routing."""
+    # Late: every rank reads this file, and none before its first step needs the planner.
+    from moemesh.planner.traffic.own_memory import predict_memory
+
     return predict_memory(
         config.model,
         config.plan,

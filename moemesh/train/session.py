@@ -23,7 +23,6 @@ from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundles
 from moemesh.train.console import Console
 from moemesh.train.construction import construct
-from moemesh.train.conversion import open_adapters, open_weights
 from moemesh.train.examination import examine, examine_state, first_look
 from moemesh.train.finding import Finding
 from moemesh.train.guard import Guard
@@ -204,10 +203,14 @@ class Session:
             guard.load_state(checkpoint.state)
             saving.load(checkpoint, parallel, optimizer)
             done, position = checkpoint.step, int(checkpoint.state["position"])
-        elif config.model_path is not None:
-            saving.load_weights(open_weights(config, console.say), parallel, optimizer)
-        if checkpoint is None and (adapters := open_adapters(config)) is not None:
-            saving.load_weights(adapters, parallel, optimizer)
+        elif config.model_path is not None or config.lora.path is not None:
+            # Late: most runs need none of it.
+            from moemesh.train.conversion import open_adapters, open_weights
+
+            if config.model_path is not None:
+                saving.load_weights(open_weights(config, console.say), parallel, optimizer)
+            if (adapters := open_adapters(config)) is not None:
+                saving.load_weights(adapters, parallel, optimizer)
         return Session(
             config=config,
             mesh=mesh,
