@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemesh.config.arguments import check_kind
+from moemesh.config.errors import check_kind
 from moemesh.config.load import load_run
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value

@@ -14,8 +14,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.schedule_files import load, save
-from moemesh.schedule.text import to_text
+from moemesh.schedule.text import load, save, to_text
 
 if TYPE_CHECKING:
     from moemesh.schedule.search import search as search

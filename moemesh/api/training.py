@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from moemesh.checkpoint.tree import Sharded
 from moemesh.comm.mesh import Mesh
-from moemesh.config.arguments import check_kind, check_limit
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.errors import ConfigError, Problem, UserError, check_kind, check_limit
 from moemesh.config.layout import shard_range
 from moemesh.config.load import Resolved, S, build_section
 from moemesh.config.model import ModelConfig
@@ -27,8 +26,8 @@ from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
 from moemesh.parallel.placement import Placement
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.opening import schedule_of_step
 from moemesh.train.preflight import untrainable
-from moemesh.train.run_schedule import schedule_of_step
 from moemesh.train.step import StepResult, evaluate, gradients_of_step, move_selection_biases
 
 __all__ = ["ParallelModel", "StepResult", "parallelize"]

@@ -13,7 +13,7 @@ from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import options_from
 from moemesh.cli.progress import progress
 from moemesh.cli.table import table
-from moemesh.schedule.request import ScheduleRequest
+from moemesh.schedule.answer import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def show_schedule(
         _compare_all(request, as_json)
         return
     from moemesh.report import timeline_text
-    from moemesh.schedule import schedule_files
+    from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved
 
     with progress(f"schedule {request.name}", quiet=as_json):
@@ -72,7 +72,7 @@ def show_schedule(
 
         timeline_files.write(timeline, svg=svg, trace=trace, title=found.title, held=found.held)
     if save is not None:
-        schedule_files.save(found.schedule, save)
+        text.save(found.schedule, save)
     if as_json:
         typer.echo(strict_json(found.to_json()))
     elif as_text:

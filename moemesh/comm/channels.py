@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moemesh.comm.groups import new_group
+from moemesh.comm.groups import new_group, watched
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import pair_of, record
-from moemesh.comm.watched_work import watched
 from moemesh.trace import wire
 
 #: gloo's tags are 31 bits; numbers start again when they are used up.

@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moemesh.comm.groups import new_group
-from moemesh.config.arguments import check_kind
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, check_kind
 from moemesh.config.layout import AXES, Layout
 from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger

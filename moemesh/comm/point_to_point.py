@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from moemesh.comm.groups import watched
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import pair_of, record
-from moemesh.comm.watched_work import watched
 from moemesh.trace import wire
 from moemesh.watch.progress_words import Ticket
 

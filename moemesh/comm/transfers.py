@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moemesh.comm.groups import watched
 from moemesh.comm.mesh import Axis
-from moemesh.comm.watched_work import watched
 from moemesh.config.layout import shard_sizes
 from moemesh.ops.exact_gemm import tree_sum
 from moemesh.trace import wire

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
+from moemesh.model.attention import build_attention
 from moemesh.model.balance_loss import joint_loss, no_sums
 from moemesh.model.batch import Ahead, Batch, Context, make_context
 from moemesh.model.faults import of_tokens
-from moemesh.model.layer import Layer
-from moemesh.model.layers import RMSNorm, VocabularyRows
-from moemesh.model.moe import MoE
+from moemesh.model.layers import MLP, RMSNorm, VocabularyRows
+from moemesh.model.moe import MoE, MoEOutput, swiglu_form
 from moemesh.model.seams import (
     PLAIN_FLOW,
     Flow,
@@ -33,6 +33,40 @@ from moemesh.model.seams import (
 )
 from moemesh.ops.linear import linear
 from moemesh.watch.progress_words import at_layer
+
+# One layer of the transformer: attention, then a dense MLP or a mixture of experts.
+#
+# Legend: T tokens of the residual stream held here, H hidden.
+
+
+class Layer(nn.Module):
+    """Pre-norm block: attention, then a dense MLP or a mixture of experts."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        #: Of what a block adds to the residual stream.
+        self.multiplier = config.residual_multiplier
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = build_attention(config, index)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward: MoE | MLP = (
+            MoE(config, index)
+            if config.is_moe_layer(index)
+            else MLP(config.hidden_size, config.intermediate_size, swiglu_form(config), config.lora)
+        )
+
+    def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
+        x_TH = x_TH + self._scaled(self.attention(self.attention_norm(x_TH), context))
+        normed_TH = self.feed_forward_norm(x_TH)
+        if isinstance(self.feed_forward, MLP):
+            return x_TH + self._scaled(self.feed_forward(normed_TH, context.num_tokens)), None
+        x_TH = context.flow.cut(x_TH)
+        routed = self.feed_forward(normed_TH, context)
+        return x_TH + self._scaled(routed.y_TH), routed
+
+    def _scaled(self, y_TH: Tensor) -> Tensor:
+        return y_TH if self.multiplier == 1.0 else y_TH * self.multiplier
+
 
 # Multi-token prediction: extra layers behind the last, each of which looks one token further.
 #

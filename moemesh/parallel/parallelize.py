@@ -42,8 +42,7 @@ from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.data.units import GatheredWeights
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
-from moemesh.parallel.pipeline.parts import holders, parts_of, stage_parts, stages_of
-from moemesh.parallel.pipeline.pipeline import Pipeline
+from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
 from moemesh.parallel.tensor.boundary import ATTENTION_BOUNDARIES, ReduceScatterBoundary

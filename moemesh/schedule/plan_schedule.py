@@ -15,8 +15,8 @@ from moemesh.config.rules import plan_problem
 from moemesh.config.schedule_rules import is_schedule_file
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build, recipe_of, require_defined
-from moemesh.schedule.schedule_files import load
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs
+from moemesh.schedule.text import load
 
 
 def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> Schedule:

@@ -48,9 +48,24 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.row_log import Cut, RowLog
 from moemesh.train.run_folder import CONFIG, DATA, ROWS, RunFolder
 from moemesh.train.sinks import Sinks
-from moemesh.train.states import state_bytes
 from moemesh.train.step import FinishedStep, StepResult
 from moemesh.watch import progress_words
+
+# Model states of one rank, measured: bytes of weights, gradients and optimizer.
+
+
+def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
+    gathered weights the most that a step has held."""
+    reducer = parallel.reducer
+    return {
+        "dense_weights": reducer.weight_bytes(experts=False),
+        "expert_weights": reducer.weight_bytes(experts=True),
+        "gathered_weights": reducer.gathered_bytes,
+        "gradients": reducer.gradient_bytes,
+        "optimizer": optimizer.num_state_bytes(),
+    }
+
 
 # Alarms on expert loads: dead experts, collapse and drops, each shown once per layer.
 #

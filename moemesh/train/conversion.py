@@ -26,9 +26,8 @@ from moemesh.checkpoint.huggingface.delta import (
     trained_sources,
     write_delta,
 )
-from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
+from moemesh.checkpoint.huggingface.derived import EquivalentWeights, MergedWeights
 from moemesh.checkpoint.huggingface.logical import logical_tensors
-from moemesh.checkpoint.huggingface.merged import MergedWeights
 from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.weight_folder import WeightFolder
 from moemesh.checkpoint.huggingface.weights import HuggingFaceWeights

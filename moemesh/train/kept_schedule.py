@@ -14,8 +14,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.schedule_rules import is_schedule_file
 from moemesh.schedule.plan_schedule import build_step, fitting
-from moemesh.schedule.schedule_files import load
-from moemesh.schedule.text import digest, to_text
+from moemesh.schedule.text import digest, load, to_text
 from moemesh.train.run_folder import RunFolder
 
 SCHEDULE = "schedule.txt"

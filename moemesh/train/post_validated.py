@@ -35,7 +35,6 @@ from moemesh.parallel.pipeline.post_validation import ValidatedPipeline
 from moemesh.parallel.pipeline.program import Objective
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer, learning_rate
-from moemesh.train.routing_faults import refuse_bad_logits, refuse_replayed
 from moemesh.train.session import Report, Session
 from moemesh.train.step import (
     FinishedStep,
@@ -45,6 +44,8 @@ from moemesh.train.step import (
     count_over_step,
     forget_rank_tokens,
     pack_loads,
+    refuse_bad_logits,
+    refuse_replayed,
     step_result,
     unpack_loads,
     update,

@@ -11,12 +11,11 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.trainable import refusals
 from moemesh.trace.strict_json import strict_json
 from moemesh.train import saving
-from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundle
-from moemesh.train.construction import construct
 from moemesh.train.examination import examine
 from moemesh.train.finding import Finding
 from moemesh.train.inference import on_ranks
+from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
 
 #: Overrides that make one rank of any plan: weights and samples are the same in all of them.

@@ -19,13 +19,12 @@ from moemesh.schedule.action import Schedule
 from moemesh.trace.run import MetricsRow
 from moemesh.train import saving
 from moemesh.train.artifacts import Artifacts
-from moemesh.train.batches import own_batches
 from moemesh.train.bundle import Bundles
 from moemesh.train.console import Console
-from moemesh.train.construction import construct
 from moemesh.train.examination import examine, examine_state, first_look
 from moemesh.train.finding import Finding
 from moemesh.train.guard import Guard
+from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, learning_rate
 from moemesh.train.provenance import record_return
 from moemesh.train.rehoming import Rehoming

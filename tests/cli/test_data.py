@@ -18,7 +18,7 @@ from moemesh.data.preview import previews
 from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import document_starts
-from moemesh.train.batches import own_batches
+from moemesh.train.opening import own_batches
 from tests.test_cli import run_guarded
 
 CHATML = (

@@ -16,7 +16,7 @@ from moemesh.data.documents import Document
 from moemesh.data.records import Where
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError, Tokenizer
-from moemesh.train.batches import own_batches
+from moemesh.train.opening import own_batches
 
 #: ChatML, as many published models have it.
 CHATML = """{% for message in messages %}

@@ -15,7 +15,7 @@ from moemesh.data.packing import packed
 from moemesh.data.samples import Samples, Windows
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
-from moemesh.train.batches import own_batches
+from moemesh.train.opening import own_batches
 
 
 def corpus_of(lengths: list[int], texts: tuple[int, ...] = (), silent: tuple[int, ...] = ()) -> Any:

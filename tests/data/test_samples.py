@@ -19,7 +19,7 @@ from moemesh.data import corpus as corpus_module
 from moemesh.data.corpus import Corpus
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError
-from moemesh.train.batches import own_batches
+from moemesh.train.opening import own_batches
 
 
 def bytes_of(corpus: Corpus) -> bytes:

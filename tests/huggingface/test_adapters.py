@@ -17,7 +17,7 @@ from torch import Tensor
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.adapters import CONFIG, WEIGHTS, AdapterFolder, write_adapters
 from moemesh.checkpoint.huggingface.convert import write_huggingface
-from moemesh.checkpoint.huggingface.merged import MergedWeights
+from moemesh.checkpoint.huggingface.derived import MergedWeights
 from moemesh.checkpoint.store import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.lora import LoraConfig, is_adapter

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.huggingface.convert import write_huggingface
-from moemesh.checkpoint.huggingface.equivalent import EquivalentWeights
+from moemesh.checkpoint.huggingface.derived import EquivalentWeights
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.export import config_json, exported, families_for
 from moemesh.config.load import load_run

@@ -19,9 +19,9 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.train.batches import own_batches
 from moemesh.train.command import open_samples
 from moemesh.train.conversion import convert
+from moemesh.train.opening import own_batches
 from tests import commands
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.ours import load

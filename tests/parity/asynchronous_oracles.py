@@ -23,7 +23,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import ModelPart, Output, Transformer
-from moemesh.parallel.pipeline.parts import stage_parts
+from moemesh.parallel.pipeline.pipeline import stage_parts
 from moemesh.schedule.action import Op, Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.train.optimizer import Optimizer, learning_rate

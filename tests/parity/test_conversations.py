@@ -23,7 +23,7 @@ from moemesh.model.transformer import Transformer
 from moemesh.parallel.parallelize import parallelize
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.batches import own_batches
+from moemesh.train.opening import own_batches
 from moemesh.train.step import gradients_of_step
 from tests.data.test_packing import corpus_of, drawn
 from tests.parity.training import assemble, owned

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.schedule.schedule_files import save
+from moemesh.schedule.text import save
 from tests.parity.test_parity import MODEL, MODELS, TRAIN, assert_same
 from tests.parity.training import Shape, Trained, name_of, train
 from tests.schedule.orders import random_schedule

@@ -18,9 +18,9 @@ from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.messages import messages
 from moemesh.schedule.plan_schedule import build_step
-from moemesh.schedule.schedule_files import save
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs, measured_costs
+from moemesh.schedule.text import save
 from moemesh.trace.timeline import WorkRecord
 
 

@@ -26,9 +26,9 @@ from moemesh.train import session as sessions
 from moemesh.train.bundle import Bundle
 from moemesh.train.command import open_samples
 from moemesh.train.console import Console
-from moemesh.train.construction import construct
 from moemesh.train.finding import Finding
 from moemesh.train.guard import CENTRE, LEAST, WINDOW, Diverged, Guard, Spikes
+from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.run_events import Events
 from moemesh.train.run_folder import RunFolder

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.schedule.schedule_files import load
-from moemesh.schedule.text import digest
+from moemesh.schedule.text import digest, load
 from moemesh.trace.timeline import Timeline
 from tests.parallel.pipelining import SYNCHRONOUS
 from tests.test_cli import run

@@ -31,8 +31,8 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config import experts as keys
-from moemesh.config.arguments import check_kind
 from moemesh.config.divisors import nearest_divisors
+from moemesh.config.errors import check_kind
 from moemesh.config.layout import Layout
 from moemesh.config.load import load_run
 from moemesh.config.model import ModelConfig

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from moemesh.checkpoint.huggingface.logical import logical_tensors
 from moemesh.checkpoint.huggingface.names import names_of
 from moemesh.checkpoint.huggingface.pieces import slices
-from moemesh.config.arguments import check_kind
+from moemesh.config.errors import check_kind
 from moemesh.config.huggingface.model import family_of, model_values
 from moemesh.config.model import ModelConfig
 from moemesh.config.shown import short_repr

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
-from moemesh.config.arguments import check_kind, check_limit
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, check_kind, check_limit
 from moemesh.config.model import ModelConfig
 from moemesh.model.experts import Experts
 from moemesh.model.moe import swiglu_form

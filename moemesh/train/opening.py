@@ -1,0 +1,92 @@
+"""The model, the schedule and the batches of a run, on the ranks of its plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.config.layout import shard_range
+from moemesh.config.run import RunConfig
+from moemesh.data.samples import Windows
+from moemesh.model.batch import Batch
+from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.schedule.action import Schedule
+from moemesh.schedule.plan_schedule import build_step
+from moemesh.schedule.text import from_text, to_text
+from moemesh.train.kept_schedule import SCHEDULE, has_name
+from moemesh.train.run_folder import RunFolder
+
+# The samples of a step as this rank's microbatches.
+
+
+def own_batches(
+    samples: Windows, mesh: Mesh, ids: np.ndarray, num_parts: int, *, seed: int, step: int = 0
+) -> list[Batch]:
+    """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
+
+    `seed` and `step` (from 1; 0 = none) key the random numbers of a training forward. Shares may
+    differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    """
+
+    dp = mesh["dp"]
+    found: list[Batch] = []
+    own = shard_range(len(ids), dp.size, dp.index)
+    for index in range(num_parts):
+        part = shard_range(len(own), num_parts, index)
+        rows = slice(own.start + part.start, own.start + part.stop)
+        tokens, targets = map(torch.from_numpy, samples.batch(ids[rows]))
+        documents, learned = samples.documents(ids[rows]), samples.loss_mask(ids[rows])
+        valid = samples.valid(ids[rows])
+        batch = Batch(
+            tokens_BS=tokens,
+            targets_BS=targets,
+            sequences_B=torch.arange(rows.start, rows.stop),
+            valid_BS=None if valid is None else torch.from_numpy(np.ascontiguousarray(valid)),
+            loss_mask_BS=None if learned is None else torch.from_numpy(learned),
+            documents_BS=None if documents is None else torch.from_numpy(documents[:, :-1]),
+            seed=seed,
+            step=step,
+        )
+        found.append(batch.to(mesh.device))
+    return found
+
+
+# The schedule of a run on its ranks: one for all, whatever each could read by itself.
+
+
+def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:
+    """The schedule of a step, the same on every rank; all ranks call, after
+    :func:`moemesh.train.kept_schedule.settle`."""
+    if has_name(config.plan):
+        return build_step(config.plan)
+    text = (folder.path / SCHEDULE).read_text(encoding="utf-8") if mesh.rank == 0 else ""
+    return _of_rank_0(text, mesh)
+
+
+def schedule_of_step(config: RunConfig, mesh: Mesh) -> Schedule:
+    """The schedule of a step without a run folder, the same on every rank; all ranks call."""
+    schedule = build_step(config.plan, config.model, config.data.seq_len)
+    return schedule if has_name(config.plan) else _of_rank_0(to_text(schedule), mesh)
+
+
+def _of_rank_0(text: str, mesh: Mesh) -> Schedule:
+    """What rank 0 read or searched: files may differ between nodes."""
+    return from_text(gather_json(text if mesh.rank == 0 else None, mesh.control)[0])
+
+
+def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> RankModel:
+    """The model with fresh weights; `schedule` in place of the plan's. All ranks call. Raises
+    ValueError for a plan that cannot be carried out."""
+    data, train = config.data, config.train
+    return parallelize(
+        config.model,
+        config.plan,
+        mesh,
+        seed=train.seed,
+        dtype=getattr(torch, train.dtype),
+        tokens_per_rank=config.plan.tokens_per_rank(data.seq_len, data.global_batch),
+        schedule=schedule,
+        tuning=config.tuning,
+    )
