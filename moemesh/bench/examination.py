@@ -39,7 +39,7 @@ SHARED_MEMORY_WARN = 256 << 20
 CLOCK_SECONDS = 2.0
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """One line of the answer; `fix` says what to do about a warning or a failure."""
 
     name: str
@@ -48,7 +48,7 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
+def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Every finding, the quick ones first. `folder`: where runs are to be written."""
     yield from _versions()
     yield from _folder(folder)
@@ -56,19 +56,19 @@ def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _limits()
     yield from _names_and_ports(environ)
     remarks = list(environment.remarks(environ))
-    yield from (Finding("environment", *remark) for remark in remarks)
+    yield from (Diagnosis("environment", *remark) for remark in remarks)
     if not remarks:
-        yield Finding("environment", "pass", "no variable that hurts, no rank of a launcher")
+        yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
     yield from _torch(environ)
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[Diagnosis]:
     version = ".".join(map(str, sys.version_info[:3]))
     wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
     if _keeps(version, wanted):
-        yield Finding("python", "pass", f"{version} at {sys.executable}")
+        yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
     else:
-        yield Finding("python", "fail", f"{version}; needed is {wanted}", "another Python")
+        yield Diagnosis("python", "fail", f"{version}; needed is {wanted}", "another Python")
     wrong: list[str] = []
     for line in importlib.metadata.requires("moemesh") or ():
         if "extra ==" in line:
@@ -84,9 +84,9 @@ def _versions() -> Iterator[Finding]:
         if not _keeps(found, needed):
             wrong.append(f"{name} is {found}, needed is {needed}")
     if wrong:
-        yield Finding("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")
+        yield Diagnosis("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")
     else:
-        yield Finding("packages", "pass", "all that are needed, in versions that fit")
+        yield Diagnosis("packages", "pass", "all that are needed, in versions that fit")
 
 
 def _keeps(version: str, wanted: str) -> bool:
@@ -105,7 +105,7 @@ def _keeps(version: str, wanted: str) -> bool:
     return True
 
 
-def _folder(folder: Path) -> Iterator[Finding]:
+def _folder(folder: Path) -> Iterator[Diagnosis]:
     """Disk, locks, renames and clock of the file system that runs are written to."""
     home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
@@ -115,53 +115,53 @@ def _folder(folder: Path) -> Iterator[Finding]:
             yield _clock(Path(scratch) / "clock")
     except OSError as error:
         text = f"{home}: cannot be written ({error.strerror or error})"
-        yield Finding("run folder", "fail", text, "choose another with --out")
+        yield Diagnosis("run folder", "fail", text, "choose another with --out")
 
 
-def _disk(home: Path) -> Finding:
+def _disk(home: Path) -> Diagnosis:
     free = shutil.disk_usage(home).free
     text = f"{format_bytes(free)} free for runs under {home}"
     if free < DISK_FAIL:
-        return Finding("disk", "fail", text, "make room, or write elsewhere with --out")
+        return Diagnosis("disk", "fail", text, "make room, or write elsewhere with --out")
     if free < DISK_WARN:
         fix = "a checkpoint has 12 bytes a parameter, and train.checkpoints_kept of them stay"
-        return Finding("disk", "warn", text, fix)
-    return Finding("disk", "pass", text)
+        return Diagnosis("disk", "warn", text, fix)
+    return Diagnosis("disk", "pass", text)
 
 
-def _locks(file: Path) -> Finding:
+def _locks(file: Path) -> Diagnosis:
     """Two handles of one file must not both hold its lock, or two runs write one folder."""
     with file.open("w") as one, file.open("w") as other:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             text = f"files cannot be locked here ({error.strerror})"
-            return Finding("file locks", "fail", text, "runs on a file system that knows flock")
+            return Diagnosis("file locks", "fail", text, "runs on a file system that knows flock")
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Finding("file locks", "pass", "a second run in one folder would be refused")
+            return Diagnosis("file locks", "pass", "a second run in one folder would be refused")
         except OSError as error:
             text = f"a second lock fails in another way ({error.strerror})"
-            return Finding("file locks", "warn", text, "never start a run twice in one folder")
+            return Diagnosis("file locks", "warn", text, "never start a run twice in one folder")
     text = "two processes can lock one file: a second run would not be refused"
-    return Finding("file locks", "fail", text, "runs on a file system that knows flock")
+    return Diagnosis("file locks", "fail", text, "runs on a file system that knows flock")
 
 
-def _clock(file: Path) -> Finding:
+def _clock(file: Path) -> Diagnosis:
     file.write_text("")
     skew = file.stat().st_mtime - time.time()
     if abs(skew) > CLOCK_SECONDS:
         text = f"the disk's clock is {skew:+.1f} s off this machine's"
-        return Finding("clock", "warn", text, "synchronise both (chrony, ntpd)")
+        return Diagnosis("clock", "warn", text, "synchronise both (chrony, ntpd)")
     year = time.gmtime().tm_year
     if year < 2025:
         fix = "set the clock: certificates and logs need it"
-        return Finding("clock", "fail", f"the year is {year}", fix)
-    return Finding("clock", "pass", "this machine and the disk of the runs agree")
+        return Diagnosis("clock", "fail", f"the year is {year}", fix)
+    return Diagnosis("clock", "pass", "this machine and the disk of the runs agree")
 
 
-def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
+def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Diagnosis]:
     if not folder.is_dir():
         return
     size = shutil.disk_usage(folder).total
@@ -169,12 +169,12 @@ def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
     if size < SHARED_MEMORY_WARN:
         fix = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory"
         verdict: Verdict = "fail" if signs_of_gpus() else "warn"
-        yield Finding("shared memory", verdict, f"{text}: NCCL and gloo need more", fix)
+        yield Diagnosis("shared memory", verdict, f"{text}: NCCL and gloo need more", fix)
     else:
-        yield Finding("shared memory", "pass", text)
+        yield Diagnosis("shared memory", "pass", text)
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[Diagnosis]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -188,89 +188,89 @@ def _limits() -> Iterator[Finding]:
         if not is_free and value < warn:
             verdict = "fail" if value < fail else "warn"
         fix = "" if verdict == "pass" else f"ulimit {option} 65536, or limits.conf of the machine"
-        yield Finding(name, verdict, text, fix)
+        yield Diagnosis(name, verdict, text, fix)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         text = f"{locked:,} bytes (ulimit -l), and InfiniBand locks what it sends"
-        yield Finding("locked memory", "warn", text, "ulimit -l unlimited")
+        yield Diagnosis("locked memory", "warn", text, "ulimit -l unlimited")
 
 
-def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError) as error:
         text = f"{host} has no address ({getattr(error, 'strerror', None) or error})"
-        yield Finding("host name", "fail", text, f"a line for {host} in /etc/hosts")
+        yield Diagnosis("host name", "fail", text, f"a line for {host} in /etc/hosts")
     else:
         is_local = address.startswith("127.")
         text = f"{host} is {address}" + (", which no other node reaches" if is_local else "")
         fix = "on several nodes: MASTER_ADDR must be an address that all of them reach"
-        yield Finding("host name", "warn" if is_local else "pass", text, fix if is_local else "")
+        yield Diagnosis("host name", "warn" if is_local else "pass", text, fix if is_local else "")
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
         text = f"this machine cannot be reached by itself ({error.strerror or error})"
-        yield Finding("ports", "fail", text, "allow connections to 127.0.0.1")
+        yield Diagnosis("ports", "fail", text, "allow connections to 127.0.0.1")
         return
     wanted = environ.get("MASTER_PORT", "29500")
     if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
-        yield Finding("ports", "fail", f"MASTER_PORT is {wanted!r}", "a number up to 65535")
+        yield Diagnosis("ports", "fail", f"MASTER_PORT is {wanted!r}", "a number up to 65535")
         return
     try:
         socket.create_server(("", int(wanted))).close()
     except OSError as error:
         text = f"port {wanted} is taken ({error.strerror or error})"
-        yield Finding("ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port")
+        yield Diagnosis("ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port")
     else:
-        yield Finding("ports", "pass", f"port {wanted} is free")
+        yield Diagnosis("ports", "pass", f"port {wanted} is free")
 
 
-def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     start = time.monotonic()
     answers, error = _ask_torch(environ)
     took = f"{time.monotonic() - start:.0f} s"
     if not answers:
-        yield Finding("torch", "fail", f"it gave no answer ({error})", "pip install torch")
+        yield Diagnosis("torch", "fail", f"it gave no answer ({error})", "pip install torch")
         return
     facts = answers[0]
     versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"
-    yield Finding("torch", "pass", f"{versions}; asked in {took}")
+    yield Diagnosis("torch", "pass", f"{versions}; asked in {took}")
     yield from _devices(facts)
     if len(answers) < 2:
         fix = "a firewall or a wrong GLOO_SOCKET_IFNAME keeps processes of this machine apart"
-        yield Finding("links", "fail", f"two local ranks do not meet ({error})", fix)
+        yield Diagnosis("links", "fail", f"two local ranks do not meet ({error})", fix)
         return
     link = answers[1]
     rate = link["bytes"] / link["seconds"] / 1e9
     text = f"two local ranks sum {link['bytes'] >> 20} MiB at {rate:.2f} GB/s (gloo)"
     slow = rate < 0.05
     fix = "a loaded machine, or a slow interface: `moemesh bench links` says more" if slow else ""
-    yield Finding("links", "warn" if slow else "pass", text, fix)
+    yield Diagnosis("links", "warn" if slow else "pass", text, fix)
 
 
-def _devices(facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _devices(facts: Mapping[str, Any]) -> Iterator[Diagnosis]:
     devices, signs = facts["devices"], signs_of_gpus()
     if not devices and not signs:
-        yield Finding("devices", "pass", f"no GPU: {os.cpu_count()} core(s)")
+        yield Diagnosis("devices", "pass", f"no GPU: {os.cpu_count()} core(s)")
         return
     if not devices:
         built = facts["cuda"] is not None
         fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
         fix = fix if built else "this torch is built for the CPU: install the one for CUDA"
-        yield Finding("devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix)
+        yield Diagnosis("devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix)
         return
     names = sorted({one["name"] for one in devices})
     text = f"{len(devices)} x {', '.join(names)}"
     if len(names) > 1:
-        yield Finding("devices", "warn", text, "ranks wait for the slowest: use equal devices")
+        yield Diagnosis("devices", "warn", text, "ranks wait for the slowest: use equal devices")
     used = [number for number, one in enumerate(devices) if one["free"] < 0.9 * one["total"]]
     if used:
         fix = "nvidia-smi names the processes that hold it"
-        yield Finding("devices", "warn", f"{text}; memory of {used} is in use", fix)
+        yield Diagnosis("devices", "warn", f"{text}; memory of {used} is in use", fix)
     elif len(names) == 1:
-        yield Finding("devices", "pass", text)
+        yield Diagnosis("devices", "pass", text)
 
 
 def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:

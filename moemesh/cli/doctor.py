@@ -24,9 +24,9 @@ def doctor(
     Takes at most half a minute. Exit code 0 without a failure, 1 with one. On a cluster, once on
     every node: srun --ntasks-per-node=1 moemesh doctor --out /shared/runs
     """
-    from moemesh.bench.examination import Finding, examine
+    from moemesh.bench.examination import Diagnosis, examine
 
-    found: list[Finding] = []
+    found: list[Diagnosis] = []
     for one in examine(out, os.environ):
         found.append(one)
         if not as_json:

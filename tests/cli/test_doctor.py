@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moemesh.bench import environment, examination
-from moemesh.bench.examination import Finding
+from moemesh.bench.examination import Diagnosis
 from tests.test_cli import run_guarded
 
 FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": []}
@@ -164,7 +164,7 @@ def test_what_torch_says(
 ) -> None:
     monkeypatch.setattr(examination, "_ask_torch", lambda _: (answers, "boom"))
     monkeypatch.setattr(examination, "signs_of_gpus", lambda: signs)
-    findings: list[Finding] = list(examination._torch({}))
+    findings: list[Diagnosis] = list(examination._torch({}))
     found = of(findings)
     assert {name: found[name][0] for name in verdicts} == verdicts
     assert any(words in one.text for one in findings)

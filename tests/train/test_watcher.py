@@ -28,7 +28,7 @@ from moemesh.watch.signs import GONE, Seen
 from moemesh.watch.supervisor import Ended
 from moemesh.watch.verdict import Limits, Verdict
 from moemesh.watch.word_file import Word, WordFile
-from tests.drill.rank import WatcherSpec as FaultSpec
+from tests.drill.rank import Spec as FaultSpec
 from tests.train.runs import arguments, losses, metrics, moemesh
 from tests.waiting import PATIENCE, until
 
