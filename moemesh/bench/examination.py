@@ -222,7 +222,9 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         socket.create_server(("", int(wanted))).close()
     except OSError as error:
         text = f"port {wanted} is taken ({error.strerror or error})"
-        yield Diagnosis("ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port")
+        yield Diagnosis(
+            "ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port"
+        )
     else:
         yield Diagnosis("ports", "pass", f"port {wanted} is free")
 
@@ -259,7 +261,9 @@ def _devices(facts: Mapping[str, Any]) -> Iterator[Diagnosis]:
         built = facts["cuda"] is not None
         fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
         fix = fix if built else "this torch is built for the CPU: install the one for CUDA"
-        yield Diagnosis("devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix)
+        yield Diagnosis(
+            "devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix
+        )
         return
     names = sorted({one["name"] for one in devices})
     text = f"{len(devices)} x {', '.join(names)}"
