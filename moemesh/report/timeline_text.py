@@ -23,9 +23,9 @@ def draw(timeline: Timeline, *, tick: float | None = None) -> str:
     chunk. `tick` is the time of a column, by default the greatest common measure of all times
     (the span in 60 columns when there is none). Records without a microbatch are left out.
 
-    >>> from moemesh.trace.timeline import Record
-    >>> records = [Record(rank=0, start=0, end=1, name="0F0", kind="F", stage=0, microbatch=0),
-    ...            Record(rank=0, start=2, end=4, name="0B0", kind="B", stage=0, microbatch=0)]
+    >>> from moemesh.trace.timeline import WorkRecord
+    >>> records = [WorkRecord(rank=0, start=0, end=1, name="0F0", kind="F", stage=0, microbatch=0),
+    ...            WorkRecord(rank=0, start=2, end=4, name="0B0", kind="B", stage=0, microbatch=0)]
     >>> print(draw(Timeline(ranks=(0,), records=tuple(records), source="simulated", unit="ticks")))
     rank 0: F0 .  B0---
     """
