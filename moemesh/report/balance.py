@@ -32,7 +32,18 @@ def balance_heat_maps(before: Sequence[Sequence[float]], after: Sequence[Sequenc
     for name, loads in (("before", before), ("after", after)):
         matrix = [_relative(row) for row in loads]
         worst.append(max(max(row) for row in matrix))
-        drawn = _squeeze(matrix)
+        # A squeezed cell is the maximum of the cells that it stands for.
+        rows, columns = len(matrix), len(matrix[0])
+        height, width = min(rows, _MAX_ROWS), min(columns, _MAX_COLUMNS)
+        drawn: Matrix = []
+        for y in range(height):
+            part = matrix[y * rows // height : (y + 1) * rows // height]
+            drawn.append(
+                [
+                    max(max(row[x * columns // width : (x + 1) * columns // width]) for row in part)
+                    for x in range(width)
+                ]
+            )
         cell = min(max(220 / len(drawn), 3.0), 18.0)
         mean = sum(max(row) for row in matrix) / len(matrix)
         title = (
@@ -56,22 +67,6 @@ def colour_of(ratio: float) -> str:
 def _relative(row: Sequence[float]) -> list[float]:
     mean = sum(row) / len(row)
     return [float(value / mean) if mean else 1.0 for value in row]
-
-
-def _squeeze(matrix: Matrix) -> Matrix:
-    """At most _MAX_ROWS x _MAX_COLUMNS cells, each the maximum of the cells it stands for."""
-    rows, columns = len(matrix), len(matrix[0])
-    height, width = min(rows, _MAX_ROWS), min(columns, _MAX_COLUMNS)
-    squeezed: Matrix = []
-    for y in range(height):
-        part = matrix[y * rows // height : (y + 1) * rows // height]
-        squeezed.append(
-            [
-                max(max(row[x * columns // width : (x + 1) * columns // width]) for row in part)
-                for x in range(width)
-            ]
-        )
-    return squeezed
 
 
 def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpus: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 INK = "#1a1f29"
@@ -59,19 +60,15 @@ DARK: dict[str, str] = {
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
 WIDTH = 880
 FONT_SIZE = 12
+#: Characters that XML forbids, or that it allows and should not be in a text.
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 #: Average advance of a character of a sans-serif font, in font sizes; for "does it fit".
 _ADVANCE = 0.58
 
 
 def escape(text: object) -> str:
     """Text for SVG and HTML: markup escaped, characters that XML forbids replaced."""
-    allowed = (c if c in "\t\n" or (c >= " " and _is_xml(c)) else "\ufffd" for c in str(text))
-    return html.escape("".join(allowed), quote=True)
-
-
-def _is_xml(character: str) -> bool:
-    code = ord(character)
-    return not (0x7F <= code <= 0x9F or 0xD800 <= code <= 0xDFFF or code in (0xFFFE, 0xFFFF))
+    return html.escape(_FORBIDDEN.sub("\ufffd", str(text)), quote=True)
 
 
 def clip(text: str, length: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 
 from moemesh.report.curves import Marks, Pictures, Series, line_charts
@@ -62,7 +62,9 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     }
     if not layers:
         return ""
-    shown = sorted(_most_unbalanced(layers)[:_MAX_PANELS])
+
+    ranked = sorted(layers, key=lambda layer: (-_mean_imbalance(layers[layer]), layer))
+    shown = sorted(ranked[:_MAX_PANELS])
     num_experts = {
         layer: max(len(load.tokens_per_expert) for load in layers[layer]) for layer in shown
     }
@@ -95,7 +97,10 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     rows = [_relative(values) for values in means if any(values)]
     if not rows:
         return ""
-    rows = _squeeze_rows(rows, 128)
+    if len(rows) > 128:
+        width = max(map(len, rows))
+        columns = [[row[c] if c < len(row) else 0.0 for row in rows] for c in range(width)]
+        rows = [list(row) for row in zip(*(_squeeze(c, 128) for c in columns), strict=True)]
     matrix = [_squeeze(row, 256) for row in rows]
     key, used = legend(_legend_entries(), left=0, top=4)
     cell = min(max(200 / len(matrix), 3), 18)
@@ -147,12 +152,8 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
     )
 
 
-def _most_unbalanced(layers: Mapping[int, Sequence[LayerLoads]]) -> list[int]:
-    def imbalance(layer: int) -> float:
-        items = layers[layer]
-        return sum(load.expert_max_over_mean for load in items) / len(items)
-
-    return sorted(layers, key=lambda layer: (-imbalance(layer), layer))
+def _mean_imbalance(loads: Sequence[LayerLoads]) -> float:
+    return sum(load.expert_max_over_mean for load in loads) / len(loads)
 
 
 def _legend_entries() -> list[tuple[str, str]]:
@@ -185,14 +186,6 @@ def _squeeze(values: Sequence[float], length: int) -> list[float]:
         return list(values)
     cuts = [index * len(values) // length for index in range(length + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-
-
-def _squeeze_rows(rows: Matrix, length: int) -> Matrix:
-    if len(rows) <= length:
-        return rows
-    width = max(map(len, rows))
-    columns = [[row[c] if c < len(row) else 0.0 for row in rows] for c in range(width)]
-    return [list(row) for row in zip(*(_squeeze(c, length) for c in columns), strict=True)]
 
 
 def _panel(
@@ -253,7 +246,7 @@ def loads(run: Run) -> Chapter:
         (
             f"{layer}",
             f"{len(items[-1].tokens_per_expert)}",
-            f"{_mean([load.expert_max_over_mean for load in items]):.3f}",
+            f"{_mean_imbalance(items):.3f}",
             f"{items[-1].expert_max_over_mean:.3f}",
             f"{items[-1].rank_max_over_mean:.3f}",
             f"{items[-1].entropy:.4f}",
@@ -281,7 +274,3 @@ def loads(run: Run) -> Chapter:
         tables=[table],
         note=f"{plural(len(layers), 'layer')} with experts." + left_out(len(rows), "layers"),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
