@@ -43,12 +43,11 @@ def import_verbs(words: Sequence[str] = ()) -> None:
     for name in modules:
         importlib.import_module(f"moemesh.cli.{name}")
     order = list(VERBS)
-    app.registered_commands.sort(key=lambda one: order.index(_module_of(one.callback)))
-
-
-def _module_of(callback: object) -> str:
-    """The module, below this package, that a command is written in."""
-    return getattr(callback, "__module__", "").removeprefix("moemesh.cli.")
+    app.registered_commands.sort(
+        key=lambda one: order.index(
+            getattr(one.callback, "__module__", "").removeprefix("moemesh.cli.")
+        )
+    )
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -214,7 +214,10 @@ def _anew(loads: Any, replicas: int, settings: BalanceSettings) -> Placed:
         maps = rebalance_published(loads, *sizes)
     else:
         policy = settings.policy
-        maps = rebalance_experts(loads, *sizes, effort=_effort(settings.effort), policy=policy)
+        effort: Any = settings.effort  # a name, or seconds
+        with suppress(ValueError):
+            effort = float(effort)
+        maps = rebalance_experts(loads, *sizes, effort=effort, policy=policy)
     mean = np.maximum(loads.mean(axis=1) * loads.shape[1] / settings.gpus, 1e-300)
     bound = lower_bound(loads, *sizes, policy=policy) / mean
     return Placed(
@@ -261,14 +264,6 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
         moved=replan.moved,
         transfers=replan.transfers,
     )
-
-
-def _effort(text: str) -> Any:
-    """The effort of `rebalance_experts`: a name, or seconds."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _text(placed: Placed, settings: BalanceSettings) -> str:

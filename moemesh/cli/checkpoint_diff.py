@@ -1,7 +1,7 @@
 """The verb checkpoint diff: which tensors of two checkpoints differ, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -9,9 +9,6 @@ from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find
 from moemesh.cli.table import table
 from moemesh.trace.strict_json import strict_json
-
-if TYPE_CHECKING:
-    from moemesh.checkpoint.stored import StoredCheckpoint
 
 #: Rows of a table of differences, unless all are asked for.
 _LINES = 20
@@ -46,7 +43,9 @@ def diff(
         elif (found := difference(a, b, name)).num_different:
             rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
     rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
-    states = _changed(a, b)
+    keys = sorted({*a.state, *b.state})
+    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
+    states = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     content = {
         "first": str(a.path),
         "second": str(b.path),
@@ -63,13 +62,6 @@ def diff(
         raise typer.Exit(int(differs))
     _say_difference(content, all_lines=all_lines)
     raise typer.Exit(int(differs))
-
-
-def _changed(a: "StoredCheckpoint", b: "StoredCheckpoint") -> dict[str, list[Any]]:
-    """The keys of the state that differ, each with both values."""
-    keys = sorted({*a.state, *b.state})
-    pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:

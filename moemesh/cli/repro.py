@@ -3,15 +3,12 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from moemesh.cli.application import AsJson, app
 from moemesh.trace.strict_json import strict_json
-
-if TYPE_CHECKING:
-    from moemesh.train.repro import Comparison
 
 
 @app.command(short_help="Repeat the first steps of a run and compare the losses bit by bit.")
@@ -43,30 +40,25 @@ def repro(
         result = {**asdict(found), "differences": causes, "folder": str(folder)}
         typer.echo(strict_json(result, indent=1))
     else:
-        typer.echo("\n" + _text(found, causes, folder))
+        typer.echo()
+        if found.first_step is None:
+            typer.echo(f"equal to the bit: losses and gradient norms of {found.steps} steps")
+        else:
+            typer.echo(
+                f"different: step {found.first_step} is the first, {found.key} {found.before!r} "
+                f"then, {found.after!r} now\n"
+                f"{found.num_different} of {found.steps} steps differ, losses by at most "
+                f"{found.largest:.3g}"
+            )
+        if causes:
+            typer.echo("what differs between the two runs:")
+            for cause in causes:
+                typer.echo(f"  {cause}")
+        elif found.first_step is not None:
+            typer.echo(
+                "no difference of packages, hardware, git, data or environment is recorded: "
+                "another process on the machine cannot be the reason, a change of the library or "
+                "of files in place can"
+            )
+        typer.echo(f"second run: {folder}")
     raise typer.Exit(0 if found.first_step is None else 1)
-
-
-def _text(found: "Comparison", causes: list[str], folder: Path) -> str:
-    """The comparison for a person."""
-    lines: list[str] = []
-    if found.first_step is None:
-        lines.append(f"equal to the bit: losses and gradient norms of {found.steps} steps")
-    else:
-        lines += [
-            f"different: step {found.first_step} is the first, {found.key} {found.before!r} then, "
-            f"{found.after!r} now",
-            f"{found.num_different} of {found.steps} steps differ, losses by at most "
-            f"{found.largest:.3g}",
-        ]
-    if causes:
-        lines.append("what differs between the two runs:")
-        lines += [f"  {cause}" for cause in causes]
-    elif found.first_step is not None:
-        lines.append(
-            "no difference of packages, hardware, git, data or environment is recorded: another "
-            "process on the machine cannot be the reason, a change of the library or of files in "
-            "place can"
-        )
-    lines.append(f"second run: {folder}")
-    return "\n".join(lines)
