@@ -93,7 +93,21 @@ def read(
                 yield from _texts(stream, file.path)
         case "jsonl":
             with open_stream(file.path, file.compression) as stream:
-                yield from _lines(stream, file.path, text_key, on_bad)
+                number = place = 0
+                while line := stream.readline(LONGEST_LINE):
+                    number += 1
+                    where = Where(str(file.path), "line", number, place)
+                    place += len(line)
+                    if len(line) == LONGEST_LINE:
+                        raise DataError(
+                            f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record"
+                        )
+                    if not line.strip():
+                        continue
+                    try:
+                        yield where, _record(_parsed(line, where), text_key, where)
+                    except BadRecordError as error:
+                        on_bad(error)
         case "parquet":
             yield from _rows(_parquet(file.path, text_key), file.path, text_key, on_bad)
         case "dataset":
@@ -128,24 +142,6 @@ def _last_cut(piece: bytes) -> int:
     while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
-
-
-def _lines(
-    stream: BinaryIO, path: Path, text_key: str, on_bad: Callable[[BadRecordError], None]
-) -> Iterator[tuple[Where, Record]]:
-    number = place = 0
-    while line := stream.readline(LONGEST_LINE):
-        number += 1
-        where = Where(str(path), "line", number, place)
-        place += len(line)
-        if len(line) == LONGEST_LINE:
-            raise DataError(f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record")
-        if not line.strip():
-            continue
-        try:
-            yield where, _record(_parsed(line, where), text_key, where)
-        except BadRecordError as error:
-            on_bad(error)
 
 
 def _parsed(line: bytes, where: Where) -> object:
@@ -231,7 +227,11 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
     except ImportError as error:
         raise DataError(f"{path} needs the package datasets: pip install datasets") from error
     try:
-        found = _from_hub(datasets, str(path)) if is_on_hub else datasets.load_from_disk(str(path))
+        if is_on_hub:  # the split "train"; without a network, from the package's cache
+            name, _, subset = str(path).removeprefix(HUB).partition(":")
+            found = datasets.load_dataset(name, subset or None, split="train")
+        else:
+            found = datasets.load_from_disk(str(path))
         if not is_on_hub and (path / SAVED_DATASETS).is_file():
             if "train" not in found:
                 raise DataError(
@@ -246,12 +246,6 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
         raise
     except Exception as error:  # the package raises many kinds for a damaged folder
         raise DataError(f"{path}: the dataset cannot be read ({error})") from error
-
-
-def _from_hub(datasets: Any, path: str) -> Any:
-    """The split "train" of a dataset of the Hub; without a network, from the package's cache."""
-    name, _, subset = path.removeprefix(HUB).partition(":")
-    return datasets.load_dataset(name, subset or None, split="train")
 
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
