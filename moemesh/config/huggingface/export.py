@@ -115,7 +115,16 @@ def family_or_refusal(model: ModelConfig) -> str:
 
 def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
     """``config.json`` of `model` as one of the family `kind`: keys of old and new versions."""
-    values = _sizes(model) | _attention(model, kind) | _rope(model, kind)
+    values: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
+    }
+    if model.num_mtp_layers:
+        values[AHEAD_KEY] = model.num_mtp_layers
+    values |= _attention(model, kind) | _rope(model, kind)
     if model.num_experts:
         values |= _experts(model, kind)
     values |= {
@@ -166,19 +175,6 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
         without_effect |= {key for key in found if key.startswith(("rope_beta", "rope_low"))}
         without_effect |= {"rope_high_freq_factor", "rope_truncate"}
     return {key: value for key, value in found.items() if key not in without_effect}
-
-
-def _sizes(model: ModelConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "intermediate_size": model.intermediate_size,
-        "max_position_embeddings": model.max_position_embeddings or _NO_LIMIT,
-    }
-    if model.num_mtp_layers:
-        values[AHEAD_KEY] = model.num_mtp_layers
-    return values
 
 
 def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
