@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import exp
 from pathlib import Path
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.calibrate import LeftOut, cross_validate, fit, measured_runs

@@ -7,7 +7,7 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app
 from moemesh.cli.checkpoint_place import find
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.trace.strict_json import strict_json
 
 #: Rows of a table of differences, unless all are asked for.

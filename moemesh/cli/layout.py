@@ -9,8 +9,7 @@ import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app
 from moemesh.cli.options import MODEL, PLAN, tokens
-from moemesh.cli.progress import progress
-from moemesh.cli.table import interval, spans, table
+from moemesh.cli.terminal import interval, progress, spans, table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import CLUSTER, LENGTH, NODES
-from moemesh.cli.progress import progress
-from moemesh.cli.table import interval, table
+from moemesh.cli.terminal import interval, progress, table
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import floor
 from typing import Any
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import untrained

@@ -13,7 +13,7 @@ import typer
 from moemesh.cli import completion
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import BATCH, CLUSTER, LENGTH, MODEL, NODES, PLAN
-from moemesh.cli.progress import progress
+from moemesh.cli.terminal import progress
 from moemesh.trace.strict_json import strict_json
 
 

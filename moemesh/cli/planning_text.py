@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from moemesh.cli.table import table
+from moemesh.cli.terminal import table
 from moemesh.planner.estimate import Estimate
 from moemesh.planner.intensity import decoding_intensity, layer_intensities
 from moemesh.planner.kv_cache import CacheSize, kv_bytes_per_token, kv_cache_bytes

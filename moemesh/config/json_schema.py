@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.schema import SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names

@@ -18,7 +18,7 @@ from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.huggingface.contradictions import contradictions
 from moemesh.config.huggingface.folder import read_folder
 from moemesh.config.lora import LoraConfig
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import DEFAULT_PRESET, RunConfig

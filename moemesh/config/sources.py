@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.renames import SCHEMA_KEY, SCHEMA_VERSION, later_version
+from moemesh.config.migration import SCHEMA_KEY, SCHEMA_VERSION, later_version
 from moemesh.config.paths import nearest_path
 from moemesh.config.schema import SECTIONS
 from moemesh.config.toml import format_value, key_lines, unreadable

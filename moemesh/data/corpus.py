@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moemesh.data.bad_records import BadRecordLog
 from moemesh.data.documents import Document, between, encoded
 from moemesh.data.indexed import IndexedTokens
 from moemesh.data.input_files import DataFile, check_head, find
-from moemesh.data.records import Record, Where, read
+from moemesh.data.records import BadRecordLog, Record, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 
 #: A single text file at least this large is memory-mapped instead of read.

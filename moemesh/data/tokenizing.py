@@ -19,12 +19,12 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from moemesh.data.bad_records import NAMED, BadRecordLog
 from moemesh.data.chat import TEMPLATE
 from moemesh.data.index_file import IDX, SUFFIXES, HashedFile, beside, prefix_of, read_sidecar
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
 from moemesh.data.input_files import CHECKED_FILES, check_head, find
 from moemesh.data.parts import Advance, TokenPart, TokenSettings, make_all
+from moemesh.data.records import NAMED, BadRecordLog
 from moemesh.data.tokenizer import SETTINGS, DataError, Tokenizer
 
 #: Enters the digest of the settings: another number makes the parts of earlier versions useless.

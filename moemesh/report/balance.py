@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
-from moemesh.report.svg import INK, MUTED, WIDTH, figure, legend, short, text
+from moemesh.report.svg import (
+    INK,
+    MUTED,
+    WIDTH,
+    HeatClass,
+    Matrix,
+    class_colour,
+    figure,
+    heat_cells,
+    legend,
+    legend_entries,
+    short,
+    text,
+)
 
 #: Colours of a GPU's load over its layer's mean, up to each limit. Lightness falls with load. Finer
 #: around 1 than for experts: every percent of the most loaded GPU is a percent of the layer's time.
@@ -76,7 +88,7 @@ def _panel(title: str, matrix: Matrix, top: float, cell: float, layers: int, gpu
     parts = [
         text(_LEFT, top - 6, title, weight="bold"),
         f'<g transform="translate({_LEFT:g} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        cells(matrix, colour_of),
+        heat_cells(matrix, colour_of),
         "</g>",
         f'<rect x="{_LEFT:g}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',

@@ -7,10 +7,30 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 
 from moemesh.report.curves import Marks, Pictures, Series, line_charts
-from moemesh.report.heat import HeatClass, Matrix, cells, class_colour, legend_entries
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
-from moemesh.report.sections.missing import missing
-from moemesh.report.svg import FONT_SIZE, INK, MUTED, WIDTH, figure, legend, short, text
+from moemesh.report.section import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    Table,
+    figures,
+    left_out,
+    missing,
+    plural,
+)
+from moemesh.report.svg import (
+    FONT_SIZE,
+    INK,
+    MUTED,
+    WIDTH,
+    HeatClass,
+    Matrix,
+    class_colour,
+    figure,
+    heat_cells,
+    legend,
+    legend_entries,
+    short,
+    text,
+)
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import Run
 
@@ -205,7 +225,7 @@ def _panel(
     parts = [
         text(left, top - 6, name, weight="bold"),
         f'<g transform="translate({left} {top:.2f}) {scale}" shape-rendering="crispEdges">',
-        cells(matrix, colour_of),
+        heat_cells(matrix, colour_of),
         "</g>",
         f'<rect x="{left}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" '
         f'stroke="{INK}" stroke-width="0.5"/>',

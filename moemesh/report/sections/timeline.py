@@ -9,8 +9,7 @@ from dataclasses import replace
 from moemesh.report import beside
 from moemesh.report import timeline_picture as pictures
 from moemesh.report.boxes import KINDS, LONG_NAMES
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out
-from moemesh.report.sections.missing import missing
+from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, missing
 from moemesh.report.svg import clip
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import MICROSECONDS, Timeline

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from moemesh.report import beside
-from moemesh.report.section import MAX_TABLE_ROWS, Chapter, Table, figures, left_out, plural
-from moemesh.report.sections.missing import missing
+from moemesh.report.section import (
+    MAX_TABLE_ROWS,
+    Chapter,
+    Table,
+    figures,
+    left_out,
+    missing,
+    plural,
+)
 from moemesh.report.svg import clip
 from moemesh.report.traffic import traffic_bars, traffic_rows
 from moemesh.trace.memory_profile import format_bytes
