@@ -27,9 +27,7 @@ class BalanceSettings:
     """Which loads to place where."""
 
     loads: Annotated[
-        Path,
-        "JSON, CSV, NumPy file, or a run's folder.",
-        {"argument": True, "metavar": "LOADS"},
+        Path, "JSON, CSV, NumPy file, or a run's folder.", {"argument": True, "metavar": "LOADS"}
     ]
     gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
     replicas: Annotated[

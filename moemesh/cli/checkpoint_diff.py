@@ -46,7 +46,7 @@ def diff(
     keys = sorted({*a.state, *b.state})
     pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
     states = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    content = {
+    content: dict[str, Any] = {
         "first": str(a.path),
         "second": str(b.path),
         "equal": len(ours & theirs) - len(rows) - len(others),
@@ -60,12 +60,6 @@ def diff(
     if as_json:
         typer.echo(strict_json(content, indent=1))
         raise typer.Exit(int(differs))
-    _say_difference(content, all_lines=all_lines)
-    raise typer.Exit(int(differs))
-
-
-def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
-    rows: list[dict[str, Any]] = content["different"]
     shown = rows if all_lines else rows[:_LINES]
     if rows:
         header = ["tensor", "dtype", "numbers that differ", "largest", "relative"]
@@ -86,7 +80,7 @@ def _say_difference(content: dict[str, Any], *, all_lines: bool) -> None:
         if any(row["num_nonfinite"]):
             here, there = row["num_nonfinite"]
             typer.echo(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
-    for line in content["other_shape_or_dtype"]:
+    for line in others:
         typer.echo(line)
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
         names: list[str] = content[key]

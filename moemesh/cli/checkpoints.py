@@ -184,8 +184,7 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print what would be deleted; delete nothing."),
+        bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -32,8 +32,7 @@ def show_dispatch(
         ),
     ] = None,
     plan: Annotated[
-        str | None,
-        typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.'),
+        str | None, typer.Option(help='Layout: "dp=4,ep=4"; by default that of the routing.')
     ] = None,
     dispatcher: Annotated[
         list[str] | None,
@@ -146,11 +145,7 @@ def show_dispatch(
             if value is not None:
                 raise typer.BadParameter(f"{name} draws a random routing; {routing} names its own")
         example = read_example(
-            routing,
-            plan=plan,
-            dispatchers=dispatcher or (),
-            hidden_size=hidden_size,
-            dtype=dtype,
+            routing, plan=plan, dispatchers=dispatcher or (), hidden_size=hidden_size, dtype=dtype
         )
     if svg is not None:
         from moemesh.report.files import write_texts

@@ -102,10 +102,7 @@ PLAN = typer.Option(
     help='"tp=2,dp=4,ep=8", a packaged plan or a TOML file.',
 )
 LENGTH = typer.Option(
-    "--seq-len",
-    metavar="S",
-    parser=tokens_of_any_sign,
-    help="Tokens of one sequence; 4k is 4096.",
+    "--seq-len", metavar="S", parser=tokens_of_any_sign, help="Tokens of one sequence; 4k is 4096."
 )
 BATCH = typer.Option("--global-batch", metavar="B", help="Sequences of one step.")
 NODES = typer.Option("--nodes", metavar="N", help="Nodes, instead of the cluster's own number.")

@@ -18,8 +18,7 @@ def replay(
         typer.Argument(metavar="BUNDLE", help="A folder of failures/ in a run, such as step-12."),
     ],
     alone: Annotated[
-        bool,
-        typer.Option("--alone", help="Replay on one rank, whatever the plan of the run was."),
+        bool, typer.Option("--alone", help="Replay on one rank, whatever the plan of the run was.")
     ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,

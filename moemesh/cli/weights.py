@@ -64,8 +64,7 @@ def convert(
         ),
     ] = False,
     delta: Annotated[
-        bool,
-        typer.Option("--delta", help="Write only the tensors that a run has trained."),
+        bool, typer.Option("--delta", help="Write only the tensors that a run has trained.")
     ] = False,
     apply: Annotated[
         Path | None,
@@ -192,8 +191,7 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat",
-            help="Answer --prompt by the chat template; without it, talk at the terminal.",
+            "--chat", help="Answer --prompt by the chat template; without it, talk at the terminal."
         ),
     ] = False,
     system: Annotated[

@@ -21,14 +21,7 @@ from moemesh.config.rules import (
     server_problems,
 )
 from moemesh.config.schedule_rules import is_schedule_file, pipeline_problems
-from moemesh.config.section import (
-    COUNT,
-    POSITIVE,
-    SIZE,
-    Range,
-    Section,
-    as_tuple,
-)
+from moemesh.config.section import COUNT, POSITIVE, SIZE, Range, Section, as_tuple
 
 # The rules of sharded states: `plan.reshard` and `plan.shard_group` belong to what they cut.
 

@@ -122,10 +122,7 @@ def refuse(error: BadRecordError) -> None:
 
 
 def read(
-    file: DataFile,
-    text_key: str = "text",
-    *,
-    on_bad: Callable[[BadRecordError], None] = refuse,
+    file: DataFile, text_key: str = "text", *, on_bad: Callable[[BadRecordError], None] = refuse
 ) -> Iterator[tuple[Where, Record]]:
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.

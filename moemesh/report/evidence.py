@@ -66,7 +66,14 @@ def evidence_of(run: Run) -> Evidence:
         _from_timeline(run, run.timeline.last_step(), shares, facts)
     elif "communication" in shares or ("data" in shares and _num_ranks(run) == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
-    _from_loads(run, facts)
+    loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
+    newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
+    if items := [load for load in loads if load.step in newest]:
+        ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
+        if ratios:
+            facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
+        ratios = [load.expert_max_over_mean for load in items]
+        facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
     # Bytes a step by axis, of training alone.
     sent: defaultdict[str, float] = defaultdict(float)
     for (axis, _), size in sent_in_training(run).items():
@@ -147,19 +154,6 @@ def _from_timeline(
     shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - again / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
         facts[f"{name} share"] = parts[name] / span, file
-
-
-def _from_loads(run: Run, facts: dict[str, tuple[float, str]]) -> None:
-    loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
-    steps = sorted({load.step for load in loads})[-_LAST_LOADS:]
-    items = [load for load in loads if load.step in steps]
-    if not items:
-        return
-    ratios = [load.rank_max_over_mean for load in items if len(load.tokens_per_rank) > 1]
-    if ratios:
-        facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
-    ratios = [load.expert_max_over_mean for load in items]
-    facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
 
 
 def busiest_axis(evidence: Evidence) -> tuple[str, float] | None:

@@ -43,26 +43,18 @@ _LONGEST = 160
 _MOST_FAILURES = 3
 
 
-class _Kind(NamedTuple):
-    """Events of a kind: the label of their line, and how one and several of them are called."""
-
-    kind: str
-    label: str
-    one: str
-    several: str
-
-
-#: Kinds of events that a reader of a run should know, the worst first.
-_KINDS: tuple[_Kind, ...] = (
-    _Kind("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
-    _Kind("skipped", "skipped", "step left out", "steps left out"),
-    _Kind("copies", "copies", "difference of copies repaired", "differences of copies repaired"),
-    _Kind("spike", "spikes", "jump of the loss", "jumps of the loss"),
-    _Kind("alarm", "alarms", "alarm", "alarms"),
-    _Kind("disk", "disk", "message", "messages"),
-    _Kind("damaged", "damaged", "file", "files"),
-    _Kind("sink", "sinks", "message", "messages"),
-    _Kind("warning", "warnings", "warning", "warnings"),
+#: Kinds of events that a reader of a run should know, the worst first, each with the label of its
+#: line, and how one and several of them are called.
+_KINDS = (
+    ("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
+    ("skipped", "skipped", "step left out", "steps left out"),
+    ("copies", "copies", "difference of copies repaired", "differences of copies repaired"),
+    ("spike", "spikes", "jump of the loss", "jumps of the loss"),
+    ("alarm", "alarms", "alarm", "alarms"),
+    ("disk", "disk", "message", "messages"),
+    ("damaged", "damaged", "file", "files"),
+    ("sink", "sinks", "message", "messages"),
+    ("warning", "warnings", "warning", "warnings"),
 )
 _MOST_KINDS = 3
 
@@ -208,12 +200,12 @@ def troubles_of(run: Run) -> list[tuple[str, str]]:
     for event in run.events:
         kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
         by_kind[kind].append(event)
-    for kind in [one for one in _KINDS if by_kind[one.kind]][:_MOST_KINDS]:
-        events = by_kind[kind.kind]
-        number = f"1 {kind.one}" if len(events) == 1 else f"{len(events):,} {kind.several}"
+    for kind, label, one, several in [row for row in _KINDS if by_kind[row[0]]][:_MOST_KINDS]:
+        events = by_kind[kind]
+        number = f"1 {one}" if len(events) == 1 else f"{len(events):,} {several}"
         last = "" if len(events) == 1 else ", the last"
         text = one_line(events[-1].text.removeprefix("alarm: "))
-        found.append((kind.label, f"{number}{last}: {text}"))
+        found.append((label, f"{number}{last}: {text}"))
     if run.warnings:
         found.append(("files", one_line("; ".join(run.warnings))))
     return found

@@ -100,13 +100,17 @@ def render(run: Run) -> str:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
+    failure = None
+    if run.failure is not None:  # texts are cut to a readable length
+        items = list(run.failure.items())[:MAX_TABLE_ROWS]
+        failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
     return from_template(
         "page.html",
         name=run.folder.resolve().name,
         origin=lines,
         degrees=_degrees(run),
         facts=facts,
-        failure=_pairs(run.failure) if run.failure is not None else None,
+        failure=failure,
         warnings=run.warnings,
         has_no_step=_NO_STEP[state] if not run.metrics else "",
         links=[*links_to(sections), ("file", "config.toml")],
@@ -153,12 +157,6 @@ def _degrees(run: Run) -> list[tuple[str, str]]:
             return shown
         world *= value
     return [("ranks", str(world)), *shown]
-
-
-def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys and values as texts, both cut to a readable length."""
-    items = list(values.items())[:MAX_TABLE_ROWS]
-    return [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in items]
 
 
 def _cut(value: str, length: int) -> str:

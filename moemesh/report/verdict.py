@@ -81,7 +81,13 @@ def verdict(profile: Profile) -> list[str]:
                 f"imbalance   rank {slowest} works {busy[slowest] / mean:.2f} times the mean, "
                 f"rank {quickest} {busy[quickest] / mean:.2f} times (passes without waits)"
             )
-    return [*lines, _clocks(profile)]
+    offsets = {one.host: one.offset for one in profile.ranks if one.offset is not None}
+    if not offsets:
+        return [*lines, "clocks      one machine: the ranks share a clock"]
+    worst = max(one.offset.uncertainty for one in profile.ranks if one.offset is not None)
+    shown = [f"{host} {one.seconds * 1e3:+.3f} ms" for host, one in list(offsets.items())[:4]]
+    named = f"{', '.join(shown)}, ± {worst * 1e3:.3f} ms"
+    return [*lines, f"clocks      aligned to rank {profile.ranks[0].rank}: {named}"]
 
 
 def _span(phases: Sequence[WorkRecord]) -> float:
@@ -194,15 +200,3 @@ def _longest_operations(profile: Profile, steps: int) -> list[str]:
         f"rank, {len(totals[name]) / steps / ranks:,.0f} calls"
         for name in named
     ]
-
-
-def _clocks(profile: Profile) -> str:
-    moved = [one for one in profile.ranks if one.offset is not None]
-    if not moved:
-        return "clocks      one machine: the ranks share a clock"
-    worst = max(one.offset.uncertainty for one in moved if one.offset is not None)
-    hosts = {
-        one.host: f"{one.offset.seconds * 1e3:+.3f} ms" for one in moved if one.offset is not None
-    }
-    named = ", ".join(f"{host} {offset}" for host, offset in list(hosts.items())[:4])
-    return f"clocks      aligned to rank {profile.ranks[0].rank}: {named}, ± {worst * 1e3:.3f} ms"

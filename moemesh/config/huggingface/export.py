@@ -125,10 +125,11 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
     if model.num_mtp_layers:
         values[AHEAD_KEY] = model.num_mtp_layers
     values |= _attention(model, kind) | _rope(model, kind)
+    name = _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))
     if model.num_experts:
         values |= _experts(model, kind)
     values |= {
-        "architectures": [f"{_class_name(kind)}ForCausalLM"],
+        "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
         "hidden_act": "silu",
         "torch_dtype": dtype,
@@ -272,7 +273,3 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
     if kind == "minimax_m2":
         values["qk_norm_type"] = "per_layer"
     return values
-
-
-def _class_name(kind: str) -> str:
-    return _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))

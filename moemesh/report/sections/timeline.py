@@ -35,12 +35,23 @@ def timeline(run: Run) -> Chapter:
             f" Bubble of the pipeline: {run.simulated.bubble_rate:.1%} simulated, "
             f"{bubble:.1%} measured."
         )
+    pipeline = ""
+    if (simulated := run.simulated) is not None:
+        # The operations of the simulated ranks, simulated above measured.
+        records = tuple(
+            one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
+        )
+        pipeline = pictures.timelines_stacked(
+            [simulated, replace(last, ranks=simulated.ranks, records=records)],
+            title="Pipeline, simulated above measured",
+            identity="timeline-simulated",
+        )
     return Chapter(
         identity=_IDENTITY,
         title=_TITLE,
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
-            ("Pipeline of the last step, simulated above measured", _beside(run.simulated, last)),
+            ("Pipeline of the last step, simulated above measured", pipeline),
         ),
         tables=[
             Table(
@@ -111,21 +122,6 @@ def _medians(run: Run) -> list[Table]:
             )
         )
     return tables
-
-
-def _beside(simulated: Timeline | None, last: Timeline) -> str:
-    """The pipeline operations of the simulated ranks, simulated above measured."""
-    if simulated is None:
-        return ""
-    records = tuple(
-        record for record in last.records if record.rank in simulated.ranks and record.kind in KINDS
-    )
-    measured = replace(last, ranks=simulated.ranks, records=records)
-    return pictures.timelines_stacked(
-        [simulated, measured],
-        title="Pipeline, simulated above measured",
-        identity="timeline-simulated",
-    )
 
 
 def _by_name(last: Timeline, factor: float, unit: str) -> Table:
